@@ -1,0 +1,46 @@
+"""What an engine is: it states its limits, and does what a plan says."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from whorl.problem import Call, Outcome, Plan, Problem
+
+Grads = Sequence[Tensor | None]
+
+
+class Engine(ABC):
+    """One way to run a recurrent layer over all of its steps."""
+
+    name: str
+    summary: str
+    """What runs, in a few words, for `explain`."""
+
+    @abstractmethod
+    def obstacles(self, problem: Problem) -> list[str]:
+        """Every reason why this engine cannot run the problem, each a sentence; empty where it can.  Pure."""
+
+    @abstractmethod
+    def forward(self, plan: Plan, call: Call) -> Outcome:
+        """The outputs, the final states, and what backward reads; nothing is recorded for autograd."""
+
+    @abstractmethod
+    def backward(self, plan: Plan, call: Call, outcome: Outcome, grads: Grads) -> Grads:
+        """The gradient of each of `call.tensors`.
+
+        Args:
+            outcome: what forward gave.
+            grads: of the output and of each final state; None where there is none.
+        """
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as the flat bytes that `Outcome.saved` holds; no copy."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What `as_bytes` was given."""
+    return data.view(dtype).view(shape)

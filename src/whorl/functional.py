@@ -1,0 +1,111 @@
+"""A recurrent layer as a function: arguments to a Call, a Problem and a Plan, and the plan run."""
+
+import torch
+from torch import Tensor
+
+from whorl import compiled
+from whorl.plan import plan
+from whorl.problem import Call, Plan, facts, wants_gradient
+from whorl.run import run
+
+
+def recurrent(form: str, call: Call, engine: str = "auto") -> tuple[Tensor, ...]:
+    """The output of every step, and each final state.
+
+    Args:
+        form: the layer, as `Form.to_json` writes it.
+        call: the tensors; under autocast x and weights are cast, states are not.
+        engine: "auto", or the engine that is to run and no other.
+
+    Returns:
+        y [time, batch, directions x width], or [rows, ...] of a PackedSequence; then for each state of the cell
+        [layers x directions, batch, width].
+
+    Raises:
+        UnsupportedError: the engine named cannot run this.
+        SlowError: `settings.slow` forbids what can.
+    """
+    kind = call.x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _recurrent(form, call, engine)
+    call = _cast(call, torch.get_autocast_dtype(kind))
+    with torch.autocast(kind, enabled=False):
+        return _recurrent(form, call, engine)
+
+
+def planned(form: str, call: Call, engine: str = "auto") -> Plan:
+    """The plan that `recurrent` would run; touches no data."""
+    kind = call.x.device.type
+    if torch.is_autocast_enabled(kind):
+        call = _cast(call, torch.get_autocast_dtype(kind))
+    return plan(form, facts(call, wants_gradient(call.tensors)), engine)
+
+
+def _recurrent(form: str, call: Call, engine: str) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+        return compiled.recurrent(call, form, engine, gradient)
+    return run(plan(form, facts(call, wants_gradient(call.tensors)), engine), call)
+
+
+def _cast(call: Call, dtype: torch.dtype) -> Call:
+    weights = tuple(weight.to(dtype) for weight in call.weights)
+    noise = tuple(mask.to(dtype) for mask in call.dropout)
+    return Call(call.x.to(dtype), call.states, weights, noise, call.batch_sizes)
+
+
+def noise(x: Tensor, probability: float, width: int, count: int) -> tuple[Tensor, ...]:
+    """What dropout multiplies with, `count` times in the layout of `x`, drawn as torch's own dropout draws on a CPU."""
+    shape = (*x.shape[:-1], width)
+    if probability == 1:
+        return tuple(x.new_zeros(shape) for _ in range(count))
+    return tuple(x.new_empty(shape).bernoulli_(1 - probability).div_(1 - probability) for _ in range(count))
+
+
+def complaint(call: Call, who: str, inputs: int, rows: int, widths: dict[str, int]) -> str | None:
+    """What is wrong with a call and what to write instead, or None where it can run.
+
+    Args:
+        who: the class that was called, for the message.
+        inputs: the features that x must have.
+        rows: layers x directions.
+        widths: of each state, by name.
+    """
+    x, states, (weight, *_), _, sizes = call
+    shape = x.shape
+    if len(shape) != (3 if sizes is None else 2):
+        return f"x has {len(shape)} axes, {who} takes [time, batch, inputs] or unbatched [time, inputs]: reshape x."
+    if shape[-1] != inputs:
+        return (
+            f"x has {shape[-1]} features in its last axis, this {who} was made for {inputs}: "
+            f"pass input_size={shape[-1]} or reshape x."
+        )
+    if shape[0] == 0:
+        return f"x has no steps, {who} takes 1 or more: leave empty sequences out."
+    if x.device != weight.device:
+        return f"x is on {x.device} and the weights of this {who} on {weight.device}: move one with .to()."
+    autocast = x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type)
+    if x.dtype != weight.dtype and not autocast:
+        return f"x is {x.dtype} and the weights of this {who} are {weight.dtype}: write x.to({weight.dtype})."
+    if not states:
+        return None
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if len(states) != len(widths):
+        return f"hx has {len(states)} states, {who} has {len(widths)}: {', '.join(widths)}."
+    batch = _batch(call)
+    for state, (name, width) in zip(states, widths.items(), strict=True):
+        if state.dim() != 3 or state.shape[0] != rows or state.shape[2] != width or batch not in (None, state.shape[1]):
+            wanted = (rows, batch, width)
+            return f"the initial state {name} has shape {tuple(state.shape)}, {who} takes {wanted} for this x."
+        if state.device != x.device:
+            return f"the initial state {name} is on {state.device} and x on {x.device}: move one with .to()."
+        if state.dtype != x.dtype and not autocast:
+            return f"the initial state {name} is {state.dtype} and x {x.dtype}: write {name}.to({x.dtype})."
+    return None
+
+
+def _batch(call: Call) -> int | None:
+    """The batch, where it can be known: the sizes of a PackedSequence are data, which no compiled graph reads."""
+    if call.batch_sizes is None:
+        return call.x.shape[1]
+    return None if torch.compiler.is_compiling() else int(call.batch_sizes[0])

@@ -1,0 +1,66 @@
+"""Names and orders of weights: the only file that knows how torch and cuDNN order what a layer holds."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from whorl.cells import library
+from whorl.problem import Form
+
+# The numbers by which torch's native operators call the cells, by what the cell computes.
+NATIVE_MODES = {
+    library.rnn_relu.graph.fingerprint: 0,
+    library.rnn_tanh.graph.fingerprint: 1,
+    library.lstm.graph.fingerprint: 2,
+    library.gru.graph.fingerprint: 3,
+}
+
+
+class LayerWeights(NamedTuple):
+    """The weights of one layer and direction; None for what it has not."""
+
+    ih: Tensor
+    """[gates x units, inputs], gates in declared order."""
+    hh: Tensor
+    """[recurrent gates x units, width]."""
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+    hr: Tensor | None
+    """[projection, units]."""
+    vectors: tuple[Tensor, ...]
+
+
+@lru_cache(maxsize=1024)
+def kinds(form: Form) -> tuple[str, ...]:
+    """What one layer and direction holds, in torch's order: `weight_ih`, `weight_hh`, ..."""
+    biases = ("bias_ih", "bias_hh") if form.bias else ()
+    projection = ("weight_hr",) if form.projection else ()
+    return ("weight_ih", "weight_hh", *biases, *projection, *(f"vector_{name}" for name in form.cell.vectors))
+
+
+@lru_cache(maxsize=1024)
+def names(form: Form) -> tuple[str, ...]:
+    """The parameter names of a layer, in torch's order: `weight_ih_l0`, ..., `weight_ih_l0_reverse`, ..."""
+    suffixes = ("", "_reverse")[: form.directions]
+    return tuple(
+        f"{kind}_l{layer}{suffix}" for layer in range(form.layers) for suffix in suffixes for kind in kinds(form)
+    )
+
+
+def split(form: Form, weights: Sequence[Tensor]) -> list[LayerWeights]:
+    """The weights of each layer and direction, from the flat order of `names`."""
+    count = len(kinds(form))
+    made = []
+    for start in range(0, len(weights), count):
+        rest = iter(weights[start : start + count])
+        ih, hh = next(rest), next(rest)
+        bias_ih, bias_hh = (next(rest), next(rest)) if form.bias else (None, None)
+        made.append(LayerWeights(ih, hh, bias_ih, bias_hh, next(rest) if form.projection else None, tuple(rest)))
+    return made
+
+
+def join(parts: Sequence[LayerWeights]) -> list[Tensor]:
+    """The flat order of `names`, from the weights of each layer and direction."""
+    return [tensor for part in parts for tensor in (*part[:5], *part.vectors) if tensor is not None]
