@@ -1,0 +1,42 @@
+"""Recurrent layers at the speed of the hardware, with every option on, that say which kernel runs and why."""
+
+from whorl.cells.cell import Cell, cell
+from whorl.cells.expr import (
+    clip,
+    cos,
+    erf,
+    exp,
+    log,
+    log1p,
+    maximum,
+    mean,
+    minimum,
+    relu,
+    rsqrt,
+    sigmoid,
+    sin,
+    softplus,
+    sqrt,
+    tanh,
+    where,
+)
+from whorl.errors import (
+    CellError,
+    InputError,
+    SettingError,
+    SlowError,
+    SlowWarning,
+    UnsupportedError,
+)
+from whorl.explanation import Explanation, explain
+from whorl.modules import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from whorl.problem import Plan
+from whorl.settings import settings
+
+__version__ = "0.1.0.dev0"
+__all__ = [
+    "GRU", "LSTM", "RNN", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "LSTMCell", "Plan", "RNNCell",
+    "SettingError", "SlowError", "SlowWarning", "UnsupportedError", "cell", "clip", "cos", "erf", "exp", "explain",
+    "log", "log1p", "maximum", "mean", "minimum", "relu", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt",
+    "tanh", "where",
+]  # fmt: skip
