@@ -1,0 +1,39 @@
+"""What every test shares: a seed, whorl's default settings, one thread for each worker, and the tests marked `gpu`."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from whorl import settings
+
+os.environ.pop("WHORL_SLOW", None)  # tests begin with whorl's own defaults
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores already
+
+hypothesis.settings.register_profile("whorl", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("whorl")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Most tests run the reference, which is slow and says so. Tests of the warning itself use pytest.warns.
+    config.addinivalue_line("filterwarnings", "ignore::whorl.errors.SlowWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))  # one worker, so one process on the GPU
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Each test begins with the same seed, and leaves the settings as it found them."""
+    torch.manual_seed(0)
+    before = dict(settings._assigned)
+    yield
+    settings._assigned.clear()
+    settings._assigned.update(before)
