@@ -10,8 +10,7 @@ import torch
 from whorl import settings
 
 os.environ.pop("WHORL_SLOW", None)  # tests begin with whorl's own defaults
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers share the cores already
+torch.set_num_threads(1)  # small tensors, and workers that share the cores
 
 hypothesis.settings.register_profile("whorl", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("whorl")

@@ -6,6 +6,7 @@ from whorl.cells.expr import (
     cos,
     erf,
     exp,
+    expm1,
     log,
     log1p,
     maximum,
@@ -37,6 +38,6 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "GRU", "LSTM", "RNN", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "LSTMCell", "Plan", "RNNCell",
     "SettingError", "SlowError", "SlowWarning", "UnsupportedError", "cell", "clip", "cos", "erf", "exp", "explain",
-    "log", "log1p", "maximum", "mean", "minimum", "relu", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt",
-    "tanh", "where",
+    "expm1", "log", "log1p", "maximum", "mean", "minimum", "relu", "rsqrt", "settings", "sigmoid", "sin", "softplus",
+    "sqrt", "tanh", "where",
 ]  # fmt: skip

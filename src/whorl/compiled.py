@@ -14,22 +14,23 @@ from torch._library.fake_impl import allocate_size
 
 from whorl.engines import ENGINES
 from whorl.plan import announce, plan
-from whorl.problem import Call, Form, Outcome, Plan, facts, problem, slots
+from whorl.problem import Call, Form, Plan, facts, problem, slots
 
+# Graphs that call these lie in torch's caches on disk: a schema that changes takes the next number into its name.
 _library = torch.library.Library("whorl", "DEF")
 _library.define(
-    "recurrent(Tensor[] tensors, int[] layout, Tensor? batch_sizes, str form, str engine, bool gradient)"
+    "recurrent_1(Tensor[] tensors, int[] layout, Tensor? batch_sizes, str form, str engine, bool gradient)"
     " -> (Tensor, Tensor[], Tensor[])"
 )
 _library.define(
-    "recurrent_backward(Tensor?[] grads, Tensor[] tensors, int[] layout, Tensor? batch_sizes, Tensor[] outputs,"
+    "recurrent_backward_1(Tensor?[] grads, Tensor[] tensors, int[] layout, Tensor? batch_sizes, Tensor y,"
     " Tensor[] saved, str form) -> Tensor[]"
 )
 
 
 def recurrent(call: Call, form: str, engine: str, gradient: bool) -> tuple[Tensor, ...]:
     """The output and each final state; what a compiled graph holds."""
-    y, finals, _ = torch.ops.whorl.recurrent(call.tensors, call.layout, call.batch_sizes, form, engine, gradient)
+    y, finals, _ = torch.ops.whorl.recurrent_1(call.tensors, call.layout, call.batch_sizes, form, engine, gradient)
     return (y, *finals)
 
 
@@ -77,14 +78,13 @@ def _backward(
     tensors: list[Tensor],
     layout: list[int],
     sizes: Tensor | None,
-    outputs: list[Tensor],
+    y: Tensor,
     saved: list[Tensor],
     form: str,
 ) -> list[Tensor]:
     call = Call.of(tensors, layout, sizes)
     made = Plan(problem(form, facts(call, gradient=True)), list(ENGINES)[saved[-1].numel()])
-    outcome = Outcome(outputs[0], tuple(outputs[1:]), tuple(saved[:-1]))
-    found = ENGINES[made.engine].backward(made, call, outcome, grads)
+    found = ENGINES[made.engine].backward(made, call, y, saved[:-1], grads)
     return [
         torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         if grad is None
@@ -99,25 +99,23 @@ def _backward_fake(grads: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     tensors, layout, sizes, form, _, _ = inputs
-    y, finals, saved = output
-    ctx.layout, ctx.sizes, ctx.form = layout, sizes, form
-    ctx.counts = (len(tensors), 1 + len(finals))
-    ctx.save_for_backward(*tensors, y, *finals, *saved)
+    y, _, saved = output
+    ctx.layout, ctx.sizes, ctx.form, ctx.count = layout, sizes, form, len(tensors)
+    ctx.save_for_backward(*tensors, y, *saved)
 
 
 def _differentiate(ctx: Any, grad_y: Tensor | None, grad_finals: Sequence[Tensor | None], grad_saved: Any) -> tuple:
-    first, second = ctx.counts[0], sum(ctx.counts)
-    row = list(ctx.saved_tensors)
-    grads = torch.ops.whorl.recurrent_backward(
-        [grad_y, *grad_finals], row[:first], ctx.layout, ctx.sizes, row[first:second], row[second:], ctx.form
+    row, count = list(ctx.saved_tensors), ctx.count
+    grads = torch.ops.whorl.recurrent_backward_1(
+        [grad_y, *grad_finals], row[:count], ctx.layout, ctx.sizes, row[count], row[count + 1 :], ctx.form
     )
     return grads, None, None, None, None, None
 
 
 for _name, _function, _fake in (
-    ("recurrent", _forward, _forward_fake),
-    ("recurrent_backward", _backward, _backward_fake),
+    ("recurrent_1", _forward, _forward_fake),
+    ("recurrent_backward_1", _backward, _backward_fake),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"whorl::{_name}", _fake, lib=_library)
-torch.library.register_autograd("whorl::recurrent", _differentiate, setup_context=_setup, lib=_library)
+torch.library.register_autograd("whorl::recurrent_1", _differentiate, setup_context=_setup, lib=_library)

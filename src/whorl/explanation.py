@@ -7,7 +7,8 @@ import torch
 
 from whorl.engines import ENGINES
 from whorl.modules import Recurrence
-from whorl.problem import Plan
+from whorl.problem import Plan, autocast_is_on
+from whorl.settings import settings
 
 
 @dataclass(frozen=True)
@@ -17,21 +18,20 @@ class Explanation:
     plans: tuple[Plan, ...]
     names: tuple[str, ...]
     """Of each layer inside the module; empty for the module itself."""
-    training: bool
-    autocast: bool
+    modes: tuple[str, ...]
+    """In which each was called: train or eval, autocast on or off."""
     others: tuple[str, ...] = ()
     """Layers of torch.nn inside the module, which whorl does not run."""
 
     def __str__(self) -> str:
-        mode = f"{'train' if self.training else 'eval'} mode, autocast {'on' if self.autocast else 'off'}"
         rows = []
-        for name, plan in zip(self.names, self.plans, strict=True):
+        for name, plan, mode in zip(self.names, self.plans, self.modes, strict=True):
             title = f"{name}: " if name else ""
             rows.append(f"{title}{plan.engine}, {ENGINES[plan.engine].summary}{_asked(plan)}")
             rows.append(f"  for {plan.problem}; {mode}")
             rows += [f"  not {refusal}" for refusal in plan.refusals]
         rows += [f"{name}: not a layer of whorl, torch chooses what runs" for name in self.others]
-        return "\n".join(rows) or f"no recurrent layer was called; {mode}"
+        return "\n".join(rows) or "no recurrent layer was called"
 
 
 def _asked(plan: Plan) -> str:
@@ -41,8 +41,9 @@ def _asked(plan: Plan) -> str:
 def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """What would run in `module(*args, **kwargs)`: print it.
 
-    A recurrent layer is planned without running.  Any other module runs once without gradient, and each call of a
-    recurrent layer inside it is planned as it comes, as if gradients were wanted wherever they are now.
+    A recurrent layer is planned without running.  Any other module runs once without gradient (in train mode that
+    moves what it counts, such as the statistics of a BatchNorm; torch's generators come back as they were), and each
+    call of a recurrent layer inside it is planned as it comes, with a gradient where grad mode is on now.
 
     >>> import whorl
     >>> print(whorl.explain(whorl.LSTM(8, 16, engine="reference"), torch.zeros(5, 3, 8)))
@@ -52,37 +53,39 @@ def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         UnsupportedError: an engine named by a layer cannot run its call.
     """
-    plans: list[Plan] = []
-    names: list[str] = []
-    if isinstance(module, Recurrence):
-        plans.append(module.plan(*args, **kwargs))
-        names.append("")
-    else:
-        _run_once(module, args, kwargs, plans, names)
-    kind = plans[0].problem.device.kind if plans else "cpu"
+    noted = [_note("", module, args, kwargs)] if isinstance(module, Recurrence) else _run_once(module, args, kwargs)
+    names, plans, modes = zip(*noted, strict=True) if noted else ((), (), ())
     others = tuple(
-        f"{name} ({type(inner).__name__})"
+        f"{name} ({type(inner).__name__})".lstrip()
         for name, inner in module.named_modules()
         if isinstance(inner, torch.nn.RNNBase | torch.nn.RNNCellBase) and not isinstance(inner, Recurrence)
     )
-    return Explanation(tuple(plans), tuple(names), module.training, torch.is_autocast_enabled(kind), others)
+    return Explanation(plans, names, modes, others)
 
 
-def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict, plans: list[Plan], names: list[str]) -> None:
+def _note(name: str, layer: Any, args: tuple, kwargs: dict) -> tuple[str, Plan, str]:
+    """Name, plan and mode of one call."""
+    plan = layer.plan(*args, **kwargs)
+    autocast = autocast_is_on(plan.problem.device.kind)
+    return name, plan, f"{'train' if layer.training else 'eval'} mode, autocast {'on' if autocast else 'off'}"
+
+
+def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Plan, str]]:
     gradient = torch.is_grad_enabled()
-    hooks = []
+    hooks, noted = [], []
     for name, inner in module.named_modules():
         if isinstance(inner, Recurrence):
 
             def note(layer: Any, layer_args: tuple, layer_kwargs: dict, name: str = name) -> None:
                 with torch.set_grad_enabled(gradient):
-                    plans.append(layer.plan(*layer_args, **layer_kwargs))
-                names.append(name)
+                    noted.append(_note(name, layer, layer_args, layer_kwargs))
 
             hooks.append(module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
     try:
-        with torch.no_grad():
+        # What is slow is shown, not refused.
+        with torch.random.fork_rng(), torch.no_grad(), settings(slow="allow"):
             module(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
+    return noted

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from whorl import compiled
 from whorl.plan import plan
-from whorl.problem import Call, Plan, facts, wants_gradient
+from whorl.problem import Call, Plan, autocast_is_on, facts, wants_gradient
 from whorl.run import run
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def recurrent(form: str, call: Call, engine: str = "auto") -> tuple[Tensor, ...]:
@@ -25,9 +27,9 @@ def recurrent(form: str, call: Call, engine: str = "auto") -> tuple[Tensor, ...]
         UnsupportedError: the engine named cannot run this.
         SlowError: `settings.slow` forbids what can.
     """
-    kind = call.x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not autocasts(call.x, *call.weights):
         return _recurrent(form, call, engine)
+    kind = call.x.device.type
     call = _cast(call, torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
         return _recurrent(form, call, engine)
@@ -35,9 +37,8 @@ def recurrent(form: str, call: Call, engine: str = "auto") -> tuple[Tensor, ...]
 
 def planned(form: str, call: Call, engine: str = "auto") -> Plan:
     """The plan that `recurrent` would run; touches no data."""
-    kind = call.x.device.type
-    if torch.is_autocast_enabled(kind):
-        call = _cast(call, torch.get_autocast_dtype(kind))
+    if autocasts(call.x, *call.weights):
+        call = _cast(call, torch.get_autocast_dtype(call.x.device.type))
     return plan(form, facts(call, wants_gradient(call.tensors)), engine)
 
 
@@ -84,12 +85,10 @@ def complaint(call: Call, who: str, inputs: int, rows: int, widths: dict[str, in
         return f"x has no steps, {who} takes 1 or more: leave empty sequences out."
     if x.device != weight.device:
         return f"x is on {x.device} and the weights of this {who} on {weight.device}: move one with .to()."
-    autocast = x.dtype != weight.dtype and torch.is_autocast_enabled(x.device.type)
-    if x.dtype != weight.dtype and not autocast:
+    if x.dtype != weight.dtype and not autocasts(x, weight):
         return f"x is {x.dtype} and the weights of this {who} are {weight.dtype}: write x.to({weight.dtype})."
     if not states:
         return None
-    autocast = torch.is_autocast_enabled(x.device.type)
     if len(states) != len(widths):
         return f"hx has {len(states)} states, {who} has {len(widths)}: {', '.join(widths)}."
     batch = _batch(call)
@@ -99,7 +98,7 @@ def complaint(call: Call, who: str, inputs: int, rows: int, widths: dict[str, in
             return f"the initial state {name} has shape {tuple(state.shape)}, {who} takes {wanted} for this x."
         if state.device != x.device:
             return f"the initial state {name} is on {state.device} and x on {x.device}: move one with .to()."
-        if state.dtype != x.dtype and not autocast:
+        if state.dtype != x.dtype and not autocasts(state, x):
             return f"the initial state {name} is {state.dtype} and x {x.dtype}: write {name}.to({x.dtype})."
     return None
 
@@ -109,3 +108,8 @@ def _batch(call: Call) -> int | None:
     if call.batch_sizes is None:
         return call.x.shape[1]
     return None if torch.compiler.is_compiling() else int(call.batch_sizes[0])
+
+
+def autocasts(*tensors: Tensor) -> bool:
+    """Whether autocast is on and casts each of these: as in torch, it leaves float64 and what is not real alone."""
+    return autocast_is_on(tensors[0].device.type) and all(tensor.dtype in _CAST for tensor in tensors)

@@ -16,7 +16,7 @@ from whorl.errors import InputError
 from whorl.functional import complaint, noise, planned, recurrent
 from whorl.plan import check_engine
 from whorl.problem import Call, Form, Plan
-from whorl.weights import kinds, names
+from whorl.weights import kinds, names, shapes
 
 _CELLS = {
     "LSTM": library.lstm.graph,
@@ -36,6 +36,7 @@ class Recurrence:
     bias: bool
     _form: str
     _names: tuple[str, ...]
+    _shapes: tuple[tuple[int, ...], ...]
     _widths: dict[str, int]
     _engine: str
 
@@ -50,17 +51,13 @@ class Recurrence:
 
     def _set_form(self, form: Form, engine: str) -> None:
         self.engine = engine
-        self._form, self._names = form.to_json(), names(form)
+        self._form, self._names, self._shapes = form.to_json(), names(form), shapes(form)
         self._widths = {state: form.state_width(index) for index, state in enumerate(form.cell.states)}
         # torch compiles no subclass of its RNN classes with fullgraph=True unless this is set.
         torch._dynamo.config.allow_rnn = True
 
     def plan(self, input: Any, hx: Any = None) -> Plan:
         """The plan of this call, without running it."""
-        raise NotImplementedError
-
-    def _unpack(self, hx: Any) -> tuple[Tensor, ...]:
-        """hx as one tensor for each state."""
         raise NotImplementedError
 
     def _pack(self, finals: Sequence[Tensor]) -> Any:
@@ -70,7 +67,33 @@ class Recurrence:
     def _weights(self) -> tuple[Tensor, ...]:
         """Each weight by its attribute, so that parametrised and replaced ones are seen."""
         own = self._parameters  # type: ignore[attr-defined]  # Module.__getattr__ finds the same in 1 us more
-        return tuple([own[name] if name in own else getattr(self, name) for name in self._names])
+        weights = tuple([own[name] if name in own else getattr(self, name) for name in self._names])
+        if tuple([weight.shape for weight in weights]) != self._shapes or len({weight.dtype for weight in weights}) > 1:
+            self._refuse_weights(weights)
+        return weights
+
+    def _refuse_weights(self, weights: Sequence[Tensor]) -> NoReturn:
+        """Raise for weights that were replaced by others which do not fit: torch's kernels would read beside them."""
+        for name, weight, shape in zip(self._names, weights, self._shapes, strict=True):
+            if weight.shape != shape:
+                raise InputError(f"{name} has shape {tuple(weight.shape)}, this {type(self).__name__} needs {shape}.")
+        found = ", ".join(f"{name} {weight.dtype}" for name, weight in zip(self._names, weights, strict=True))
+        raise InputError(f"the weights differ in dtype: {found}: bring them to one with .to().")
+
+    def _states(self, input: Any, hx: Any) -> tuple[Tensor, ...]:
+        """hx as one tensor for each state; none where hx is None."""
+        if hx is None:
+            return ()
+        one = len(self._widths) == 1
+        states = (hx,) if one else hx
+        if (
+            not isinstance(states, tuple | list)
+            or len(states) != len(self._widths)
+            or not all(isinstance(s, Tensor) for s in states)
+        ):
+            wanted = "a tensor" if one else f"{len(self._widths)} tensors ({', '.join(self._widths)})"
+            self._refuse(f"hx is of type {type(hx).__name__}: {type(self).__name__} takes {wanted}.", input, hx)
+        return tuple(states)
 
     def _refuse(self, reason: str, *args: Any) -> NoReturn:
         """Raise what the installed torch raises for this call, and only where it has no objection our own reason."""
@@ -95,6 +118,8 @@ class _Layer(Recurrence):
 
     def __init__(self, *args: Any, engine: str = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.proj_size and self.mode != "LSTM":  # torch lets it pass by position, and refuses every call
+            raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
         self._set_form(
             Form(
                 cell=_CELLS[self.mode],
@@ -130,7 +155,9 @@ class _Layer(Recurrence):
         y, *finals = recurrent(self._form, call, self._engine)
         if call.batch_sizes is not None:
             output = PackedSequence(y, call.batch_sizes, input.sorted_indices, unsorted)
-            return output, self._pack([final if unsorted is None else final[:, unsorted] for final in finals])
+            return output, self._pack(
+                [final if unsorted is None else final.index_select(1, unsorted) for final in finals]
+            )
         if not batched:
             return y.squeeze(1), self._pack([final.squeeze(1) for final in finals])
         return y.transpose(0, 1) if self.batch_first else y, self._pack(finals)
@@ -142,11 +169,11 @@ class _Layer(Recurrence):
 
     def _arranged(self, input: Any, hx: Any, draw: bool = True) -> Arranged:
         """A call in whorl's order of axes, how to unsort its batch, and whether there is one."""
-        states = self._unpack(hx)
+        states = self._states(input, hx)
         if isinstance(input, PackedSequence):
             x, sizes, order, unsorted = input
             batched = True
-            states = states if order is None else tuple(state[:, order] for state in states)
+            states = states if order is None else tuple(state.index_select(1, order) for state in states)
         elif not isinstance(input, Tensor):
             self._refuse(f"x is of type {type(input).__name__}: give a tensor or a PackedSequence.", input, hx)
         else:
@@ -169,20 +196,14 @@ class _Layer(Recurrence):
 
 
 class _OneState:
-    """hx of the cells with one state, and final states as they have it."""
-
-    def _unpack(self, hx: Tensor | None) -> tuple[Tensor, ...]:
-        return () if hx is None else (hx,)
+    """Final states as the cells with one state give them."""
 
     def _pack(self, finals: Sequence[Tensor]) -> Tensor:
         return finals[0]
 
 
 class _TwoStates:
-    """hx of LSTM, and final states as it has them."""
-
-    def _unpack(self, hx: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        return () if hx is None else tuple(hx)
+    """Final states as LSTM gives them."""
 
     def _pack(self, finals: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(finals)
@@ -234,8 +255,11 @@ class RNN(_OneState, _Layer, torch.nn.RNN):
 class _OneStep(Recurrence):
     """What LSTMCell, GRUCell and RNNCell add to torch's: a layer of one step."""
 
-    def __init__(self, *args: Any, engine: str = "auto", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _made(self, engine: str) -> None:
+        """The end of each __init__."""
+        self.engine = engine
+        if self._mode() not in _CELLS:
+            return  # torch takes a nonlinearity that it does not know, and refuses each call
         cell = _CELLS[self._mode()]
         form = Form(cell=cell, inputs=self.input_size, units=self.hidden_size, bias=self.bias)
         self._set_form(form, engine)
@@ -268,8 +292,10 @@ class _OneStep(Recurrence):
         return planned(self._form, self._arranged(input, hx)[0], self._engine)
 
     def _arranged(self, input: Tensor, hx: Any) -> tuple[Call, bool]:
+        if self._mode() not in _CELLS:
+            self._refuse(f"nonlinearity is {self._mode()}: write 'tanh' or 'relu'.", input, hx)
         batched = input.dim() != 1
-        x, states = input.unsqueeze(0), tuple(state.unsqueeze(0) for state in self._unpack(hx))
+        x, states = input.unsqueeze(0), tuple(state.unsqueeze(0) for state in self._states(input, hx))
         if not batched:
             x, states = x.unsqueeze(0), tuple(state.unsqueeze(0) for state in states)
         call = Call(x, states, self._weights())
@@ -289,6 +315,19 @@ class LSTMCell(_TwoStates, _OneStep, torch.nn.LSTMCell):
 
     _torch = torch.nn.LSTMCell
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device=device, dtype=dtype)
+        self._made(engine)
+
 
 class GRUCell(_OneState, _OneStep, torch.nn.GRUCell):
     """A `torch.nn.GRUCell` that runs on whorl's engines.
@@ -299,6 +338,19 @@ class GRUCell(_OneState, _OneStep, torch.nn.GRUCell):
 
     _torch = torch.nn.GRUCell
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, device=device, dtype=dtype)
+        self._made(engine)
+
 
 class RNNCell(_OneState, _OneStep, torch.nn.RNNCell):
     """A `torch.nn.RNNCell` that runs on whorl's engines.
@@ -308,6 +360,20 @@ class RNNCell(_OneState, _OneStep, torch.nn.RNNCell):
     """
 
     _torch = torch.nn.RNNCell
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__(input_size, hidden_size, bias, nonlinearity, device=device, dtype=dtype)
+        self._made(engine)
 
     def _mode(self) -> str:
         return f"RNN_{self.nonlinearity.upper()}"

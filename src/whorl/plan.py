@@ -44,7 +44,7 @@ def check_engine(engine: str) -> str:
     Raises:
         InputError: where it has not.
     """
-    if engine != "auto" and engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ("auto", *ENGINES):
         raise InputError(f"engine is {engine!r}: write one of 'auto', {', '.join(map(repr, ENGINES))}.")
     return engine
 
@@ -69,9 +69,9 @@ def announce(made: Plan, title: str = "") -> None:
     kind = (title, *(str(refusal) for refusal in made.refusals))
     key = (problem.form.cell.fingerprint, str(problem.dtype), problem.device.kind, re.sub(r"\d+", "#", str(kind)))
     if key not in _announced:
-        _announced.add(key)
         text = f"{text}\nwhorl.settings.slow = 'allow' silences this, 'error' refuses it."
         warnings.warn(text, SlowWarning, stacklevel=_level_of_the_caller())
+        _announced.add(key)  # after: where warnings are errors it is raised every time
 
 
 def _level_of_the_caller() -> int:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from whorl.cells.cell import Graph
+from whorl.cells.expr import topological
+from whorl.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,14 @@ class Form:
     layers: int = 1
     directions: int = 1
     bias: bool = True
+
+    def __post_init__(self) -> None:
+        read = {node.args[0] for node in topological(self.cell.outputs) if node.op == "var"}
+        if self.projection and (self.cell.products or f"s.{self.cell.states[0]}" in read):
+            raise InputError(
+                f"projection is {self.projection}, but {self.cell.name} reads its state {self.cell.states[0]} unit by "
+                "unit, and a projected state has no units: leave the projection out."
+            )
 
     @property
     def width(self) -> int:
@@ -68,7 +78,7 @@ class Device:
     library: int = 0
     """Version of cuDNN on CUDA; 1 on a CPU with oneDNN; 0 where torch has none or it is switched off."""
     half: bool = False
-    """oneDNN or cuDNN takes float16 here."""
+    """oneDNN takes float16 here."""
     bfloat16: bool = False
     """oneDNN or cuDNN takes bfloat16 here."""
 
@@ -92,7 +102,7 @@ class Problem:
     """A backward pass may follow."""
 
     def __str__(self) -> str:
-        rows = f"{self.time} steps, batch {self.batch}" + (", packed" if self.packed else "")
+        rows = f"{self.time} step{'s' * (self.time != 1)}, batch {self.batch}" + (", packed" if self.packed else "")
         after = "with gradient" if self.gradient else "without gradient"
         return f"{self.form}; {rows}; {str(self.dtype).removeprefix('torch.')} on {self.device.name}, {after}"
 
@@ -120,8 +130,9 @@ class Plan:
 
     @cached_property
     def slow(self) -> bool:
-        """Chosen by whorl, and a loop over time in Python."""
-        return self.engine == "reference" and self.asked == "auto" and self.problem.time > 1
+        """Chosen by whorl, and a loop over time in Python that has something to do."""
+        worth_saying = self.problem.time > 1 and self.problem.batch > 0
+        return self.engine == "reference" and self.asked == "auto" and worth_saying
 
 
 class Call(NamedTuple):
@@ -216,6 +227,11 @@ def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     return torch._C._are_functorch_transforms_active() or any(tensor.requires_grad for tensor in tensors)
 
 
+def autocast_is_on(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; torch has none for meta, and raises where it is asked."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 @lru_cache
 def _device(kind: str, index: int | None, enabled: bool) -> Device:
     if kind == "cpu":
@@ -227,7 +243,7 @@ def _device(kind: str, index: int | None, enabled: bool) -> Device:
         capability = torch.cuda.get_device_capability(index)
         version = (torch.backends.cudnn.version() or 0) if enabled and torch.backends.cudnn.is_available() else 0
         bfloat16 = version >= 91300 and capability >= (8, 0)
-        return Device("cuda", torch.cuda.get_device_name(index), capability, version, version > 0, bfloat16)
+        return Device("cuda", torch.cuda.get_device_name(index), capability, version, bfloat16=bfloat16)
     return Device(kind, kind)
 
 

@@ -5,6 +5,7 @@ beyond the first, tangents and mapped weights come from `reference`, and are ann
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from whorl.engines import ENGINES
 from whorl.engines.reference import evaluate, gradients, vjp
 from whorl.plan import announce, decide
-from whorl.problem import Call, Outcome, Plan, wants_gradient
+from whorl.problem import Call, Plan, wants_gradient
 
 Layout = tuple[int, int, int]
 
@@ -42,9 +43,10 @@ class _Eager(torch.autograd.Function):
     def forward(ctx: Any, made: Plan, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         outcome = ENGINES[made.engine].forward(made, call)
         outputs = (outcome.y, *outcome.finals)
-        ctx.structure = (made, call.layout, call.batch_sizes)
+        ctx.structure, ctx.context = (made, call.layout, call.batch_sizes), copy_context()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *outputs, *outcome.saved)
+        # Not the final states: users change them in place before backward, as torch lets them.
+        ctx.save_for_backward(*tensors, outcome.y, *outcome.saved)
         if torch.autograd.forward_ad._current_level >= 0:
             ctx.save_for_forward(*tensors)
         return outputs
@@ -70,10 +72,10 @@ class _Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
         made, layout, sizes, *tensors = inputs
         saved = outputs[_count_outputs(made) :]
-        ctx.structure, ctx.count_saved = (made, layout, sizes), len(saved)
+        ctx.structure, ctx.context, ctx.count_saved = (made, layout, sizes), copy_context(), len(saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *outputs)
+        ctx.save_for_backward(*tensors, outputs[0], *saved)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
@@ -99,21 +101,24 @@ class _Transformed(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     """The backward pass as an operation of its own, for gradients of gradients.
 
-    Takes the plan, the call's layout and batch sizes, the number of gradients given, and then in one row those
-    gradients, the call's tensors, the outputs and what was saved.
+    Takes the plan, the call's layout and batch sizes, the context of settings in which the call was made (autograd's
+    threads have another), the number of gradients given, and then in one row those gradients, the call's tensors, the
+    output and what was saved.
     """
 
     @staticmethod
-    def forward(made: Plan, layout: Layout, sizes: Tensor | None, count: int, *row: Tensor) -> tuple[Tensor, ...]:
-        call, outcome = _kept(made, layout, sizes, row[count:])
-        grads = ENGINES[made.engine].backward(made, call, outcome, row[:count])
+    def forward(
+        made: Plan, layout: Layout, sizes: Tensor | None, context: Context, count: int, *row: Tensor
+    ) -> tuple[Tensor, ...]:
+        call, y, saved = _kept(layout, sizes, row[count:])
+        grads = ENGINES[made.engine].backward(made, call, y, saved, row[:count])
         pairs = zip(grads, call.tensors, strict=True)
         return tuple(torch.zeros_like(tensor) if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
-        made, layout, sizes, count, *row = inputs
-        kept = row[: count + len(outputs)]  # the outputs and what was saved follow from the call: constants here
+        made, layout, sizes, ctx.context, count, *row = inputs
+        kept = row[: count + len(outputs)]  # the output and what was saved follow from the call: constants here
         ctx.structure, ctx.count_rest = (made, layout, sizes, count), len(row) - len(kept)
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
@@ -121,23 +126,25 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         made = ctx.structure[0]
-        announce(made, f"{made.problem.form.cell.name} runs on `reference` for a double backward, a loop in Python")
+        name = made.problem.form.cell.name
+        ctx.context.run(announce, made, f"{name} runs on `reference` for a double backward, a loop in Python")
         _, pull = vjp(_gradients(*ctx.structure), *ctx.saved_tensors)
-        return (None,) * 4 + pull(grads) + (None,) * ctx.count_rest
+        return (None,) * 5 + pull(grads) + (None,) * ctx.count_rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         row = ctx.saved_tensors
-        return _push(_gradients(*ctx.structure), row, tangents[4 : 4 + len(row)])
+        return _push(_gradients(*ctx.structure), row, tangents[5 : 5 + len(row)])
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple, made: Plan, layout: Layout, sizes: Tensor | None, count: int, *row: Tensor
-    ) -> tuple:
+        info: Any, in_dims: tuple, made: Plan, layout: Layout, sizes: Tensor | None, context: Context, count: int,
+        *row: Tensor,
+    ) -> tuple:  # fmt: skip
         name = made.problem.form.cell.name
-        announce(made, f"the backward of {name} runs on `reference` under torch.vmap, a loop in Python")
+        context.run(announce, made, f"the backward of {name} runs on `reference` under torch.vmap, a loop in Python")
         kept = count + 1 + sum(layout)
-        outputs = torch.vmap(_gradients(made, layout, sizes, count), in_dims[4 : 4 + kept])(*row[:kept])
+        outputs = torch.vmap(_gradients(made, layout, sizes, count), in_dims[5 : 5 + kept])(*row[:kept])
         return outputs, (0,) * len(outputs)
 
 
@@ -145,25 +152,26 @@ def _count_outputs(made: Plan) -> int:
     return 1 + len(made.problem.form.cell.states)
 
 
-def _kept(made: Plan, layout: Layout, sizes: Tensor | None, row: Sequence[Tensor]) -> tuple[Call, Outcome]:
-    """The call and its outcome, from the row in which both are kept for backward."""
+def _kept(layout: Layout, sizes: Tensor | None, row: Sequence[Tensor]) -> tuple[Call, Tensor, Sequence[Tensor]]:
+    """The call, its output and what else forward saved, from the row in which all are kept for backward."""
     first = 1 + sum(layout)
-    y, *finals = row[first : first + _count_outputs(made)]
-    saved = tuple(row[first + 1 + len(finals) :])
-    return Call.of(row[:first], layout, sizes), Outcome(y, tuple(finals), saved)
+    return Call.of(row[:first], layout, sizes), row[first], row[first + 1 :]
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The gradient of each of the call's tensors; differentiable where grad mode is on, as create_graph has it."""
     (made, layout, sizes), row = ctx.structure, ctx.saved_tensors
-    call, outcome = _kept(made, layout, sizes, row)
+    call, y, saved = _kept(layout, sizes, row)
     if all(grad is None for grad in grads):
         return [None] * len(call.tensors)
     if not torch.is_grad_enabled():
-        return ENGINES[made.engine].backward(made, call, outcome, grads)
-    outputs = (outcome.y, *outcome.finals)
-    given = [torch.zeros_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
-    return _Backward.apply(made, layout, sizes, len(given), *given, *row)
+        return ENGINES[made.engine].backward(made, call, y, saved, grads)
+    form, (grad_y, *grad_finals) = made.problem.form, grads
+    rows = (form.layers * form.directions, made.problem.batch)
+    given = [torch.zeros_like(y) if grad_y is None else grad_y]
+    for index, grad in enumerate(grad_finals):
+        given.append(call.x.new_zeros(*rows, form.state_width(index)) if grad is None else grad)
+    return _Backward.apply(made, layout, sizes, ctx.context, len(given), *given, *row)
 
 
 def _folded(many: int, dims: Sequence[int | None], made: Plan, layout: Layout, tensors: Sequence[Tensor]) -> tuple:

@@ -65,6 +65,11 @@ class Settings:
     def __setattr__(self, name: str, value: Any) -> None:
         self._assigned[name] = _known(name).check(value, f"settings.{name}")
 
+    def __delattr__(self, name: str) -> None:
+        """Take an assignment back: the environment's value holds again, or the default."""
+        _known(name)
+        self._assigned.pop(name, None)
+
     @contextmanager
     def __call__(self, **values: Any) -> Iterator[None]:
         """Hold `values` inside a `with` block.

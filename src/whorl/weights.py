@@ -49,6 +49,23 @@ def names(form: Form) -> tuple[str, ...]:
     )
 
 
+@lru_cache(maxsize=1024)
+def shapes(form: Form) -> tuple[tuple[int, ...], ...]:
+    """The shape of each weight, in the order of `names`."""
+    rows, recurrent = len(form.cell.gates) * form.units, len(form.cell.recurrent) * form.units
+    found: list[tuple[int, ...]] = []
+    for layer in range(form.layers):
+        shape = {
+            "weight_ih": (rows, form.layer_inputs(layer)),
+            "weight_hh": (recurrent, form.width),
+            "bias_ih": (rows,),
+            "bias_hh": (recurrent,),
+            "weight_hr": (form.projection, form.units),
+        }
+        found += [shape.get(kind, (form.units,)) for kind in kinds(form)] * form.directions
+    return tuple(found)
+
+
 def split(form: Form, weights: Sequence[Tensor]) -> list[LayerWeights]:
     """The weights of each layer and direction, from the flat order of `names`."""
     count = len(kinds(form))

@@ -159,9 +159,7 @@ class Cell:
         _check_names(self.name, self.gates, self.states, tuple(self.vectors), self.inputs, self.x_only)
         for name, initial in self.vectors.items():
             if not isinstance(initial, numbers.Real):
-                raise CellError(
-                    f"the vector {name} begins as {initial!r}: give the number that every unit begins with."
-                )
+                raise CellError(f"the vector {name} begins as {initial!r}: give one number, for every unit.")
 
     @property
     def name(self) -> str:
@@ -186,11 +184,7 @@ class Cell:
         try:
             inspect.signature(self.step).bind(*arguments)
         except TypeError as error:
-            taken = (
-                "x, r, s, v, since it declares vectors"
-                if self.vectors
-                else "x, r, s (and v where vectors= declares them)"
-            )
+            taken = "x, r, s, v: it has vectors" if self.vectors else "x, r, s, and v only with vectors={...}"
             raise CellError(f"{error}: the step of {self.name} takes {taken}.") from None
         after = self.step(*arguments)
         if not isinstance(after, Mapping) or set(after) != set(self.states):
@@ -248,7 +242,6 @@ def cell(
     Raises:
         CellError: names that are missing, doubled or no names.
 
-    >>> import whorl
     >>> @whorl.cell(gates="n", states="h")
     ... def leaky(x, r, s):
     ...     return dict(h=0.9 * s.h + 0.1 * whorl.tanh(x.n + r.n))

@@ -53,7 +53,7 @@ class Expr:
             "not those of math or numpy."
         )
 
-    def __len__(self) -> NoReturn:
+    def __len__(self, *index: Any) -> NoReturn:
         raise CellError(f"{self} is one value for each unit: it has no length, and cannot be indexed or unpacked.")
 
     __array_ufunc__ = None  # numpy then leaves `array * expression` to us, and lift refuses the array

@@ -6,6 +6,7 @@ temporaries `t0`, `t1`, ..., results of collectives too.
 """
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,8 +128,8 @@ def stages(outputs: Mapping[str, Expr], target: Target) -> list[Stage]:
 
 
 def identifier(name: str) -> str:
-    """The C variable of a leaf or output."""
-    return name.replace(".", "_")
+    """The C name of a leaf, an output or a cell: each character that C has not becomes an underscore."""
+    return re.sub(r"\W", "_", name, flags=re.ASCII)
 
 
 def _levels(order: list[Expr]) -> dict[str, int]:
@@ -200,7 +201,7 @@ def host_source(name: str, outputs: Mapping[str, Expr], real: str = "double") ->
     each that it writes; conditions travel as 0 and 1.
     """
     made = stages(outputs, HOST)
-    return "\n".join([f"#include <cmath>\nusing real = {real};", *_functions(name, made)]), made
+    return "\n".join([f"#include <cmath>\nusing real = {real};", *_functions(identifier(name), made)]), made
 
 
 def _functions(name: str, made: list[Stage]) -> list[str]:

@@ -87,7 +87,7 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     "hardtanh": _hardtanh,
     "relu6": lambda x: _hardtanh(x, 0.0, 6.0),
     "hardsigmoid": _hardsigmoid,
-    "hardswish": lambda x: x * clip(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardswish": lambda x: x * _hardsigmoid(x),
     "softsign": lambda x: x / (1.0 + abs(x)),
     "logsigmoid": lambda x: minimum(x, 0.0) - log1p(exp(-abs(x))),
 }

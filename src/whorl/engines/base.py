@@ -27,11 +27,12 @@ class Engine(ABC):
         """The outputs, the final states, and what backward reads; nothing is recorded for autograd."""
 
     @abstractmethod
-    def backward(self, plan: Plan, call: Call, outcome: Outcome, grads: Grads) -> Grads:
+    def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         """The gradient of each of `call.tensors`.
 
         Args:
-            outcome: what forward gave.
+            y: the output that forward gave.
+            saved: what else it kept.  Its final states are not here: users may change them in place before backward.
             grads: of the output and of each final state; None where there is none.
         """
 

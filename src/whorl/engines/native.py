@@ -43,8 +43,7 @@ class OneDNN(Engine):
     def obstacles(self, problem: Problem) -> list[str]:
         form, device = problem.form, problem.device
         dtype = str(problem.dtype).removeprefix("torch.")
-        takes = {torch.float32: True, torch.bfloat16: device.bfloat16}
-        takes[torch.float16] = device.half and not problem.gradient
+        takes = {torch.float32: True, torch.bfloat16: device.bfloat16, torch.float16: device.half}
         found = []
         if device.kind != "cpu":
             return [f"the tensors are on {device.kind}, oneDNN runs on cpu"]
@@ -55,7 +54,9 @@ class OneDNN(Engine):
         if problem.dtype not in takes:
             found.append(f"the dtype is {dtype}, oneDNN takes float32, bfloat16, and float16 without gradient")
         elif not takes[problem.dtype]:
-            found.append(f"oneDNN does not take {dtype} on this processor{' with gradient' * problem.gradient}")
+            found.append(f"oneDNN does not take {dtype} on this processor")
+        elif problem.dtype == torch.float16 and problem.gradient:
+            found.append("the dtype is float16 and a gradient is wanted, oneDNN has none in float16")
         if form.projection:
             found.append(f"the projection is {form.projection} wide, oneDNN takes none")
         if problem.packed:
@@ -82,30 +83,31 @@ class OneDNN(Engine):
                     )  # fmt: skip
                     outs.append(out)
                     ends.append((h, c))
-                    workspaces.append(workspace)
+                    # c as the operator gave it: the user gets a copy, which may be changed in place before backward.
+                    workspaces += [workspace, as_bytes(c)] if problem.gradient else []
                 y = _concatenated(outs)
                 inner += [] if _is_output(form, layer) else [as_bytes(out) for out in outs]
                 x = _with_dropout(y, call, layer)
         finals = tuple(torch.stack(state) for state in zip(*ends, strict=True))
         return Outcome(y, finals, (*workspaces, *inner) if problem.gradient else ())
 
-    def backward(self, plan: Plan, call: Call, outcome: Outcome, grads: Grads) -> Grads:
+    def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         problem, form = plan.problem, plan.problem.form
         count = form.layers * form.directions
-        starts, ends = _by_layer(_states_or_zeros(problem, call)), _by_layer(outcome.finals)
+        starts = _by_layer(_states_or_zeros(problem, call))
         per_layer = split(form, call.weights)
-        workspaces, inner = outcome.saved[:count], outcome.saved[count:]
+        kept, inner = saved[: 2 * count], saved[2 * count :]
         shape = (problem.time, problem.batch, form.units)
         grad_y, grad_h, grad_c = grads
         grads_h = grad_h.contiguous().unbind(0) if grad_h is not None else [None] * count
         grads_c = grad_c.contiguous().unbind(0) if grad_c is not None else [None] * count
-        grad_starts: list[tuple[Tensor, Tensor]] = [(outcome.y, outcome.y)] * count
+        grad_starts: list[tuple[Tensor, Tensor]] = [(y, y)] * count
         grad_weights: list[LayerWeights] = list(per_layer)
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
 
         def outs_of(layer: int) -> list[Tensor]:
             if _is_output(form, layer):
-                return [outcome.y]
+                return [y]
             first = layer * form.directions
             return [from_bytes(inner[first + d], shape, problem.dtype) for d in range(form.directions)]
 
@@ -118,11 +120,13 @@ class OneDNN(Engine):
             grad_x: Tensor | None = None
             for direction in range(form.directions):
                 index = layer * form.directions + direction
+                h = outs[direction][-1 if direction == 0 else 0]
+                c = from_bytes(kept[2 * index + 1], h.shape, problem.dtype)
                 to_x, ih, hh, bias_ih, bias_hh, *to_starts = _aten.mkldnn_rnn_layer_backward(
-                    x, *_four(per_layer[index]), *starts[index], outs[direction], *ends[index],
-                    parts[direction], _or_zeros(grads_h[index], ends[index][0]), grads_c[index],
+                    x, *_four(per_layer[index]), *starts[index], outs[direction], h, c,
+                    parts[direction], _or_zeros(grads_h[index], h), grads_c[index],
                     direction == 1, 2, form.units, 1, form.bias, True, form.directions == 2, [], False,
-                    workspaces[index],
+                    kept[2 * index],
                 )  # fmt: skip
                 if not form.bias:
                     bias_ih = bias_hh = None
@@ -208,7 +212,7 @@ class CuDNN(Engine):
         finals = tuple(torch.cat(state) if len(state) > 1 else state[0] for state in zip(*ends, strict=True))
         return Outcome(y, finals, tuple(saved))
 
-    def backward(self, plan: Plan, call: Call, outcome: Outcome, grads: Grads) -> Grads:
+    def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         problem, form = plan.problem, plan.problem.form
         states = _states_or_zeros(problem, call)
         width = (*call.x.shape[:-1], form.width * form.directions)
@@ -217,10 +221,10 @@ class CuDNN(Engine):
         grad_states: list[list[Tensor]] = []
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         groups = _groups(problem)
-        outs = [from_bytes(outcome.saved[3 * i + 2], width, problem.dtype) for i in range(len(groups) - 1)]
+        outs = [from_bytes(saved[3 * i + 2], width, problem.dtype) for i in range(len(groups) - 1)]
         for position in reversed(range(len(groups))):
             first, count = groups[position]
-            reserve, packed = outcome.saved[3 * position : 3 * position + 2]
+            reserve, packed = saved[3 * position : 3 * position + 2]
             weights = _weights(call, form, first, count)
             buffer = packed.view(problem.dtype) if packed.numel() else _flat(form, count, weights)
             below = outs[position - 1] if position else call.x
@@ -229,7 +233,7 @@ class CuDNN(Engine):
             given = [grad[rows].contiguous() if grad is not None else None for grad in grad_finals]
             grad_x, to_h, to_c, to_weights = _aten._cudnn_rnn_backward(
                 x, weights, len(kinds(form)), buffer,
-                *_state_pair(states, form, first, count), outs[position] if position < len(outs) else outcome.y,
+                *_state_pair(states, form, first, count), outs[position] if position < len(outs) else y,
                 grad_y, *(given + [None])[:2], *_arguments(problem, count), _sizes(call), None,
                 reserve.clone(),  # cuDNN writes into it, and a graph that is retained runs backward again
                 [True, True, len(states) == 2, True],

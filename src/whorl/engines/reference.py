@@ -5,6 +5,7 @@ and sums are float32.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from whorl.cells.cell import Graph
 from whorl.cells.graphs import Evaluator
 from whorl.engines.base import Engine, Grads
-from whorl.problem import Call, Form, Outcome, Plan, Problem
+from whorl.problem import Call, Form, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, split
 
 
@@ -30,12 +31,17 @@ class Reference(Engine):
         y, *finals = evaluate(plan.problem.form, call)
         return Outcome(y, tuple(finals), ())
 
-    def backward(self, plan: Plan, call: Call, outcome: Outcome, grads: Grads) -> Grads:
+    def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         return gradients(plan.problem.form, call, grads)
 
 
 def evaluate(form: Form, call: Call) -> list[Tensor]:
-    """The output and each final state, recorded by autograd as any torch code is."""
+    """The output and each final state, recorded by autograd as any torch code is; autocast changes nothing here."""
+    with _without_autocast(call.x.device.type):
+        return _evaluate(form, call)
+
+
+def _evaluate(form: Form, call: Call) -> list[Tensor]:
     sizes = call.batch_sizes.tolist() if call.batch_sizes is not None else None
     x, ends = call.x, []
     per_layer = split(form, call.weights)
@@ -60,9 +66,20 @@ def gradients(form: Form, call: Call, grads: Grads) -> Sequence[Tensor]:
 
 
 def vjp(function: Callable[..., Any], *at: Tensor) -> tuple[Any, Callable[..., tuple[Tensor, ...]]]:
-    """The value of a function and its pullback; works inside autograd, torch.func and operators alike."""
-    pair = torch.func.vjp(function, *at)
-    return pair[0], pair[1]
+    """The value of a function and its pullback; works inside autograd, torch.func, operators and autocast alike."""
+    kind = at[0].device.type
+    with _without_autocast(kind):
+        value, pullback = torch.func.vjp(function, *at)[:2]
+
+    def pull(*grads: Any) -> tuple[Tensor, ...]:
+        with _without_autocast(kind):
+            return pullback(*grads)
+
+    return value, pull
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    return torch.autocast(kind, enabled=False) if autocast_is_on(kind) else nullcontext()
 
 
 @lru_cache(maxsize=256)
@@ -120,33 +137,32 @@ class _Step:
         operand: Callable[[Tensor], Tensor],
         like: Tensor,
     ) -> None:
-        self._cell, self._hh, self._bias_hh, self._operand = form.cell, hh, bias_hh, operand
-        self._evaluator = _evaluator(form.cell)
+        cell, units = form.cell, form.units
+        self._units, self._hh, self._bias_hh, self._operand = units, hh, bias_hh, operand
+        self._evaluator = _evaluator(cell)
         self._constants = self._evaluator.constants(like)
-        named = zip(form.cell.vectors, vectors, strict=True)
+        self._x, self._r = [f"x.{gate}" for gate in cell.gates], [f"r.{gate}" for gate in cell.recurrent]
+        self._s = [f"s.{state}" for state in cell.states]
+        named = zip(cell.vectors, vectors, strict=True)
         self._vectors = {f"v.{name}": vector.to(like.dtype) for name, vector in named}
-        self._by_gate = dict(zip(form.cell.recurrent, hh.split(form.units), strict=True)) if form.cell.products else {}
-        self._bias_by_gate = dict.fromkeys(form.cell.recurrent)
-        if bias_hh is not None and form.cell.products:
-            self._bias_by_gate = dict(zip(form.cell.recurrent, bias_hh.split(form.units), strict=True))
-        self._units = form.units
+        biases = bias_hh.split(units) if bias_hh is not None else [None] * len(cell.recurrent)
+        self._by_gate = dict(zip(cell.recurrent, zip(hh.split(units), biases, strict=True), strict=True))
 
     def __call__(self, projected: Tensor, before: list[Tensor]) -> list[Tensor]:
-        cell = self._cell
         values = dict(self._vectors)
-        values.update(zip((f"x.{gate}" for gate in cell.gates), projected.split(self._units, -1), strict=True))
-        values.update(zip((f"s.{state}" for state in cell.states), before, strict=True))
-        if cell.recurrent:
+        values.update(zip(self._x, projected.split(self._units, -1), strict=True))
+        values.update(zip(self._s, before, strict=True))
+        if self._r:
             product = F.linear(self._operand(before[0]), self._hh, self._bias_hh)
-            values.update(zip((f"r.{gate}" for gate in cell.recurrent), product.split(self._units, -1), strict=True))
+            values.update(zip(self._r, product.split(self._units, -1), strict=True))
         after = self._evaluator(values, self._constants, self._product)
         shape = (*projected.shape[:-1], self._units)
         return [state if state.shape == shape else state.expand(shape) for state in after]
 
     def _product(self, kind: str, gate: str, operand: Tensor) -> Tensor:
         assert kind == "product", "only a gradient has pulls, and autograd makes its own"
-        operand = operand.expand(*operand.shape[:-1], self._by_gate[gate].shape[-1])
-        return F.linear(self._operand(operand), self._by_gate[gate], self._bias_by_gate[gate])
+        weight, bias = self._by_gate[gate]
+        return F.linear(self._operand(operand.expand(*operand.shape[:-1], weight.shape[-1])), weight, bias)
 
 
 class _Rows:
