@@ -1,7 +1,7 @@
 """Engine `cudnn` on an NVIDIA GPU: right, chosen and refused as the plan says, and seen by a profiler.
 
-In float64 it must agree with `reference` to 1e-12.  In the other dtypes the numbers are cuDNN's own, which does not keep
-to the error rule (its float32 tanh is approximate), so they must be those that torch.nn gets from the same kernels.
+In float64 it must agree with `reference` to 1e-12.  In the other dtypes the numbers are cuDNN's own, which does not
+keep to the error rule (its float32 tanh is approximate), so they must be those that torch.nn gets from those kernels.
 """
 
 from typing import Any
@@ -54,7 +54,9 @@ def results(layer: torch.nn.Module, x: Any, hx: Any) -> list[Tensor]:
     torch.manual_seed(3)
     outputs = parts(layer(given, None if hx is None else tuple(states) if isinstance(hx, tuple) else states[0]))
     torch.manual_seed(4)
-    sum((out * torch.randn(out.shape, device="cuda", dtype=torch.float64).to(dtype)).sum() for out in outputs).backward()
+    sum(
+        (out * torch.randn(out.shape, device="cuda", dtype=torch.float64).to(dtype)).sum() for out in outputs
+    ).backward()
     leaves = [data, *states, *layer.parameters()]
     return [tensor.detach().double() for tensor in (*outputs, *(leaf.grad for leaf in leaves))]
 
@@ -182,7 +184,7 @@ def test_torch_func_on_cuda() -> None:
     def of(x: Tensor) -> Tensor:
         return torch.func.functional_call(layer, weights, (x,))[0]
 
-    y, ours = torch.func.jvp(of, (x,), (tangent,))
+    _, ours = torch.func.jvp(of, (x,), (tangent,))
     step = 1e-6
     slope = (of(x + step * tangent) - of(x - step * tangent)) / (2 * step)
     assert slope.norm() > 0

@@ -1,0 +1,218 @@
+"""Which engine runs: obstacles, plans, engines asked for by name, and engines that break."""
+
+import inspect
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from whorl.cells import library
+from whorl.engines import ENGINES
+from whorl.engines.native import OneDNN
+from whorl.plan import decide
+from whorl.problem import Device, Form, Problem
+
+X = torch.zeros(6, 3, 5)
+
+
+@whorl.cell(gates="n", states="h", inputs="d")
+def decayed(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    return dict(h=x.d * s.h + whorl.tanh(x.n + r.n))
+
+
+LSTM = Form(cell=library.lstm.graph, inputs=5, units=7, layers=2)
+GRU = replace(LSTM, cell=library.gru.graph)
+RNN = replace(LSTM, cell=library.rnn_tanh.graph)
+CPU = Device("cpu", "cpu", library=1, half=True, bfloat16=True)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+T4 = replace(H200, name="Tesla T4", capability=(7, 5), bfloat16=False)
+PLAIN = Problem(LSTM, CPU, torch.float32, time=6, batch=3, gradient=True)
+ON = {"cudnn": replace(PLAIN, device=H200), "onednn": PLAIN, "reference": PLAIN}
+
+LIMITS: list[tuple[str, dict[str, Any], str]] = [
+    ("cudnn", {"device": CPU}, "the tensors are on cpu, cuDNN runs on cuda"),
+    ("cudnn", {"device": replace(H200, library=0)}, "this torch has no cuDNN, or torch.backends.cudnn is switched off"),
+    (
+        "cudnn",
+        {"form": replace(LSTM, cell=decayed.graph)},
+        "the cell is decayed, cuDNN runs the plain LSTM, GRU and RNN",
+    ),
+    (
+        "cudnn",
+        {"dtype": torch.complex64},
+        "the dtype is complex64, cuDNN takes float16, bfloat16, float32 and float64",
+    ),
+    (
+        "cudnn",
+        {"dtype": torch.bfloat16, "device": T4},
+        "the dtype is bfloat16, which needs cuDNN 9.13 (this is 91900) and compute capability 8.0 (this is 7.5)",
+    ),
+    (
+        "cudnn",
+        {"form": replace(RNN, projection=3)},
+        "the cell rnn_tanh has a projection, cuDNN takes one for LSTM alone",
+    ),
+    ("cudnn", {"time": 65_536}, "the sequence has 65536 steps, cuDNN takes at most 65535"),
+    ("cudnn", {"batch": 0}, "the batch is 0, cuDNN takes 1 or more"),
+    ("onednn", {"device": H200}, "the tensors are on cuda, oneDNN runs on cpu"),
+    (
+        "onednn",
+        {"device": replace(CPU, library=0)},
+        "this torch has no oneDNN, or torch.backends.mkldnn is switched off",
+    ),
+    ("onednn", {"form": GRU}, "the cell is gru, torch runs only the plain LSTM through oneDNN"),
+    (
+        "onednn",
+        {"dtype": torch.float64},
+        "the dtype is float64, oneDNN takes float32, bfloat16, and float16 without gradient",
+    ),
+    (
+        "onednn",
+        {"dtype": torch.bfloat16, "device": replace(CPU, bfloat16=False), "gradient": False},
+        "oneDNN does not take bfloat16 on this processor",
+    ),
+    (
+        "onednn",
+        {"dtype": torch.float16},
+        "the dtype is float16 and a gradient is wanted, oneDNN has none in float16",
+    ),
+    ("onednn", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, oneDNN takes none"),
+    ("onednn", {"packed": True}, "the input is a PackedSequence, oneDNN takes padded input"),
+    ("onednn", {"batch": 0}, "the batch is 0, oneDNN takes 1 or more"),
+    ("reference", {"form": replace(LSTM, cell=decayed.graph)}, "the cell decayed takes extra inputs"),
+]
+WITHIN: list[tuple[str, dict[str, Any]]] = [
+    ("cudnn", {"time": 65_535, "batch": 1}),
+    ("cudnn", {"packed": True, "initial": True, "dropout": True}),
+    ("cudnn", {"form": GRU, "dtype": torch.float64, "device": T4}),
+    ("cudnn", {"form": replace(LSTM, projection=3), "dtype": torch.bfloat16}),
+    ("cudnn", {"dtype": torch.float16, "device": T4}),
+    ("onednn", {"time": 100_000, "batch": 1, "initial": True, "dropout": True}),
+    ("onednn", {"dtype": torch.bfloat16}),
+    ("onednn", {"dtype": torch.float16, "gradient": False}),
+    ("reference", {"form": replace(RNN, projection=3), "packed": True, "batch": 0, "dtype": torch.complex64}),
+]
+
+
+@pytest.mark.parametrize("engine, changes, sentence", LIMITS, ids=[f"{row[0]}: {row[2]}" for row in LIMITS])
+def test_a_limit_of_an_engine_bites(engine: str, changes: dict[str, Any], sentence: str) -> None:
+    assert ENGINES[engine].obstacles(ON[engine]) == []
+    assert ENGINES[engine].obstacles(replace(ON[engine], **changes)) == [sentence]
+
+
+@pytest.mark.parametrize("engine, changes", WITHIN, ids=str)
+def test_a_problem_within_the_limits_has_no_obstacle(engine: str, changes: dict[str, Any]) -> None:
+    assert ENGINES[engine].obstacles(replace(ON[engine], **changes)) == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_limit_stands_in_the_table_above(engine: str) -> None:
+    source = inspect.getsource(type(ENGINES[engine]).obstacles)
+    stated = len(re.findall(r"found\.append\(|return \[f", source))
+    assert stated == sum(row[0] == engine for row in LIMITS)
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+def test_float16_is_for_inference_on_processors_that_have_it(half: bool, gradient: bool) -> None:
+    asked = replace(PLAIN, dtype=torch.float16, device=replace(CPU, half=half), gradient=gradient)
+    (made,) = [decide(asked)]
+    assert made.engine == ("onednn" if half and not gradient else "reference")
+    if half and gradient:
+        assert "a gradient is wanted" in made.refusals[-1].reasons[0]
+    elif not half:
+        assert "on this processor" in made.refusals[-1].reasons[0]
+
+
+def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
+    made = decide(replace(PLAIN, form=GRU, dtype=torch.float64, packed=True, batch=0))
+    assert (made.engine, made.asked) == ("reference", "auto")
+    assert [(refusal.engine, len(refusal.reasons)) for refusal in made.refusals] == [("cudnn", 1), ("onednn", 4)]
+    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["cudnn"]
+    assert decide(ON["cudnn"]).refusals == ()
+    assert decide(ON["cudnn"], "reference").refusals == ()
+
+
+def test_a_named_engine_runs_or_raises_with_every_reason() -> None:
+    assert decide(ON["cudnn"], "reference").engine == "reference"
+    asked = replace(PLAIN, form=GRU, dtype=torch.float64)
+    with pytest.raises(whorl.UnsupportedError) as raised:
+        decide(asked, "onednn")
+    text = str(raised.value)
+    assert text.startswith(f"the engine 'onednn' cannot run {asked}")
+    assert all(reason in text for reason in ENGINES["onednn"].obstacles(asked))
+    assert "cudnn" not in text
+    assert not isinstance(raised.value, whorl.SlowError)
+
+
+def test_a_problem_that_no_engine_can_run_says_so() -> None:
+    with pytest.raises(whorl.UnsupportedError, match="^no engine can run decayed") as raised:
+        decide(replace(PLAIN, form=replace(LSTM, cell=decayed.graph)))
+    assert all(f"\n  {engine}: " in str(raised.value) for engine in ENGINES)
+
+
+@pytest.mark.parametrize("name", ["cuda", "", "AUTO", None, 3])
+def test_an_engine_that_does_not_exist(name: Any) -> None:
+    wrong = pytest.raises(whorl.InputError, match=f"engine is {name!r}: write one of 'auto', 'cudnn', 'onednn'")
+    layer = whorl.LSTM(5, 7)
+    with wrong:
+        layer.engine = name
+    assert layer.engine == "auto"
+    for build in (whorl.LSTM, whorl.GRUCell):
+        with wrong:
+            build(5, 7, engine=name)
+    with wrong:
+        decide(PLAIN, name)
+
+
+def test_the_engine_of_a_layer_decides() -> None:
+    layer, x = whorl.LSTM(5, 7), torch.randn(6, 3, 5)
+    with torch.profiler.profile() as fast:
+        layer(x)
+    layer.engine = "reference"
+    with torch.profiler.profile() as slow:
+        layer(x)
+    layer.engine = "cudnn"
+    with pytest.raises(whorl.UnsupportedError, match="the tensors are on cpu, cuDNN runs on cuda"):
+        layer(x)
+    assert [_ran_onednn(seen) for seen in (fast, slow)] == [True, False]
+    assert "engine='cudnn'" in repr(layer)
+
+
+def _ran_onednn(profile: torch.profiler.profile) -> bool:
+    return "aten::mkldnn_rnn_layer" in {event.key for event in profile.key_averages()}
+
+
+class Broken(Exception):
+    """What a broken engine ends with."""
+
+
+@pytest.mark.parametrize("engine", ["auto", "onednn"])
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_broken_engine_is_an_error_and_no_other_engine(
+    part: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    def never(*_: Any, **__: Any) -> None:
+        pytest.fail("another engine ran in place of the broken one")
+
+    layer = whorl.LSTM(5, 7, engine=engine)
+    assert layer.plan(X).engine == "onednn"
+    monkeypatch.setattr(OneDNN, part, fail)
+    for place in ("run.evaluate", "run.gradients", "engines.reference.evaluate", "engines.reference.gradients"):
+        monkeypatch.setattr(f"whorl.{place}", never)
+    if part == "backward":
+        y = layer(X)[0]
+        with pytest.raises(Broken):
+            y.sum().backward()
+    else:
+        for module in (layer, whorl.LSTMCell(5, 7, engine=engine)):
+            with pytest.raises(Broken):
+                module(X if module is layer else X[0])
+            with torch.no_grad(), pytest.raises(Broken):
+                module(X if module is layer else X[0])
