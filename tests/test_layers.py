@@ -23,6 +23,7 @@ from comparison import (
     twin,
     weighted,
 )
+from whorl.engines.native import OneDNN
 
 LAYOUTS = ["time first", "batch first", "sorted", "unsorted", "unbatched"]
 DENSE = [layout for layout in LAYOUTS if "sorted" not in layout]
@@ -95,6 +96,7 @@ def test_the_baseline_of_the_error_rule_is_torch_in_float64(cell: str) -> None:
     assert_exact(results(PlainLoop(layer), x, hx), results(layer, x, hx))
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["autograd's backward", "whorl's backward"])
 @pytest.mark.parametrize("initial", [False, True], ids=["zeros", "initial"])
 @pytest.mark.parametrize("layout", DENSE)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -102,8 +104,16 @@ def test_the_baseline_of_the_error_rule_is_torch_in_float64(cell: str) -> None:
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_onednn_follows_the_error_rule(
-    dtype: torch.dtype, layers: int, bidirectional: bool, bias: bool, layout: str, initial: bool
+    dtype: torch.dtype,
+    layers: int,
+    bidirectional: bool,
+    bias: bool,
+    layout: str,
+    initial: bool,
+    recorded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(OneDNN, "recorded", recorded)
     options = dict(num_layers=layers, bidirectional=bidirectional, bias=bias, batch_first=layout == "batch first")
     layer = whorl.LSTM(5, 11, **options, dtype=dtype, engine="onednn")
     assert_agrees(layer, *draw("LSTM", layout, 7, 3, 5, initial, layer))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 import whorl
+from whorl.engines.native import OneDNN
 
 ENGINES = {"onednn": (torch.float32, 2e-5), "reference": (torch.float64, 1e-12)}
 SIZES = dict(input_size=4, hidden_size=5, num_layers=2, bidirectional=True)
@@ -46,9 +47,12 @@ class Pair:
             assert (mine.double() - truth).norm() <= self.tolerance * truth.norm()
 
 
-@pytest.fixture(params=list(ENGINES))
-def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(request.param)
+@pytest.fixture(params=[*ENGINES, "onednn with whorl's backward"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Each engine; the last as the engines are whose backward autograd does not record."""
+    if request.param not in ENGINES:
+        monkeypatch.setattr(OneDNN, "recorded", False)
+    return Pair(request.param.split()[0])
 
 
 def double(tree: object) -> object:
@@ -124,7 +128,8 @@ def test_double_backward(pair: Pair) -> None:
     pair.check(penalty(pair.whorl, pair.x), penalty(pair.torch, pair.x.double()))
 
 
-def test_double_backward_is_said_and_can_be_refused() -> None:
+def test_double_backward_is_said_and_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneDNN, "recorded", False)  # as the engines are whose backward is whorl's
     pair = Pair("onednn")
     x = pair.x.requires_grad_()
     with whorl.settings(slow="error"):  # holds for the call's gradients too, wherever autograd computes them

@@ -42,7 +42,8 @@ def _forward(
     made = plan(form, facts(call, gradient), engine)
     if made.slow:
         announce(made)
-    outcome = ENGINES[made.engine].forward(made, call)
+    with torch.no_grad():  # an operator's gradient is registered below, never recorded inside
+        outcome = ENGINES[made.engine].forward(made, call)
     y, finals = outcome.y.contiguous(), [final.contiguous() for final in outcome.finals]
     if not gradient:
         return y, finals, []

@@ -1,7 +1,8 @@
 """The one differentiable operation: a plan and its call in, the output and final states out.
 
-An `autograd.Function` around the plan's engine; under torch.func's transforms its `setup_context` form.  Derivatives
-beyond the first, tangents and mapped weights come from `reference`, and are announced.
+The engine itself where autograd records what it does, else an `autograd.Function` around it; under torch.func its
+`setup_context` form.  Derivatives beyond the first, tangents and mapped weights of an engine that autograd does not
+record come from `reference`, and are announced.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +25,15 @@ def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
     """The output and each final state, differentiable in eager torch and under torch.func."""
     if made.slow:
         announce(made)
-    if made.engine == "reference":
-        return tuple(evaluate(made.problem.form, call))
-    if torch._C._are_functorch_transforms_active():
-        arguments = (made, call.layout, call.batch_sizes, *call.tensors)
-        return _Transformed.apply(*arguments)[: _count_outputs(made)]
-    if made.problem.gradient or torch.autograd.forward_ad._current_level >= 0:
-        # What Function.apply does outside torch.func, without its 33 us of binding a signature.
-        return super(torch.autograd.Function, _Eager).apply(made, call, *call.tensors)
-    outcome = ENGINES[made.engine].forward(made, call)
+    engine = ENGINES[made.engine]
+    if made.engine != "reference":  # which is plain torch, and needs no help under any transform
+        if torch._C._are_functorch_transforms_active():
+            arguments = (made, call.layout, call.batch_sizes, *call.tensors)
+            return _Transformed.apply(*arguments)[: _count_outputs(made)]
+        if torch.autograd.forward_ad._current_level >= 0 or (made.problem.gradient and not engine.recorded):
+            # What Function.apply does outside torch.func, without its 33 us of binding a signature.
+            return super(torch.autograd.Function, _Eager).apply(made, call, *call.tensors)
+    outcome = engine.forward(made, call)
     return (outcome.y, *outcome.finals)
 
 

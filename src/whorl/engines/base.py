@@ -17,6 +17,8 @@ class Engine(ABC):
     name: str
     summary: str
     """What runs, in a few words, for `explain`."""
+    recorded: bool = False
+    """Its forward is made of torch's own differentiable operators: called in grad mode, autograd records it."""
 
     @abstractmethod
     def obstacles(self, problem: Problem) -> list[str]:
@@ -24,7 +26,7 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        """The outputs, the final states, and what backward reads; nothing is recorded for autograd."""
+        """The outputs, the final states, and what backward reads."""
 
     @abstractmethod
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:

@@ -1,6 +1,7 @@
 """Engines `cudnn` and `onednn`: torch's own kernels, for the plain cells that they can run."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -39,6 +40,7 @@ def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:
 class OneDNN(Engine):
     name = "onednn"
     summary = "torch's oneDNN LSTM, one call a layer and direction"
+    recorded = True
 
     def obstacles(self, problem: Problem) -> list[str]:
         form, device = problem.form, problem.device
@@ -70,8 +72,12 @@ class OneDNN(Engine):
         starts = _by_layer(_states_or_zeros(problem, call))
         x, ends, workspaces, inner = call.x, [], [], []
         per_layer = split(form, call.weights)
-        # The operator keeps what backward reads only where grad mode is on; whorl records the gradient itself.
-        with torch.set_grad_enabled(problem.gradient), torch._C._AutoDispatchBelowAutograd():
+        # The operator keeps what backward reads only where grad mode is on.  Where it was off, the gradient is whorl's
+        # own to record: then torch's must not be.
+        recorded = torch.is_grad_enabled()
+        keep = problem.gradient and not recorded
+        beside = nullcontext() if recorded else torch._C._AutoDispatchBelowAutograd()
+        with torch.set_grad_enabled(problem.gradient), beside:
             for layer in range(form.layers):
                 x = x.contiguous()
                 outs = []
@@ -84,12 +90,12 @@ class OneDNN(Engine):
                     outs.append(out)
                     ends.append((h, c))
                     # c as the operator gave it: the user gets a copy, which may be changed in place before backward.
-                    workspaces += [workspace, as_bytes(c)] if problem.gradient else []
+                    workspaces += [workspace, as_bytes(c)] if keep else []
                 y = _concatenated(outs)
-                inner += [] if _is_output(form, layer) else [as_bytes(out) for out in outs]
+                inner += [as_bytes(out) for out in outs] if keep and not _is_output(form, layer) else []
                 x = _with_dropout(y, call, layer)
         finals = tuple(torch.stack(state) for state in zip(*ends, strict=True))
-        return Outcome(y, finals, (*workspaces, *inner) if problem.gradient else ())
+        return Outcome(y, finals, (*workspaces, *inner))
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         problem, form = plan.problem, plan.problem.form
@@ -154,8 +160,10 @@ def _is_output(form: Form, layer: int) -> bool:
 
 def _four(weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator wants four tensors, and reads the last two only where it is told that there are biases."""
-    bias_ih = weights.bias_ih if weights.bias_ih is not None else weights.ih
-    return weights.ih, weights.hh, bias_ih, weights.bias_hh if weights.bias_hh is not None else weights.hh
+    if weights.bias_ih is not None and weights.bias_hh is not None:
+        return weights.ih, weights.hh, weights.bias_ih, weights.bias_hh
+    nothing = weights.ih.detach()  # detached: torch would give it a bias's gradient
+    return weights.ih, weights.hh, nothing, nothing
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from whorl.weights import LayerWeights, split
 class Reference(Engine):
     name = "reference"
     summary = "plain torch, a loop over time in Python"
+    recorded = True
 
     def obstacles(self, problem: Problem) -> list[str]:
         return [f"the cell {problem.form.cell.name} takes extra inputs"] if problem.form.cell.inputs else []
