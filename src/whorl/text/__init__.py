@@ -1,0 +1,1 @@
+"""The language-model program behind `whorl train`: text, model, training loop, checkpoints."""
