@@ -117,7 +117,7 @@ def test_probe_tells_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     with settings(cache=tmp_path / "cache"):
         machine = probe()
     assert machine.python == sys.version_info[:3]
-    assert machine.packages["torch"] == torch.__version__
+    assert torch.__version__.startswith(machine.packages["torch"])  # torch adds its build where pip's record may not
     assert machine.onednn == torch.backends.mkldnn.is_available()
     assert machine.cache == Cache(tmp_path / "cache", exists=False, private=True, writable=True)
     assert not torch.cuda.is_initialized()
