@@ -218,7 +218,7 @@ def test_run_folders_never_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_made_for_a_run_that_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"short")
-    with pytest.raises(InputError, match="do not make 96 rows"):
+    with pytest.raises(InputError, match="do not make 64 rows"):
         Program(Options(tmp_path / "text", out=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

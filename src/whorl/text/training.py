@@ -30,9 +30,9 @@ class Recipe:
         precision: "fp32" or "bf16".
     """
 
-    batch: int = 96
+    batch: int = 64
     time: int = 32
-    steps: int | None = 1500
+    steps: int | None = 2200
     minutes: float | None = None
     learning_rate: float = 8e-3
     warmup: float = 0.05
