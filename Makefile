@@ -8,8 +8,9 @@ INSTALLED := .venv/installed
 
 .PHONY: train test gpu-test check
 
+# passive: torch's threads spin while they wait, and where other programs want the cores a step takes up to 40 times as long
 train: $(INSTALLED)
-	@$(BIN)/whorl train $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/whorl train $(ARGS)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup $(ARGS)

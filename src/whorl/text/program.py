@@ -112,11 +112,12 @@ class Program:
             shutil.rmtree(before, ignore_errors=True)
 
     def outcome(self) -> Outcome:
-        """The score on the held-out text, and a text that begins with the held-out text's first token."""
-        model, recipe, held_out = self.trainer.model, self.options.recipe, self.corpus.held_out
-        written = sample(model, held_out[:1], self.options.sample, seed=recipe.seed)
-        text = self.corpus.vocabulary.decode(torch.cat([held_out[:1].long(), written]))
-        return Outcome(score(model, held_out.to(model.device), recipe.precision), text)
+        """The score on the held-out text, and a text that begins at the start of a line."""
+        model, recipe, vocabulary = self.trainer.model, self.options.recipe, self.corpus.vocabulary
+        lines = vocabulary.kind == "bytes" or "\n" in vocabulary.characters
+        prompt = vocabulary.encode(b"\n") if lines else self.corpus.held_out[:1]
+        written = vocabulary.decode(sample(model, prompt, self.options.sample, seed=recipe.seed))
+        return Outcome(score(model, self.corpus.held_out.to(model.device), recipe.precision), written)
 
 
 def _device(name: str) -> torch.device:
