@@ -122,6 +122,18 @@ def test_flat_weights_are_used_where_they_lie() -> None:
     torch.testing.assert_close(other, y)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_what_is_saved_may_be_kept_elsewhere(dropout: float) -> None:
+    """Under save_on_cpu backward is given copies, which no longer lie as flatten_parameters laid them."""
+    layer = whorl.LSTM(13, 17, num_layers=2, dropout=dropout, device="cuda", dtype=torch.float64, engine="cudnn")
+    x = torch.randn(7, 5, 13, device="cuda", dtype=torch.float64)
+    plain = results(layer, x, None)
+    with torch.autograd.graph.save_on_cpu():
+        moved = results(layer, x, None)
+    for mine, true in zip(moved, plain, strict=True):
+        assert (mine - true).norm() <= 1e-12 * true.norm()
+
+
 def test_backward_in_eval_mode_and_twice() -> None:
     layer = whorl.LSTM(13, 17, device="cuda", engine="cudnn").eval()
     y, _ = layer(torch.randn(7, 5, 13, device="cuda"))

@@ -89,8 +89,6 @@ def complaint(call: Call, who: str, inputs: int, rows: int, widths: dict[str, in
         return f"x is {x.dtype} and the weights of this {who} are {weight.dtype}: write x.to({weight.dtype})."
     if not states:
         return None
-    if len(states) != len(widths):
-        return f"hx has {len(states)} states, {who} has {len(widths)}: {', '.join(widths)}."
     batch = _batch(call)
     for state, (name, width) in zip(states, widths.items(), strict=True):
         if state.dim() != 3 or state.shape[0] != rows or state.shape[2] != width or batch not in (None, state.shape[1]):

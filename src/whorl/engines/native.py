@@ -235,6 +235,8 @@ class CuDNN(Engine):
             reserve, packed = saved[3 * position : 3 * position + 2]
             weights = _weights(call, form, first, count)
             buffer = packed.view(problem.dtype) if packed.numel() else _flat(form, count, weights)
+            if buffer is None:  # flat in forward, and since then kept elsewhere by a hook on what autograd saves
+                buffer = _packed(form, count, weights)
             below = outs[position - 1] if position else call.x
             x = (_with_dropout(below, call, first - 1) if position else below).contiguous()
             rows = slice(first * form.directions, (first + count) * form.directions)

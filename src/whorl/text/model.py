@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from whorl.cells.library import lstm
 from whorl.errors import InputError
 from whorl.explanation import Explanation, explain
 from whorl.modules import LSTM
@@ -44,7 +45,7 @@ class LanguageModel(nn.Module):
             for layer in range(shape.layers):
                 getattr(self.recurrent, f"bias_hh_l{layer}").zero_()
                 bias = getattr(self.recurrent, f"bias_ih_l{layer}").zero_()
-                bias[shape.units : 2 * shape.units] = 1.0
+                bias.view(-1, shape.units)[lstm.gates.index("f")] = 1.0
 
     def start_from(self, tokens: torch.Tensor) -> None:
         """Set the head's bias so that the first predictions are the frequencies of `tokens`, token numbers [tokens].
