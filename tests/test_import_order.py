@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 # The rooms of the package. "whorl" is the package's own __init__: what stands after it, `import whorl` never loads.
-ROOMS = "errors settings cells problem weights engines plan run compiled functional modules adoption".split()
-ROOMS += "explanation diagnosis whorl keras text bench commands __main__".split()
+ROOMS = "errors settings cells problem weights noise engines plan run compiled functional options arguments".split()
+ROOMS += (
+    "recurrence layer modules steps adoption explanation diagnosis whorl keras text bench commands __main__".split()
+)
 INSIDE = {  # the order within a room; in a room that has none here, the files may import each other
-    "cells": ["expr", "torch_functions", "graphs", "cell", "library", "lower"],
+    "cells": ["expr", "torch_functions", "graphs", "cell", "wrappers", "library", "lower"],
     "engines": ["base", "reference", "native", "cuda", "cpu"],
 }
 

@@ -12,8 +12,9 @@ import whorl
 from whorl.cells import library
 from whorl.engines import ENGINES
 from whorl.engines.native import OneDNN
+from whorl.engines.reference import Reference
 from whorl.plan import decide
-from whorl.problem import Device, Form, Problem
+from whorl.problem import EXTRAS, Device, Form, Problem
 
 X = torch.zeros(6, 3, 5)
 
@@ -82,7 +83,12 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("onednn", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, oneDNN takes none"),
     ("onednn", {"packed": True}, "the input is a PackedSequence, oneDNN takes padded input"),
     ("onednn", {"batch": 0}, "the batch is 0, oneDNN takes 1 or more"),
-    ("reference", {"form": replace(LSTM, cell=decayed.graph)}, "the cell decayed takes extra inputs"),
+    (
+        "cudnn",
+        {"form": replace(LSTM, zoneout=(0.0, 0.1), input_dropout=0.2), "extras": ("mask", "drawn")},
+        "cuDNN does not take input dropout, zoneout, a mask",
+    ),
+    ("onednn", {"extras": ("lengths", "return_states")}, "oneDNN does not take lengths, the states of every step"),
 ]
 WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("cudnn", {"time": 65_535, "batch": 1}),
@@ -93,6 +99,8 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("onednn", {"time": 100_000, "batch": 1, "initial": True, "dropout": True}),
     ("onednn", {"dtype": torch.bfloat16}),
     ("onednn", {"dtype": torch.float16, "gradient": False}),
+    ("onednn", {"form": replace(LSTM, recurrent_dropout=0.3, input_dropout=0.3, memory="recompute")}),
+    ("reference", {"form": replace(LSTM, zoneout=(0.1, 0.1)), "extras": tuple(EXTRAS)}),
     ("reference", {"form": replace(RNN, projection=3), "packed": True, "batch": 0, "dtype": torch.complex64}),
 ]
 
@@ -148,7 +156,8 @@ def test_a_named_engine_runs_or_raises_with_every_reason() -> None:
     assert not isinstance(raised.value, whorl.SlowError)
 
 
-def test_a_problem_that_no_engine_can_run_says_so() -> None:
+def test_a_problem_that_no_engine_can_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reference, "obstacles", lambda *_: ["it is Sunday"])
     with pytest.raises(whorl.UnsupportedError, match="^no engine can run decayed") as raised:
         decide(replace(PLAIN, form=replace(LSTM, cell=decayed.graph)))
     assert all(f"\n  {engine}: " in str(raised.value) for engine in ENGINES)

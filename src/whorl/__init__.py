@@ -30,14 +30,15 @@ from whorl.errors import (
     UnsupportedError,
 )
 from whorl.explanation import Explanation, explain
-from whorl.modules import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from whorl.modules import GRU, LSTM, RNN, Recurrent
 from whorl.problem import Plan
 from whorl.settings import settings
+from whorl.steps import GRUCell, LSTMCell, RNNCell
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "GRU", "LSTM", "RNN", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "LSTMCell", "Plan", "RNNCell",
-    "SettingError", "SlowError", "SlowWarning", "UnsupportedError", "cell", "clip", "cos", "erf", "exp", "explain",
-    "expm1", "log", "log1p", "maximum", "mean", "minimum", "relu", "rsqrt", "settings", "sigmoid", "sin", "softplus",
-    "sqrt", "tanh", "where",
+    "Recurrent", "SettingError", "SlowError", "SlowWarning", "UnsupportedError", "cell", "clip", "cos", "erf", "exp",
+    "explain", "expm1", "log", "log1p", "maximum", "mean", "minimum", "relu", "rsqrt", "settings", "sigmoid", "sin",
+    "softplus", "sqrt", "tanh", "where",
 ]  # fmt: skip

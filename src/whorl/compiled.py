@@ -15,50 +15,65 @@ from torch._library.fake_impl import allocate_size
 from whorl.engines import ENGINES
 from whorl.plan import announce, plan
 from whorl.problem import Call, Form, Plan, facts, problem, slots
+from whorl.run import backward, forward
 
 # Graphs that call these lie in torch's caches on disk: a schema that changes takes the next number into its name.
 _library = torch.library.Library("whorl", "DEF")
 _library.define(
-    "recurrent_1(Tensor[] tensors, int[] layout, Tensor? batch_sizes, str form, str engine, bool gradient)"
+    "recurrent_2(Tensor[] tensors, Tensor?[] marks, int[] layout, str form, str engine, bool sequences, bool gradient)"
     " -> (Tensor, Tensor[], Tensor[])"
 )
 _library.define(
-    "recurrent_backward_1(Tensor?[] grads, Tensor[] tensors, int[] layout, Tensor? batch_sizes, Tensor y,"
-    " Tensor[] saved, str form) -> Tensor[]"
+    "recurrent_backward_2(Tensor?[] grads, Tensor[] tensors, Tensor?[] marks, int[] layout, Tensor y, Tensor[] saved,"
+    " str form, bool sequences) -> Tensor[]"
 )
 
 
-def recurrent(call: Call, form: str, engine: str, gradient: bool) -> tuple[Tensor, ...]:
-    """The output and each final state; what a compiled graph holds."""
-    y, finals, _ = torch.ops.whorl.recurrent_1(call.tensors, call.layout, call.batch_sizes, form, engine, gradient)
-    return (y, *finals)
+def recurrent(call: Call, form: str, engine: str, sequences: bool, gradient: bool) -> tuple[Tensor, ...]:
+    """What `run` gives; what a compiled graph holds."""
+    y, rest, _ = torch.ops.whorl.recurrent_2(
+        call.tensors, list(call.marks), call.layout, form, engine, sequences, gradient
+    )
+    return (y, *rest)
 
 
 @torch._disable_dynamo
 def _forward(
-    tensors: list[Tensor], layout: list[int], sizes: Tensor | None, form: str, engine: str, gradient: bool
+    tensors: list[Tensor],
+    marks: list[Tensor | None],
+    layout: list[int],
+    form: str,
+    engine: str,
+    sequences: bool,
+    gradient: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    call = Call.of(tensors, layout, sizes)
-    made = plan(form, facts(call, gradient), engine)
+    call = Call.of(tensors, layout, marks)
+    made = plan(form, facts(call, gradient, sequences), engine)
     if made.slow:
         announce(made)
     with torch.no_grad():  # an operator's gradient is registered below, never recorded inside
-        outcome = ENGINES[made.engine].forward(made, call)
-    y, finals = outcome.y.contiguous(), [final.contiguous() for final in outcome.finals]
+        outcome = forward(made, call)
+    y, *rest = [output.contiguous() for output in outcome.outputs]
     if not gradient:
-        return y, finals, []
+        return y, rest, []
     mark = call.x.new_empty(list(ENGINES).index(made.engine), dtype=torch.uint8)
     free = slots(made.problem.form) - len(outcome.saved)
     empty = [call.x.new_empty(0, dtype=torch.uint8) for _ in range(free)]
-    return y, finals, [*outcome.saved, *empty, mark]
+    return y, rest, [*outcome.saved, *empty, mark]
 
 
 def _forward_fake(
-    tensors: list[Tensor], layout: list[int], sizes: Tensor | None, form: str, engine: str, gradient: bool
+    tensors: list[Tensor],
+    marks: list[Tensor | None],
+    layout: list[int],
+    form: str,
+    engine: str,
+    sequences: bool,
+    gradient: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    call, known = Call.of(tensors, layout, sizes), Form.from_json(form)
+    call, known = Call.of(tensors, layout, marks), Form.from_json(form)
     x = call.x
-    rows = known.layers * known.directions
+    rows, states = known.layers * known.directions, range(len(known.cell.states))
     shapes = torch.library.get_ctx()._shape_env
     assert shapes is not None, "sizes known only at run time need torch.compile's or torch.export's fake tensors"
 
@@ -66,26 +81,29 @@ def _forward_fake(
         # new_dynamic_size would break the graph unless fullgraph=True: a default meant for sizes that users read.
         return allocate_size(shapes)
 
-    batch = x.shape[1] if sizes is None else call.states[0].shape[1] if call.states else size()
+    batch = x.shape[1] if call.batch_sizes is None else call.states[0].shape[1] if call.states else size()
     y = x.new_empty(*x.shape[:-1], known.width * known.directions)
-    finals = [x.new_empty(rows, batch, known.state_width(index)) for index in range(len(known.cell.states))]
+    rest = [x.new_empty(rows, batch, known.state_width(index)) for index in states]
+    if sequences:
+        rest += [x.new_empty(*x.shape[:-1], known.state_width(index) * known.directions) for index in states]
     count = slots(known) + 1 if gradient else 0
-    return y, finals, [x.new_empty(size(), dtype=torch.uint8) for _ in range(count)]
+    return y, rest, [x.new_empty(size(), dtype=torch.uint8) for _ in range(count)]
 
 
 @torch._disable_dynamo
 def _backward(
     grads: list[Tensor | None],
     tensors: list[Tensor],
+    marks: list[Tensor | None],
     layout: list[int],
-    sizes: Tensor | None,
     y: Tensor,
     saved: list[Tensor],
     form: str,
+    sequences: bool,
 ) -> list[Tensor]:
-    call = Call.of(tensors, layout, sizes)
-    made = Plan(problem(form, facts(call, gradient=True)), list(ENGINES)[saved[-1].numel()])
-    found = ENGINES[made.engine].backward(made, call, y, saved[:-1], grads)
+    call = Call.of(tensors, layout, marks)
+    made = Plan(problem(form, facts(call, True, sequences)), list(ENGINES)[saved[-1].numel()])
+    found = backward(made, call, y, saved[:-1], grads)
     return [
         torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         if grad is None
@@ -99,24 +117,28 @@ def _backward_fake(grads: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors, layout, sizes, form, _, _ = inputs
+    tensors, marks, ctx.layout, ctx.form, _, ctx.sequences, _ = inputs
     y, _, saved = output
-    ctx.layout, ctx.sizes, ctx.form, ctx.count = layout, sizes, form, len(tensors)
-    ctx.save_for_backward(*tensors, y, *saved)
+    ctx.present = [mark is not None for mark in marks]
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *(mark for mark in marks if mark is not None), y, *saved)
 
 
-def _differentiate(ctx: Any, grad_y: Tensor | None, grad_finals: Sequence[Tensor | None], grad_saved: Any) -> tuple:
-    row, count = list(ctx.saved_tensors), ctx.count
-    grads = torch.ops.whorl.recurrent_backward_1(
-        [grad_y, *grad_finals], row[:count], ctx.layout, ctx.sizes, row[count], row[count + 1 :], ctx.form
+def _differentiate(ctx: Any, grad_y: Tensor | None, grad_rest: Sequence[Tensor | None], grad_saved: Any) -> tuple:
+    row = iter(ctx.saved_tensors)
+    tensors = [next(row) for _ in range(ctx.count)]
+    marks = [next(row) if present else None for present in ctx.present]
+    y, *saved = row
+    grads = torch.ops.whorl.recurrent_backward_2(
+        [grad_y, *grad_rest], tensors, marks, ctx.layout, y, saved, ctx.form, ctx.sequences
     )
-    return grads, None, None, None, None, None
+    return grads, None, None, None, None, None, None
 
 
 for _name, _function, _fake in (
-    ("recurrent_1", _forward, _forward_fake),
-    ("recurrent_backward_1", _backward, _backward_fake),
+    ("recurrent_2", _forward, _forward_fake),
+    ("recurrent_backward_2", _backward, _backward_fake),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"whorl::{_name}", _fake, lib=_library)
-torch.library.register_autograd("whorl::recurrent_1", _differentiate, setup_context=_setup, lib=_library)
+torch.library.register_autograd("whorl::recurrent_2", _differentiate, setup_context=_setup, lib=_library)

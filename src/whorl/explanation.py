@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from whorl.engines import ENGINES
-from whorl.modules import Recurrence
 from whorl.problem import Plan, autocast_is_on
+from whorl.recurrence import Recurrence
 from whorl.settings import settings
 
 

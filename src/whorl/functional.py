@@ -1,5 +1,7 @@
 """A recurrent layer as a function: arguments to a Call, a Problem and a Plan, and the plan run."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,51 +13,51 @@ from whorl.run import run
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def recurrent(form: str, call: Call, engine: str = "auto") -> tuple[Tensor, ...]:
-    """The output of every step, and each final state.
+def recurrent(form: str, call: Call, engine: str = "auto", sequences: bool = False) -> tuple[Tensor, ...]:
+    """The output of every step, each final state, and with `sequences` each state of every step of the last layer.
 
     Args:
         form: the layer, as `Form.to_json` writes it.
-        call: the tensors; under autocast x and weights are cast, states are not.
+        call: the tensors; under autocast x and weights are cast, states, masks and extra inputs are not.
         engine: "auto", or the engine that is to run and no other.
 
     Returns:
         y [time, batch, directions x width], or [rows, ...] of a PackedSequence; then for each state of the cell
-        [layers x directions, batch, width].
+        [layers x directions, batch, width]; then for each state [time, batch, directions x width].
 
     Raises:
         UnsupportedError: the engine named cannot run this.
         SlowError: `settings.slow` forbids what can.
     """
     if not autocasts(call.x, *call.weights):
-        return _recurrent(form, call, engine)
+        return _recurrent(form, call, engine, sequences)
     kind = call.x.device.type
     call = _cast(call, torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
-        return _recurrent(form, call, engine)
+        return _recurrent(form, call, engine, sequences)
 
 
-def planned(form: str, call: Call, engine: str = "auto") -> Plan:
+def planned(form: str, call: Call, engine: str = "auto", sequences: bool = False) -> Plan:
     """The plan that `recurrent` would run; touches no data."""
     if autocasts(call.x, *call.weights):
         call = _cast(call, torch.get_autocast_dtype(call.x.device.type))
-    return plan(form, facts(call, wants_gradient(call.tensors)), engine)
+    return plan(form, facts(call, wants_gradient(call.tensors), sequences), engine)
 
 
-def _recurrent(form: str, call: Call, engine: str) -> tuple[Tensor, ...]:
+def _recurrent(form: str, call: Call, engine: str, sequences: bool) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-        return compiled.recurrent(call, form, engine, gradient)
-    return run(plan(form, facts(call, wants_gradient(call.tensors)), engine), call)
+        return compiled.recurrent(call, form, engine, sequences, gradient)
+    return run(plan(form, facts(call, wants_gradient(call.tensors), sequences), engine), call)
 
 
 def _cast(call: Call, dtype: torch.dtype) -> Call:
-    weights = tuple(weight.to(dtype) for weight in call.weights)
-    noise = tuple(mask.to(dtype) for mask in call.dropout)
-    return Call(call.x.to(dtype), call.states, weights, noise, call.batch_sizes)
+    weights = tuple([weight.to(dtype) for weight in call.weights])
+    dropout = tuple([mask.to(dtype) for mask in call.dropout])
+    return call._replace(x=call.x.to(dtype), weights=weights, dropout=dropout)
 
 
-def noise(x: Tensor, probability: float, width: int, count: int) -> tuple[Tensor, ...]:
+def dropout_masks(x: Tensor, probability: float, width: int, count: int) -> tuple[Tensor, ...]:
     """What dropout multiplies with, `count` times in the layout of `x`, drawn as torch's own dropout draws on a CPU."""
     shape = (*x.shape[:-1], width)
     if probability == 1:
@@ -63,16 +65,27 @@ def noise(x: Tensor, probability: float, width: int, count: int) -> tuple[Tensor
     return tuple(x.new_empty(shape).bernoulli_(1 - probability).div_(1 - probability) for _ in range(count))
 
 
-def complaint(call: Call, who: str, inputs: int, rows: int, widths: dict[str, int]) -> str | None:
+def complaint(
+    x: Tensor,
+    states: Sequence[Tensor],
+    weight: Tensor,
+    sizes: Tensor | None,
+    who: str,
+    inputs: int,
+    rows: int,
+    widths: dict[str, int],
+    title: str = "the initial state",
+) -> str | None:
     """What is wrong with a call and what to write instead, or None where it can run.
 
     Args:
+        sizes: of a PackedSequence.
         who: the class that was called, for the message.
         inputs: the features that x must have.
         rows: layers x directions.
         widths: of each state, by name.
+        title: what the states are, for the message.
     """
-    x, states, (weight, *_), _, sizes = call
     shape = x.shape
     if len(shape) != (3 if sizes is None else 2):
         return f"x has {len(shape)} axes, {who} takes [time, batch, inputs] or unbatched [time, inputs]: reshape x."
@@ -89,23 +102,23 @@ def complaint(call: Call, who: str, inputs: int, rows: int, widths: dict[str, in
         return f"x is {x.dtype} and the weights of this {who} are {weight.dtype}: write x.to({weight.dtype})."
     if not states:
         return None
-    batch = _batch(call)
+    batch = _batch(x, sizes)
     for state, (name, width) in zip(states, widths.items(), strict=True):
         if state.dim() != 3 or state.shape[0] != rows or state.shape[2] != width or batch not in (None, state.shape[1]):
             wanted = (rows, batch, width)
-            return f"the initial state {name} has shape {tuple(state.shape)}, {who} takes {wanted} for this x."
+            return f"{title} {name} has shape {tuple(state.shape)}, {who} takes {wanted} for this x."
         if state.device != x.device:
-            return f"the initial state {name} is on {state.device} and x on {x.device}: move one with .to()."
+            return f"{title} {name} is on {state.device} and x on {x.device}: move one with .to()."
         if state.dtype != x.dtype and not autocasts(state, x):
-            return f"the initial state {name} is {state.dtype} and x {x.dtype}: write {name}.to({x.dtype})."
+            return f"{title} {name} is {state.dtype} and x {x.dtype}: write {name}.to({x.dtype})."
     return None
 
 
-def _batch(call: Call) -> int | None:
+def _batch(x: Tensor, sizes: Tensor | None) -> int | None:
     """The batch, where it can be known: the sizes of a PackedSequence are data, which no compiled graph reads."""
-    if call.batch_sizes is None:
-        return call.x.shape[1]
-    return None if torch.compiler.is_compiling() else int(call.batch_sizes[0])
+    if sizes is None:
+        return x.shape[1]
+    return None if torch.compiler.is_compiling() else int(sizes[0])
 
 
 def autocasts(*tensors: Tensor) -> bool:

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,14 @@ class Form:
     layers: int = 1
     directions: int = 1
     bias: bool = True
+    zoneout: tuple[float, ...] = ()
+    """The probability that a unit keeps its value, for each state; empty where none does."""
+    recurrent_dropout: float = 0.0
+    recurrent_dropout_mode: str = "gate"
+    """A mask of its own for each gate, "shared" by the gates, or a new one for each "step"."""
+    input_dropout: float = 0.0
+    memory: str = "save"
+    """ "save" what backward reads, or "recompute" it."""
 
     def __post_init__(self) -> None:
         read = {node.args[0] for node in topological(self.cell.outputs) if node.op == "var"}
@@ -49,7 +58,7 @@ class Form:
 
     def to_json(self) -> str:
         """The form as one line of text: how a layer keeps it, and how a compiled graph carries it."""
-        names = ("inputs", "units", "projection", "layers", "directions", "bias")
+        names = [item.name for item in fields(self) if item.name != "cell"]
         return json.dumps({"cell": self.cell.to_json()} | {name: getattr(self, name) for name in names})
 
     @staticmethod
@@ -57,14 +66,20 @@ class Form:
     def from_json(text: str) -> "Form":
         """The form that `to_json` wrote; nothing in the text is executed."""
         data = json.loads(text)
-        return Form(**data | {"cell": Graph.from_json(data["cell"])})
+        return Form(**data | {"cell": Graph.from_json(data["cell"]), "zoneout": tuple(data["zoneout"])})
 
     def __str__(self) -> str:
         parts = [f"{self.cell.name}, {self.inputs} inputs, {self.units} units"]
         parts += [f"projection {self.projection}"] if self.projection else []
         parts += [f"{self.layers} layers"] if self.layers > 1 else []
         parts += ["both directions"] if self.directions == 2 else []
-        return ", ".join(parts + ([] if self.bias else ["no bias"]))
+        parts += [] if self.bias else ["no bias"]
+        mode = {"gate": "by gate", "shared": "shared by the gates", "step": "anew at each step"}
+        how = mode[self.recurrent_dropout_mode]
+        parts += [f"recurrent dropout {self.recurrent_dropout} {how}"] if self.recurrent_dropout else []
+        parts += [f"input dropout {self.input_dropout}"] if self.input_dropout else []
+        parts += [f"zoneout {' and '.join(map(str, self.zoneout))}"] if self.zoneout else []
+        return ", ".join(parts + (["recomputed for backward"] if self.memory == "recompute" else []))
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,18 @@ class Device:
     """oneDNN or cuDNN takes bfloat16 here."""
 
 
+# What a call may have beside x, initial states and dropout between layers, and how a reason names it.
+EXTRAS = {
+    "lengths": "lengths",
+    "mask": "a mask",
+    "reset": "resets",
+    "inputs": "extra inputs of the cell",
+    "drawn": "masks drawn at random",
+    "dropout_masks": "given masks of dropout or zoneout",
+    "return_states": "the states of every step",
+}
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything that decides which engine runs, and with which numbers; no tensors."""
@@ -98,11 +125,28 @@ class Problem:
     """Initial states are given."""
     dropout: bool = False
     """Layers but the last are followed by dropout."""
+    extras: tuple[str, ...] = ()
+    """What else the call has, by the names of `EXTRAS`."""
     gradient: bool = False
     """A backward pass may follow."""
 
+    @property
+    def sequences(self) -> bool:
+        """Every state of every step is wanted."""
+        return "return_states" in self.extras
+
+    @property
+    def additions(self) -> list[str]:
+        """What it has beyond a plain cell and call, in the words of a reason."""
+        form, drawn = self.form, "drawn" in self.extras
+        noisy = {"recurrent dropout": form.recurrent_dropout, "input dropout": form.input_dropout}
+        options = [name for name, probability in noisy.items() if drawn and probability]
+        options += ["zoneout"] if form.zoneout else []
+        return options + [words for name, words in EXTRAS.items() if name in self.extras and name != "drawn"]
+
     def __str__(self) -> str:
         rows = f"{self.time} step{'s' * (self.time != 1)}, batch {self.batch}" + (", packed" if self.packed else "")
+        rows += "".join(f", {EXTRAS[name]}" for name in self.extras)
         after = "with gradient" if self.gradient else "without gradient"
         return f"{self.form}; {rows}; {str(self.dtype).removeprefix('torch.')} on {self.device.name}, {after}"
 
@@ -135,6 +179,26 @@ class Plan:
         return self.engine == "reference" and self.asked == "auto" and worth_saying
 
 
+class Marks(NamedTuple):
+    """What says of each step and sequence how it is to be treated; no gradient flows to it."""
+
+    batch_sizes: Tensor | None = None
+    """Of a PackedSequence: int64 on the CPU, the number of sequences at each step."""
+    rows: Tensor | None = None
+    """Of a PackedSequence: int64 [batch], the place each sequence had before it was sorted; None where it stayed."""
+    lengths: Tensor | None = None
+    """int64 [batch], from 0 to time."""
+    mask: Tensor | None = None
+    """bool [time, batch]: the step counts."""
+    reset: Tensor | None = None
+    """bool [time, batch], or [rows] of a PackedSequence: no state passes from the step before to this one."""
+    seed: Tensor | None = None
+    """int64 of no axes: what `noise` draws from; None where nothing is drawn."""
+
+
+PLAIN = Marks()
+
+
 class Call(NamedTuple):
     """The tensors of one call, in one order: time, batch, features."""
 
@@ -146,25 +210,36 @@ class Call(NamedTuple):
     """For each layer and direction what `weights.kinds` lists, in its order."""
     dropout: tuple[Tensor, ...] = ()
     """For each layer but the last what its output is multiplied with; or none."""
-    batch_sizes: Tensor | None = None
-    """Of a PackedSequence: int64 on the CPU, the number of sequences at each step."""
+    reset_to: tuple[Tensor, ...] = ()
+    """The states that a reset gives, as `states`; zero where there are none."""
+    inputs: tuple[Tensor, ...] = ()
+    """The cell's extra inputs, [time, batch, units or 1] (or [rows, ...]) each, read by every layer and direction."""
+    noise: tuple[Tensor, ...] = ()
+    """Masks that are given instead of drawn, for each layer and direction as `noise.Given` orders them; or none."""
+    marks: Marks = PLAIN
+
+    @property
+    def batch_sizes(self) -> Tensor | None:
+        return self.marks.batch_sizes
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that a gradient can flow to, in the order that `of` takes."""
-        return (self.x, *self.states, *self.weights, *self.dropout)
+        return (
+            self.x, *self.states, *self.weights, *self.dropout, *self.reset_to, *self.inputs, *self.noise,
+        )  # fmt: skip
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """How many of `tensors` are states, weights and dropout, after x."""
-        return len(self.states), len(self.weights), len(self.dropout)
+    def layout(self) -> tuple[int, ...]:
+        """How many of `tensors` belong to each field after x."""
+        return tuple([len(part) for part in self[1:7]])
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], layout: Sequence[int], batch_sizes: Tensor | None) -> "Call":
-        """The call whose `tensors`, `layout` and `batch_sizes` these are."""
-        x, *rest = tensors
-        states, weights = rest[: layout[0]], rest[layout[0] : layout[0] + layout[1]]
-        return Call(x, tuple(states), tuple(weights), tuple(rest[layout[0] + layout[1] :]), batch_sizes)
+    def of(tensors: Sequence[Tensor], layout: Sequence[int], marks: Sequence[Tensor | None]) -> "Call":
+        """The call whose `tensors`, `layout` and `marks` these are."""
+        row = iter(tensors)
+        parts = [tuple(islice(row, count)) for count in (1, *layout)]
+        return Call(parts[0][0], *parts[1:], marks=Marks(*marks))  # type: ignore[misc, arg-type]
 
 
 class Outcome(NamedTuple):
@@ -176,6 +251,13 @@ class Outcome(NamedTuple):
     """[layers x directions, batch, width] for each state of the cell."""
     saved: tuple[Tensor, ...] = ()
     """What its backward reads, as flat byte tensors, at most `slots` of them; none where no gradient is wanted."""
+    sequences: tuple[Tensor, ...] = ()
+    """Where they are wanted, for each state [time, batch, directions x width] (or [rows, ...]) of the last layer."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What the one who called gets."""
+        return (self.y, *self.finals, *self.sequences)
 
 
 class Facts(NamedTuple):
@@ -191,18 +273,35 @@ class Facts(NamedTuple):
     packed: bool
     initial: bool
     dropout: bool
+    extras: tuple[str, ...]
     gradient: bool
 
 
-def facts(call: Call, gradient: bool) -> Facts:
+def facts(call: Call, gradient: bool, sequences: bool = False) -> Facts:
     """Reads torch's switches, and of the tensors only what they are."""
-    x, states, _, dropout, sizes = call
-    where, shape = x.device, x.shape
+    x, marks = call.x, call.marks
+    where, shape, sizes = x.device, x.shape, marks.batch_sizes
     kind = where.type
     enabled = torch.backends.cudnn.enabled if kind == "cuda" else torch._C._get_mkldnn_enabled()
     time, batch = (shape[0], shape[1]) if sizes is None else (len(sizes), int(sizes[0]))
-    packed, initial, drops = sizes is not None, bool(states), bool(dropout)
-    return Facts(kind, where.index, enabled, x.dtype, time, batch, packed, initial, drops, gradient)
+    plain = marks is PLAIN and not (call.inputs or call.noise or sequences)
+    extras = () if plain else _extras(call, sequences)
+    packed, initial, drops = sizes is not None, bool(call.states), bool(call.dropout)
+    return Facts(kind, where.index, enabled, x.dtype, time, batch, packed, initial, drops, extras, gradient)
+
+
+def _extras(call: Call, sequences: bool) -> tuple[str, ...]:
+    marks = call.marks
+    has = {
+        "lengths": marks.lengths is not None,
+        "mask": marks.mask is not None,
+        "reset": marks.reset is not None,
+        "inputs": bool(call.inputs),
+        "drawn": marks.seed is not None,
+        "dropout_masks": bool(call.noise),
+        "return_states": sequences,
+    }
+    return tuple(name for name in EXTRAS if has[name])
 
 
 def problem(form: str, known: Facts) -> Problem:
@@ -216,6 +315,7 @@ def problem(form: str, known: Facts) -> Problem:
         packed=known.packed,
         initial=known.initial,
         dropout=known.dropout,
+        extras=known.extras,
         gradient=known.gradient,
     )
 

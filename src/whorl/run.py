@@ -16,25 +16,46 @@ from torch import Tensor
 from whorl.engines import ENGINES
 from whorl.engines.reference import evaluate, gradients, vjp
 from whorl.plan import announce, decide
-from whorl.problem import Call, Plan, wants_gradient
+from whorl.problem import Call, Marks, Outcome, Plan, wants_gradient
 
-Layout = tuple[int, int, int]
+Layout = tuple[int, ...]
+Row = Sequence[Any]
+"""Tensors, and None where there is none."""
+_MARKS = len(Marks._fields)
 
 
 def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
-    """The output and each final state, differentiable in eager torch and under torch.func."""
+    """The output, each final state, and each state of each step where they are wanted.
+
+    Differentiable in eager torch and under torch.func.
+    """
     if made.slow:
         announce(made)
     engine = ENGINES[made.engine]
-    if made.engine != "reference":  # which is plain torch, and needs no help under any transform
+    recompute = made.problem.form.memory == "recompute" and made.problem.gradient
+    if made.engine != "reference" or recompute:  # `reference` is plain torch, and needs no help under any transform
         if torch._C._are_functorch_transforms_active():
-            arguments = (made, call.layout, call.batch_sizes, *call.tensors)
-            return _Transformed.apply(*arguments)[: _count_outputs(made)]
-        if torch.autograd.forward_ad._current_level >= 0 or (made.problem.gradient and not engine.recorded):
+            return _Transformed.apply(made, call.layout, *call.marks, *call.tensors)[: _count_outputs(made)]
+        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        if forward_mode or recompute or (made.problem.gradient and not engine.recorded):
             # What Function.apply does outside torch.func, without its 33 us of binding a signature.
             return super(torch.autograd.Function, _Eager).apply(made, call, *call.tensors)
-    outcome = engine.forward(made, call)
-    return (outcome.y, *outcome.finals)
+    return engine.forward(made, call).outputs
+
+
+def forward(made: Plan, call: Call) -> Outcome:
+    """The engine's forward, as the layer's `memory` has it: what is computed again for backward is not saved now."""
+    if made.problem.form.memory == "recompute":
+        made = replace(made, problem=replace(made.problem, gradient=False))
+    return ENGINES[made.engine].forward(made, call)
+
+
+def backward(made: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Row) -> Row:
+    """The engine's backward."""
+    engine = ENGINES[made.engine]
+    if made.problem.form.memory == "recompute" and made.engine != "reference":  # which computes all again by itself
+        saved = engine.forward(made, call).saved
+    return engine.backward(made, call, y, saved, grads)
 
 
 class _Eager(torch.autograd.Function):
@@ -42,15 +63,14 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Plan, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outcome = ENGINES[made.engine].forward(made, call)
-        outputs = (outcome.y, *outcome.finals)
-        ctx.structure, ctx.context = (made, call.layout, call.batch_sizes), copy_context()
+        outcome = forward(made, call)
+        ctx.structure, ctx.context = (made, call.layout), copy_context()
         ctx.set_materialize_grads(False)
         # Not the final states: users change them in place before backward, as torch lets them.
-        ctx.save_for_backward(*tensors, outcome.y, *outcome.saved)
+        ctx.save_for_backward(*call.marks, *tensors, outcome.y, *outcome.saved)
         if torch.autograd.forward_ad._current_level >= 0:
-            ctx.save_for_forward(*tensors)
-        return outputs
+            ctx.save_for_forward(*call.marks, *tensors)
+        return outcome.outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -58,151 +78,194 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        return _push(_outputs(*ctx.structure), ctx.saved_tensors, tangents[2:])
+        marks, tensors = ctx.saved_tensors[:_MARKS], ctx.saved_tensors[_MARKS:]
+        made, layout = ctx.structure
+        return _push(_outputs(made, layout, marks), tensors, tangents[2:])
 
 
 class _Transformed(torch.autograd.Function):
-    """The operation under torch.func: what is saved is an output too, as its transforms ask."""
+    """The operation under torch.func: what is saved is an output too, as its transforms ask.
+
+    Takes the plan, the call's layout, and in one row its marks and tensors.
+    """
 
     @staticmethod
-    def forward(made: Plan, layout: Layout, sizes: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outcome = ENGINES[made.engine].forward(made, Call.of(tensors, layout, sizes))
-        return (outcome.y, *outcome.finals, *outcome.saved)
+    def forward(made: Plan, layout: Layout, *row: Any) -> tuple[Tensor, ...]:
+        outcome = forward(made, _call(layout, row))
+        return (*outcome.outputs, *outcome.saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
-        made, layout, sizes, *tensors = inputs
+        made, layout, *row = inputs
         saved = outputs[_count_outputs(made) :]
-        ctx.structure, ctx.context, ctx.count_saved = (made, layout, sizes), copy_context(), len(saved)
+        ctx.structure, ctx.context, ctx.count_saved = (made, layout), copy_context(), len(saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, outputs[0], *saved)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_backward(*row, outputs[0], *saved)
+        ctx.save_for_forward(*row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = grads[: _count_outputs(ctx.structure[0])]
-        return (None, None, None, *_backward(ctx, grads))
+        return (None,) * (2 + _MARKS) + tuple(_backward(ctx, grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _push(_outputs(*ctx.structure), ctx.saved_tensors, tangents[3:]) + (None,) * ctx.count_saved
+        marks, tensors = ctx.saved_tensors[:_MARKS], ctx.saved_tensors[_MARKS:]
+        made, layout = ctx.structure
+        pushed = _push(_outputs(made, layout, marks), tensors, tangents[2 + _MARKS :])
+        return pushed + (None,) * ctx.count_saved
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, made: Plan, layout: Layout, sizes: Tensor | None, *tensors: Tensor) -> tuple:
-        dims = in_dims[3:]
-        weights = dims[1 + layout[0] : 1 + layout[0] + layout[1]]
-        if sizes is None and all(dim is None for dim in weights):
-            return _folded(info.batch_size, dims, made, layout, tensors)
-        announce(made, f"{made.problem.form.cell.name} runs on `reference` under torch.vmap, a loop in Python")
-        outputs = torch.vmap(_outputs(made, layout, sizes), dims, randomness="different")(*tensors)
+    def vmap(info: Any, in_dims: tuple, made: Plan, layout: Layout, *row: Tensor | None) -> tuple:
+        dims = in_dims[2:]
+        call, where = _call(layout, row), _call(layout, dims)
+        plain = not made.problem.extras and call.batch_sizes is None
+        if plain and all(dim is None for dim in where.weights):
+            return _folded(info.batch_size, where, made, call)
+        if made.engine != "reference":
+            announce(made, f"{made.problem.form.cell.name} runs on `reference` under torch.vmap, a loop in Python")
+        present = [index for index, tensor in enumerate(row) if tensor is not None]
+
+        def evaluated(*some: Any) -> tuple[Tensor, ...]:
+            whole: list[Any] = list(row)
+            for index, tensor in zip(present, some, strict=True):
+                whole[index] = tensor
+            return _outputs(made, layout, whole[:_MARKS])(*whole[_MARKS:])
+
+        some = [row[index] for index in present]
+        outputs = torch.vmap(evaluated, tuple(dims[index] for index in present), randomness="different")(*some)
         return outputs, (0,) * len(outputs)
 
 
 class _Backward(torch.autograd.Function):
     """The backward pass as an operation of its own, for gradients of gradients.
 
-    Takes the plan, the call's layout and batch sizes, the context of settings in which the call was made (autograd's
-    threads have another), the number of gradients given, and then in one row those gradients, the call's tensors, the
-    output and what was saved.
+    Takes the plan, the call's layout, the context of settings in which the call was made (autograd's threads have
+    another), the number of gradients given, and then in one row the call's marks, those gradients, the call's tensors,
+    the output and what was saved.
     """
 
     @staticmethod
-    def forward(
-        made: Plan, layout: Layout, sizes: Tensor | None, context: Context, count: int, *row: Tensor
-    ) -> tuple[Tensor, ...]:
-        call, y, saved = _kept(layout, sizes, row[count:])
-        grads = ENGINES[made.engine].backward(made, call, y, saved, row[:count])
+    def forward(made: Plan, layout: Layout, context: Context, count: int, *row: Tensor) -> tuple[Tensor, ...]:
+        marks, given, kept = row[:_MARKS], row[_MARKS : _MARKS + count], row[_MARKS + count :]
+        call, y, saved = _kept(layout, (*marks, *kept))
+        grads = backward(made, call, y, saved, given)
         pairs = zip(grads, call.tensors, strict=True)
         return tuple(torch.zeros_like(tensor) if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
-        made, layout, sizes, ctx.context, count, *row = inputs
-        kept = row[: count + len(outputs)]  # the output and what was saved follow from the call: constants here
-        ctx.structure, ctx.count_rest = (made, layout, sizes, count), len(row) - len(kept)
+        made, layout, ctx.context, count, *row = inputs
+        # the output and what was saved follow from the call: constants here
+        kept = row[: _MARKS + count + len(outputs)]
+        ctx.structure, ctx.count, ctx.count_rest = (made, layout), count, len(row) - len(kept)
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = ctx.structure[0]
-        name = made.problem.form.cell.name
-        ctx.context.run(announce, made, f"{name} runs on `reference` for a double backward, a loop in Python")
-        _, pull = vjp(_gradients(*ctx.structure), *ctx.saved_tensors)
-        return (None,) * 5 + pull(grads) + (None,) * ctx.count_rest
+        made, layout = ctx.structure
+        name, row = made.problem.form.cell.name, ctx.saved_tensors
+        if made.engine != "reference":
+            ctx.context.run(announce, made, f"{name} runs on `reference` for a double backward, a loop in Python")
+        _, pull = vjp(_gradients(made, layout, row[:_MARKS], ctx.count), *row[_MARKS:])
+        return (None,) * (4 + _MARKS) + pull(grads) + (None,) * ctx.count_rest
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        row = ctx.saved_tensors
-        return _push(_gradients(*ctx.structure), row, tangents[5 : 5 + len(row)])
+        marks, row = ctx.saved_tensors[:_MARKS], ctx.saved_tensors[_MARKS:]
+        first = 4 + _MARKS
+        made, layout = ctx.structure
+        return _push(_gradients(made, layout, marks, ctx.count), row, tangents[first : first + len(row)])
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple, made: Plan, layout: Layout, sizes: Tensor | None, context: Context, count: int,
-        *row: Tensor,
-    ) -> tuple:  # fmt: skip
+        info: Any, in_dims: tuple, made: Plan, layout: Layout, context: Context, count: int, *row: Tensor | None
+    ) -> tuple:
         name = made.problem.form.cell.name
-        context.run(announce, made, f"the backward of {name} runs on `reference` under torch.vmap, a loop in Python")
-        kept = count + 1 + sum(layout)
-        outputs = torch.vmap(_gradients(made, layout, sizes, count), in_dims[5 : 5 + kept])(*row[:kept])
+        if made.engine != "reference":
+            title = f"the backward of {name} runs on `reference` under torch.vmap, a loop in Python"
+            context.run(announce, made, title)
+        kept, dims = _MARKS + count + 1 + sum(layout), in_dims[4:]
+        present = [index for index in range(kept) if row[index] is not None]
+
+        def evaluated(*some: Any) -> tuple[Tensor, ...]:
+            whole: list[Any] = list(row[:kept])
+            for index, tensor in zip(present, some, strict=True):
+                whole[index] = tensor
+            return _gradients(made, layout, whole[:_MARKS], count)(*whole[_MARKS:])
+
+        some = [row[index] for index in present]
+        outputs = torch.vmap(evaluated, tuple(dims[index] for index in present))(*some)
         return outputs, (0,) * len(outputs)
 
 
 def _count_outputs(made: Plan) -> int:
-    return 1 + len(made.problem.form.cell.states)
+    return 1 + len(made.problem.form.cell.states) * (1 + made.problem.sequences)
 
 
-def _kept(layout: Layout, sizes: Tensor | None, row: Sequence[Tensor]) -> tuple[Call, Tensor, Sequence[Tensor]]:
+def _call(layout: Layout, row: Sequence[Any]) -> Call:
+    """The call of a row of its marks and its tensors."""
+    return Call.of(row[_MARKS:], layout, row[:_MARKS])
+
+
+def _kept(layout: Layout, row: Row) -> tuple[Call, Tensor, Sequence[Tensor]]:
     """The call, its output and what else forward saved, from the row in which all are kept for backward."""
-    first = 1 + sum(layout)
-    return Call.of(row[:first], layout, sizes), row[first], row[first + 1 :]
+    first = _MARKS + 1 + sum(layout)
+    return _call(layout, row[:first]), row[first], row[first + 1 :]
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def _backward(ctx: Any, grads: Row) -> Row:
     """The gradient of each of the call's tensors; differentiable where grad mode is on, as create_graph has it."""
-    (made, layout, sizes), row = ctx.structure, ctx.saved_tensors
-    call, y, saved = _kept(layout, sizes, row)
+    (made, layout), row = ctx.structure, ctx.saved_tensors
+    call, y, saved = _kept(layout, row)
     if all(grad is None for grad in grads):
         return [None] * len(call.tensors)
     if not torch.is_grad_enabled():
-        return ENGINES[made.engine].backward(made, call, y, saved, grads)
-    form, (grad_y, *grad_finals) = made.problem.form, grads
+        return backward(made, call, y, saved, grads)
+    form, states = made.problem.form, len(made.problem.form.cell.states)
     rows = (form.layers * form.directions, made.problem.batch)
-    given = [torch.zeros_like(y) if grad_y is None else grad_y]
-    for index, grad in enumerate(grad_finals):
-        given.append(call.x.new_zeros(*rows, form.state_width(index)) if grad is None else grad)
-    return _Backward.apply(made, layout, sizes, ctx.context, len(given), *given, *row)
+    finals = [(*rows, form.state_width(index)) for index in range(states)]
+    sequences = [(*y.shape[:-1], form.state_width(index) * form.directions) for index in range(states)]
+    shapes = [y.shape, *finals, *sequences]
+    given = [
+        y.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes[: len(grads)], strict=True)
+    ]
+    return _Backward.apply(made, layout, ctx.context, len(given), *row[:_MARKS], *given, *row[_MARKS:])
 
 
-def _folded(many: int, dims: Sequence[int | None], made: Plan, layout: Layout, tensors: Sequence[Tensor]) -> tuple:
-    """The mapped axis folded into the batch: the same weights run all of it in one call."""
+def _folded(many: int, where: Call, made: Plan, call: Call) -> tuple:
+    """The mapped axis folded into the batch: the same weights run all of it in one call.
 
-    def fold(tensor: Tensor, dim: int | None) -> Tensor:
+    Args:
+        where: the call with the mapped axis of each tensor in its place.
+    """
+
+    def fold(tensor: Tensor, dim: Any) -> Tensor:
         mapped = tensor.movedim(dim, 1) if dim is not None else tensor.unsqueeze(1).expand(-1, many, -1, -1)
         return mapped.flatten(1, 2)
 
-    call = Call.of(tensors, layout, None)
-    where = Call.of(dims, layout, None)  # type: ignore[arg-type]
     folded = call._replace(
-        x=fold(call.x, where.x),  # type: ignore[arg-type]
-        states=tuple(map(fold, call.states, where.states)),  # type: ignore[arg-type]
-        dropout=tuple(map(fold, call.dropout, where.dropout)),  # type: ignore[arg-type]
+        x=fold(call.x, where.x),
+        states=tuple(map(fold, call.states, where.states)),
+        dropout=tuple(map(fold, call.dropout, where.dropout)),
     )
     problem = replace(made.problem, batch=many * made.problem.batch, gradient=wants_gradient(folded.tensors))
     outputs = run(decide(problem, made.asked), folded)
     return tuple(out.unflatten(1, (many, made.problem.batch)) for out in outputs), (1,) * len(outputs)
 
 
-def _outputs(made: Plan, layout: Layout, sizes: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
+def _outputs(made: Plan, layout: Layout, marks: Row) -> Callable[..., tuple[Tensor, ...]]:
     """The operation as a function of the call's tensors, in plain torch."""
-    return lambda *tensors: tuple(evaluate(made.problem.form, Call.of(tensors, layout, sizes)))
+    form, sequences = made.problem.form, made.problem.sequences
+    return lambda *tensors: tuple(evaluate(form, Call.of(tensors, layout, marks), sequences))
 
 
-def _gradients(made: Plan, layout: Layout, sizes: Tensor | None, count: int) -> Callable[..., tuple[Tensor, ...]]:
+def _gradients(made: Plan, layout: Layout, marks: Row, count: int) -> Callable[..., tuple[Tensor, ...]]:
     """Its backward as a function of the gradients given and the call's tensors, in plain torch."""
-    form = made.problem.form
-    return lambda *row: tuple(gradients(form, Call.of(row[count:], layout, sizes), row[:count]))
+    form, sequences = made.problem.form, made.problem.sequences
+    return lambda *row: tuple(gradients(form, Call.of(row[count:], layout, marks), row[:count], sequences))
 
 
 def _push(

@@ -154,6 +154,8 @@ class Cell:
     vectors: Mapping[str, float] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
     x_only: tuple[str, ...] = ()
+    origin: tuple[Callable[..., "Cell"], tuple] | None = None
+    """The function that made it, and with what: how a cell with options is pickled."""
 
     def __post_init__(self) -> None:
         _check_names(self.name, self.gates, self.states, tuple(self.vectors), self.inputs, self.x_only)
@@ -204,6 +206,8 @@ class Cell:
         return self
 
     def __reduce__(self) -> str | tuple:
+        if self.origin is not None:
+            return self.origin
         module, name = self.step.__module__, getattr(self.step, "__qualname__", self.name)
         found: Any = sys.modules.get(module)
         for part in name.split("."):

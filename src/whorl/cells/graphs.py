@@ -38,6 +38,16 @@ def gradient(outputs: Sequence[tuple[Expr, Expr]], wrt: Sequence[Expr]) -> list[
     return [grads.get(node.digest) for node in wrt]
 
 
+def rewritten(outputs: Sequence[Expr], change: Callable[[Expr, Expr], Expr]) -> list[Expr]:
+    """The graph with `change(node, made)` in the place of each node; `made` is the node with its arguments changed."""
+    done: dict[str, Expr] = {}
+    for node in topological(outputs):
+        args = [done[arg.digest] if isinstance(arg, Expr) else arg for arg in node.args]
+        same = all(new is old for new, old in zip(args, node.args, strict=True))
+        done[node.digest] = change(node, node if same else Expr(node.op, *args))
+    return [done[node.digest] for node in outputs]
+
+
 class Evaluator:
     """A graph made ready to be computed many times on tensors: its value, as every kernel must have it."""
 

@@ -65,6 +65,8 @@ class OneDNN(Engine):
             found.append("the input is a PackedSequence, oneDNN takes padded input")
         if problem.batch == 0:
             found.append("the batch is 0, oneDNN takes 1 or more")
+        if problem.additions:
+            found.append(f"oneDNN does not take {', '.join(problem.additions)}")
         return found
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
@@ -197,6 +199,8 @@ class CuDNN(Engine):
             found.append(f"the sequence has {problem.time} steps, cuDNN takes at most {_LONGEST_CUDNN}")
         if problem.batch == 0:
             found.append("the batch is 0, cuDNN takes 1 or more")
+        if problem.additions:
+            found.append(f"cuDNN does not take {', '.join(problem.additions)}")
         return found
 
     def forward(self, plan: Plan, call: Call) -> Outcome:

@@ -2,9 +2,13 @@
 
 It is the truth that the other engines are tested against.  Two-byte dtypes round only what enters a product; states
 and sums are float32.
+
+Where steps do not count (`mask`, `lengths`) nothing of them may be seen, NaN in padding included.  So each value that
+enters such a step is replaced by zero before and its gradient by zero after: a `where` around the result alone would
+multiply a zero gradient with an infinite derivative.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -16,6 +20,7 @@ from torch import Tensor
 from whorl.cells.cell import Graph
 from whorl.cells.graphs import Evaluator
 from whorl.engines.base import Engine, Grads
+from whorl.noise import Given, Noise, given
 from whorl.problem import Call, Form, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, split
 
@@ -26,43 +31,63 @@ class Reference(Engine):
     recorded = True
 
     def obstacles(self, problem: Problem) -> list[str]:
-        return [f"the cell {problem.form.cell.name} takes extra inputs"] if problem.form.cell.inputs else []
+        return []
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        y, *finals = evaluate(plan.problem.form, call)
-        return Outcome(y, tuple(finals), ())
+        form, sequences = plan.problem.form, plan.problem.sequences
+        y, *rest = evaluate(form, call, sequences)
+        count = len(form.cell.states)
+        return Outcome(y, tuple(rest[:count]), (), tuple(rest[count:]))
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        return gradients(plan.problem.form, call, grads)
+        return gradients(plan.problem.form, call, grads, plan.problem.sequences)
 
 
-def evaluate(form: Form, call: Call) -> list[Tensor]:
-    """The output and each final state, recorded by autograd as any torch code is; autocast changes nothing here."""
+def evaluate(form: Form, call: Call, sequences: bool = False) -> list[Tensor]:
+    """The output, each final state, and with `sequences` each state of each step of the last layer.
+
+    Recorded by autograd as any torch code is; autocast changes nothing here.
+    """
     with _without_autocast(call.x.device.type):
-        return _evaluate(form, call)
+        return _evaluate(form, call, sequences)
 
 
-def _evaluate(form: Form, call: Call) -> list[Tensor]:
-    sizes = call.batch_sizes.tolist() if call.batch_sizes is not None else None
+def _evaluate(form: Form, call: Call, sequences: bool) -> list[Tensor]:
+    marks = call.marks
+    sizes = marks.batch_sizes.tolist() if marks.batch_sizes is not None else None
+    within = None
+    if marks.lengths is not None:
+        within = (torch.arange(call.x.shape[0], device=call.x.device)[:, None] < marks.lengths).unsqueeze(-1)
+    valid = within
+    if marks.mask is not None:
+        valid = marks.mask.unsqueeze(-1) if within is None else within & marks.mask.unsqueeze(-1)
     x, ends = call.x, []
-    per_layer = split(form, call.weights)
+    every: list[list[Tensor]] = []
+    per_layer, masks = split(form, call.weights), given(form, call)
     for layer in range(form.layers):
-        outs = []
+        outs, every = [], []
         for direction in range(form.directions):
             index = layer * form.directions + direction
-            start = [state[index] for state in call.states]
-            y, finals = _sweep(form, x, start, per_layer[index], sizes, reverse=direction == 1)
+            sweep = _Sweep(form, call, per_layer[index], masks[index], index, sizes, within, valid)
+            y, finals, states = sweep(x, sequences and layer == form.layers - 1)
             outs.append(y)
             ends.append(finals)
-        x = outs[0] if form.directions == 1 else torch.cat(outs, -1)
+            every.append(states)
+        x = _beside(outs)
         if call.dropout and layer < form.layers - 1:
             x = x * call.dropout[layer]
-    return [x, *(torch.stack(state) for state in zip(*ends, strict=True))]
+    finals = [torch.stack(state) for state in zip(*ends, strict=True)]
+    return [x, *finals, *(_beside(states) for states in zip(*every, strict=True))]
 
 
-def gradients(form: Form, call: Call, grads: Grads) -> Sequence[Tensor]:
-    """The gradient of each of `call.tensors`, given those of the output and final states; itself differentiable."""
-    outputs, pull = vjp(lambda *row: evaluate(form, Call.of(row, call.layout, call.batch_sizes)), *call.tensors)
+def _beside(directions: Sequence[Tensor]) -> Tensor:
+    return directions[0] if len(directions) == 1 else torch.cat(list(directions), -1)
+
+
+def gradients(form: Form, call: Call, grads: Grads, sequences: bool = False) -> Sequence[Tensor]:
+    """The gradient of each of `call.tensors`, given those of what `evaluate` gives; itself differentiable."""
+    layout, marks = call.layout, call.marks
+    outputs, pull = vjp(lambda *row: evaluate(form, Call.of(row, layout, marks), sequences), *call.tensors)
     return pull([torch.zeros_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)])
 
 
@@ -88,82 +113,183 @@ def _evaluator(cell: Graph) -> Evaluator:
     return Evaluator(cell.outputs)
 
 
-def _sweep(
-    form: Form,
-    x: Tensor,
-    start: list[Tensor],
-    weights: LayerWeights,
-    sizes: list[int] | None,
-    reverse: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """One layer in one direction: outputs in the layout of x, and final states [batch, width]."""
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+class _Sweep:
+    """One layer in one direction.
 
-    def operand(tensor: Tensor) -> Tensor:
+    Args:
+        index: layer x directions + direction.
+        sizes: of a PackedSequence, the sequences at each step.
+        within: bool [time, batch, 1], false past the end of a sequence; None where all are as long.
+        valid: the same, and false where the mask has it so.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        call: Call,
+        weights: LayerWeights,
+        masks: Given,
+        index: int,
+        sizes: list[int] | None,
+        within: Tensor | None,
+        valid: Tensor | None,
+    ) -> None:
+        self._form, self._call, self._weights, self._index = form, call, weights, index
+        self._sizes, self._within, self._valid = sizes, within, valid
+        layer, direction = divmod(index, form.directions)
+        self._reverse, self._dtype = direction == 1, call.x.dtype
+        self._wide = torch.float32 if self._dtype in (torch.float16, torch.bfloat16) else self._dtype
+        like = call.x.new_empty((), dtype=self._wide)
+        self._noise = Noise(form, call, masks, layer, direction, sizes, like)
+
+    def __call__(self, x: Tensor, sequences: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Outputs in the layout of x, final states [batch, width], and each state of each step where wanted."""
+        form, call, valid, noise = self._form, self._call, self._valid, self._noise
+        projected = self._project(x if valid is None else torch.where(valid, x, 0.0))
+        steps = self._steps(projected)
+        order = reversed(range(len(steps))) if self._reverse else range(len(steps))
+        extras = [self._steps(self._widened(extra)) for extra in call.inputs]
+        cuts, valids = self._cuts(), None if valid is None else valid.unbind(0)
+        step = _Step(form, self._weights, self._operand, projected)
+        hr = self._weights.hr
+        first, to = self._starts(call.states, projected), self._starts(call.reset_to, projected)
+        rows = _Rows(first, self._sizes, self._reverse)
+        held = torch.zeros_like(first[0])
+        outputs: list[Tensor] = [projected] * len(steps)
+        seen: list[list[Tensor]] = [[projected] * len(steps) for _ in first] if sequences else []
+        for t in order:
+            before = rows.states_at(t)
+            if cuts is not None:
+                before = [torch.where(cuts[t], r[: len(s)], s) for r, s in zip(to, before, strict=True)]
+            now = valids[t] if valids is not None else None
+            after = step(steps[t], before, [extra[t] for extra in extras], noise.recurrent(t), now)
+            if hr is not None:
+                after[0] = F.linear(self._operand(_where(now, after[0])), self._operand(hr))
+            after = [noise.keep(state, t, b, a) for state, (b, a) in enumerate(zip(before, after, strict=True))]
+            if now is not None:
+                after = [torch.where(now, a, b) for a, b in zip(after, before, strict=True)]
+                held = torch.where(now, after[0], held)
+            rows.states = after
+            outputs[t] = after[0] if now is None else held
+            for states, state in zip(seen, after, strict=False):
+                states[t] = state
+        ends = [state.to(self._dtype) for state in rows.finals()]
+        return self._joined(outputs), ends, [self._joined(states) for states in seen]
+
+    def _project(self, x: Tensor) -> Tensor:
+        """The input product of all steps."""
+        weight, bias = self._operand(self._weights.ih), self._widened(self._weights.bias_ih)
+        mask = self._noise.input(x.shape[-1])
+        if mask is None:
+            return F.linear(self._operand(x), weight, bias)
+        if self._sizes is not None:
+            mask = mask[..., torch.cat([torch.arange(size, device=x.device) for size in self._sizes]), :]
+        x = x.to(self._wide)
+        if mask.dim() == x.dim() - (self._sizes is None):
+            return F.linear(self._operand(x * mask), weight, bias)
+        units = self._form.units
+        biases = bias.split(units) if bias is not None else [None] * len(mask)
+        gates = zip(mask, weight.split(units), biases, strict=True)
+        return torch.cat([F.linear(self._operand(x * m), w, b) for m, w, b in gates], -1)
+
+    def _cuts(self) -> Sequence[Tensor] | None:
+        """For each step whether no state comes into it from the step that is processed before, [rows, 1] each."""
+        reset = self._call.marks.reset
+        if reset is None:
+            return None
+        cuts = list(self._steps(reset.unsqueeze(-1)))
+        if self._within is not None:
+            cuts = [cut & inside for cut, inside in zip(cuts, self._within, strict=True)]
+        if not self._reverse:
+            return cuts
+        # The cut lies between step t and the one before; backwards it is step t - 1 that the state does not enter.
+        later = [*cuts[1:], torch.zeros_like(cuts[0][:0])]
+        return [F.pad(cut, (0, 0, 0, len(now) - len(cut))) for cut, now in zip(later, cuts, strict=True)]
+
+    def _starts(self, states: Iterable[Tensor], like: Tensor) -> list[Tensor]:
+        """Initial states of this layer and direction; zero where none are given."""
+        given = [state[self._index].to(self._wide) for state in states]
+        batch = self._call.x.shape[1] if self._sizes is None else self._sizes[0]
+        widths = [self._form.state_width(index) for index in range(len(self._form.cell.states))]
+        return given or [like.new_zeros(batch, width) for width in widths]
+
+    def _steps(self, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.unbind(0) if self._sizes is None else tensor.split(self._sizes)
+
+    def _joined(self, steps: list[Tensor]) -> Tensor:
+        made = torch.stack(steps) if self._sizes is None else torch.cat(steps)
+        return (made if self._within is None else torch.where(self._within, made, 0.0)).to(self._dtype)
+
+    def _operand(self, tensor: Tensor) -> Tensor:
         """What enters a product: rounded to the layer's dtype, computed in the wide one."""
-        return tensor.to(x.dtype).to(wide)
+        return tensor.to(self._dtype).to(self._wide)
 
-    def widened(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(wide)
+    def _widened(self, tensor: Any) -> Any:
+        return None if tensor is None else tensor.to(self._wide)
 
-    hh, hr, bias_hh = operand(weights.hh), widened(weights.hr), widened(weights.bias_hh)
-    projected = F.linear(operand(x), operand(weights.ih), widened(weights.bias_ih))
-    steps: Sequence[Tensor] = projected.unbind(0) if sizes is None else projected.split(sizes)
-    batch = x.shape[1] if sizes is None else sizes[0]
-    widths = [form.state_width(index) for index in range(len(form.cell.states))]
-    first = [s.to(wide) for s in start] if start else [projected.new_zeros(batch, width) for width in widths]
 
-    step = _Step(form, hh, bias_hh, weights.vectors, operand, projected)
-    rows = _Rows(first, sizes, reverse)
-    outputs: list[Tensor] = [projected] * len(steps)
-    for t in reversed(range(len(steps))) if reverse else range(len(steps)):
-        after = step(steps[t], rows.states_at(t))
-        if hr is not None:
-            after[0] = F.linear(operand(after[0]), hr)
-        rows.states = after
-        outputs[t] = after[0]
-    y = torch.stack(outputs) if sizes is None else torch.cat(outputs)
-    return y.to(x.dtype), [state.to(x.dtype) for state in rows.finals()]
+def _where(valid: Tensor | None, tensor: Tensor) -> Tensor:
+    """`tensor`, with zero in its rows that do not count; in its gradient too."""
+    return tensor if valid is None else torch.where(valid, tensor, 0.0)
 
 
 class _Step:
     """The cell's step on tensors: the input projection of one step and the states before it, to the states after."""
 
-    def __init__(
-        self,
-        form: Form,
-        hh: Tensor,
-        bias_hh: Tensor | None,
-        vectors: Sequence[Tensor],
-        operand: Callable[[Tensor], Tensor],
-        like: Tensor,
-    ) -> None:
+    def __init__(self, form: Form, weights: LayerWeights, operand: Callable[[Tensor], Tensor], like: Tensor) -> None:
         cell, units = form.cell, form.units
-        self._units, self._hh, self._bias_hh, self._operand = units, hh, bias_hh, operand
+        self._units, self._operand = units, operand
+        self._hh = operand(weights.hh)
+        self._bias_hh = None if weights.bias_hh is None else weights.bias_hh.to(like.dtype)
         self._evaluator = _evaluator(cell)
         self._constants = self._evaluator.constants(like)
         self._x, self._r = [f"x.{gate}" for gate in cell.gates], [f"r.{gate}" for gate in cell.recurrent]
-        self._s = [f"s.{state}" for state in cell.states]
-        named = zip(cell.vectors, vectors, strict=True)
+        self._s, self._e = [f"s.{state}" for state in cell.states], [f"e.{name}" for name in cell.inputs]
+        named = zip(cell.vectors, weights.vectors, strict=True)
         self._vectors = {f"v.{name}": vector.to(like.dtype) for name, vector in named}
-        biases = bias_hh.split(units) if bias_hh is not None else [None] * len(cell.recurrent)
-        self._by_gate = dict(zip(cell.recurrent, zip(hh.split(units), biases, strict=True), strict=True))
+        biases = self._bias_hh.split(units) if self._bias_hh is not None else [None] * len(cell.recurrent)
+        self._by_gate = dict(zip(cell.recurrent, zip(self._hh.split(units), biases, strict=True), strict=True))
+        self._place = {gate: index for index, gate in enumerate(cell.recurrent)}
 
-    def __call__(self, projected: Tensor, before: list[Tensor]) -> list[Tensor]:
-        values = dict(self._vectors)
-        values.update(zip(self._x, projected.split(self._units, -1), strict=True))
+    def __call__(
+        self, projected: Tensor, before: list[Tensor], extras: list[Tensor], noise: Tensor | None, valid: Tensor | None
+    ) -> list[Tensor]:
+        """The states after the step, before a projection.
+
+        Args:
+            projected: [batch, gates x units].
+            noise: multiplies what enters the recurrent product, [batch, width] or [recurrent gates, batch, width].
+            valid: bool [batch, 1], the rows that count; None where all do.
+        """
+        values = {name: _where(valid, vector) for name, vector in self._vectors.items()}
+        values.update(zip(self._x, _where(valid, projected).split(self._units, -1), strict=True))
+        before = [_where(valid, state) for state in before]
         values.update(zip(self._s, before, strict=True))
+        values.update(zip(self._e, [_where(valid, extra) for extra in extras], strict=True))
         if self._r:
-            product = F.linear(self._operand(before[0]), self._hh, self._bias_hh)
-            values.update(zip(self._r, product.split(self._units, -1), strict=True))
-        after = self._evaluator(values, self._constants, self._product)
+            values.update(zip(self._r, self._recurrent(before[0], noise, valid), strict=True))
+
+        def product(kind: str, gate: str, operand: Tensor) -> Tensor:
+            assert kind == "product", "only a gradient has pulls, and autograd makes its own"
+            return self._product(gate, operand, noise, valid)
+
+        after = self._evaluator(values, self._constants, product)
         shape = (*projected.shape[:-1], self._units)
         return [state if state.shape == shape else state.expand(shape) for state in after]
 
-    def _product(self, kind: str, gate: str, operand: Tensor) -> Tensor:
-        assert kind == "product", "only a gradient has pulls, and autograd makes its own"
+    def _recurrent(self, h: Tensor, noise: Tensor | None, valid: Tensor | None) -> Sequence[Tensor]:
+        """`r.i` of each recurrent gate i."""
+        if noise is None or noise.dim() == h.dim():
+            entering = self._operand(h if noise is None else h * noise)
+            return _where(valid, F.linear(entering, self._hh, self._bias_hh)).split(self._units, -1)
+        return [self._product(gate, h, noise, valid) for gate in self._by_gate]
+
+    def _product(self, gate: str, operand: Tensor, noise: Tensor | None, valid: Tensor | None) -> Tensor:
         weight, bias = self._by_gate[gate]
-        return F.linear(self._operand(operand.expand(*operand.shape[:-1], weight.shape[-1])), weight, bias)
+        operand = _where(valid, operand.expand(*operand.shape[:-1], weight.shape[-1]))
+        if noise is not None:
+            operand = operand * (noise if noise.dim() == operand.dim() else noise[self._place[gate]])
+        return _where(valid, F.linear(self._operand(operand), weight, bias))
 
 
 class _Rows:

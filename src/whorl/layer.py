@@ -1,0 +1,320 @@
+"""A layer: its parameters, its options, and its call brought into the order of a Call."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
+from whorl.cells.cell import Cell
+from whorl.errors import InputError, UnsupportedError
+from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
+from whorl.options import Options, make_cell, wrapped, zoneouts
+from whorl.problem import Call, Form, Plan
+from whorl.recurrence import Recurrence
+from whorl.weights import kinds
+
+
+def _option(name: str) -> property:
+    """An option of a layer as an attribute; one that decides no parameter can be assigned."""
+
+    def read(layer: "Layer") -> Any:
+        return getattr(layer._options, name)
+
+    def write(layer: "Layer", value: Any) -> None:
+        before = layer._options
+        layer._options = replace(before, **{name: value})
+        try:
+            layer._build()
+        except InputError:
+            layer._options = before
+            raise
+
+    fixed = name in ("layer_norm", "peephole", "coupled")
+    return property(read, None if fixed else write, doc=Options.__dataclass_fields__[name].metadata["meaning"])
+
+
+class Layer(Recurrence, torch.nn.Module):
+    """What LSTM, GRU, RNN and Recurrent share."""
+
+    num_layers: int
+    batch_first: bool
+    dropout: float
+    bidirectional: bool
+    proj_size: int
+    training: bool
+    _options = Options()
+    _vectors: dict[str, float]
+    """Each vector of the cell, with its initial value."""
+    _zoneouts: tuple[float, ...]
+    _recurrent_gates: int
+    _extra_inputs: tuple[str, ...]
+
+    def _cell(self) -> Cell:
+        """The cell, with those options that are its own."""
+        return make_cell(self._kind, self._options, "relu" if getattr(self, "mode", "") == "RNN_RELU" else "tanh")
+
+    @property
+    def _kind(self) -> str:
+        """By which name `options` knows it."""
+        return self._torch.__name__ if self._torch is not None else "Recurrent"
+
+    def _build(self) -> None:
+        options = self._options
+        graph, self._vectors = wrapped(self._kind, self._cell(), options)
+        form = Form(
+            cell=graph,
+            inputs=self.input_size,
+            units=self.hidden_size,
+            projection=self.proj_size,
+            layers=self.num_layers,
+            directions=2 if self.bidirectional else 1,
+            bias=self.bias,
+            zoneout=zoneouts(options, graph.states),
+            recurrent_dropout=float(options.recurrent_dropout),
+            recurrent_dropout_mode=options.recurrent_dropout_mode,
+            input_dropout=float(options.input_dropout),
+            memory=options.memory,
+        )
+        self._set_form(form)
+        self._zoneouts, self._recurrent_gates, self._extra_inputs = form.zoneout, len(graph.recurrent), graph.inputs
+
+    def _make_parameters(self, device: Any, dtype: Any) -> None:
+        """Every parameter that is not there, or not in its shape: all, or the vectors beside torch's own."""
+        made = False
+        for name, shape in zip(self._names, self._shapes, strict=True):
+            if name not in self._parameters or getattr(self, name).shape != shape:
+                parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+                setattr(self, name, parameter)
+                made = made or not name.startswith("vector_")
+                if name.startswith("vector_"):
+                    torch.nn.init.constant_(parameter, self._vectors[_vector(name)])
+        if made:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """New weights, drawn as torch draws them in its order; vectors as they begin."""
+        bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.startswith("vector_"):
+                    parameter.fill_(self._vectors[_vector(name)])
+                else:
+                    parameter.uniform_(-bound, bound)
+
+    def flatten_parameters(self) -> None:
+        """Lays the weights of a plain cell out for cuDNN, as torch does; nothing where cuDNN could not run it."""
+        if self.__dict__.get("_native") and self._torch is not None:
+            self._torch.flatten_parameters(self)
+
+    def forward(
+        self,
+        input: Any,
+        hx: Any = None,
+        *,
+        lengths: Any = None,
+        mask: Tensor | None = None,
+        reset: Any = None,
+        reset_to: Any = None,
+        inputs: Any = None,
+        dropout_masks: Any = None,
+        return_states: bool = False,
+    ) -> Any:
+        """The output of every step and the final states; the call of the torch class, and its options.
+
+        Args:
+            input: [time, batch, inputs] ([batch, time, inputs] with batch_first, [time, inputs] unbatched), or a
+                PackedSequence.
+            hx: initial states [layers x directions, batch, width]; a pair (h, c) for LSTM.
+            lengths: int [batch]: the steps of each sequence, on any device.
+            mask: bool [time, batch]: False where a step does not count.
+            reset: bool [time, batch]: True where a new sequence begins.
+            reset_to: the states that a reset gives, as hx; zero without it.
+            inputs: what the cell reads beside x, by name: [time, batch, units or 1] each.
+            dropout_masks: masks in the place of those that would be drawn, by the option's name.
+            return_states: whether to give every state of every step of the last layer too.
+
+        Returns:
+            output in the layout of input, and the final states as hx has them; with `return_states` also a dict of
+            [time, batch, directions x width].
+
+        Raises:
+            ValueError, RuntimeError: what torch raises, in its words.
+            InputError: an option of the call that does not fit.
+            UnsupportedError: the engine named cannot run this.
+            SlowError: `settings.slow` is "error", and only a loop in Python could run it.
+        """
+        extras = Extras(lengths, mask, reset, reset_to, inputs, dropout_masks)
+        if torch.jit.is_tracing():  # and so torch.onnx.export: plain cells go out as torch's own operator
+            return self._traced(input, hx, any(option is not None for option in extras) or return_states)
+        call, unsorted, batched = self._arranged(input, hx, extras)
+        y, *rest = recurrent(self._form, call, self._engine, return_states)
+        count = len(self._widths)
+        finals: list[Tensor] = rest[:count]
+        sequences: list[Any] = [y, *rest[count:]]
+        if call.batch_sizes is not None:
+            sequences = [PackedSequence(data, call.batch_sizes, input.sorted_indices, unsorted) for data in sequences]
+            finals = [final if unsorted is None else final.index_select(1, unsorted) for final in finals]
+        elif not batched:
+            sequences, finals = [part.squeeze(1) for part in sequences], [final.squeeze(1) for final in finals]
+        elif self.batch_first:
+            sequences = [part.transpose(0, 1) for part in sequences]
+        output, *states = sequences
+        if not return_states:
+            return output, self._pack(finals)
+        return output, self._pack(finals), dict(zip(self._widths, states, strict=True))
+
+    def plan(self, input: Any, hx: Any = None, *, return_states: bool = False, **options: Any) -> Plan:
+        """The plan of this call, without running it; takes what the call takes."""
+        call, _, _ = self._arranged(input, hx, Extras(**options), draw=False)
+        return planned(self._form, call, self._engine, return_states)
+
+    def extra_repr(self) -> str:
+        options = [f", {name}={value!r}" for name, value in self._options.given().items()]
+        return super().extra_repr() + "".join(options)
+
+    def _traced(self, input: Any, hx: Any, has_options: bool) -> Any:
+        """Torch's own forward, where it is the same."""
+        options = self._options
+        drawn = options.recurrent_dropout or options.input_dropout or options.weight_drop
+        if self._torch is None or not self._native or has_options or options.zoneout or (drawn and self.training):
+            raise UnsupportedError(
+                f"torch.jit.trace and ONNX export keep plain LSTM, GRU and RNN, as torch's own operator, and this "
+                f"{type(self).__name__} has options or a cell of its own, whose steps they would unroll to the length "
+                "of the example: use torch.export or torch.compile."
+            )
+        return self._torch.forward(self, input, hx)
+
+    def _arranged(
+        self, input: Any, hx: Any, extras: Extras = NOTHING, draw: bool = True
+    ) -> tuple[Call, Tensor | None, bool]:
+        """A call in whorl's order of axes, how to unsort its batch, and whether there is one.
+
+        Args:
+            draw: whether random numbers are drawn; a plan needs none, and must not move torch's generator.
+        """
+        states = self._states("hx", hx, input, hx)
+        to = self._states("reset_to", extras.reset_to)
+        sizes: Tensor | None = None
+        if isinstance(input, PackedSequence):
+            x, sizes, order, unsorted = input
+            batched = True
+            if order is not None:
+                states = tuple([state.index_select(1, order) for state in states])
+                to = tuple([state.index_select(1, order) for state in to])
+        elif not isinstance(input, Tensor):
+            self._refuse(f"x is of type {type(input).__name__}: give a tensor or a PackedSequence.", input, hx)
+        else:
+            x, unsorted, batched = input, None, input.dim() != 2
+            if not batched:
+                x = x.unsqueeze(1)
+                states = tuple([state.unsqueeze(1) for state in states])
+                to = tuple([state.unsqueeze(1) for state in to])
+            elif self.batch_first and input.dim() == 3:
+                x = x.transpose(0, 1)
+        weights = self._weights()
+        who = type(self).__name__
+        rows = self.num_layers * (2 if self.bidirectional else 1)
+        reason = complaint(x, states, weights[0], sizes, who, self.input_size, rows, self._widths)
+        if reason is not None:
+            self._refuse(reason, input, hx)
+        call = Call(x, states, weights)
+        if sizes is not None or extras is not NOTHING or self.training or self._extra_inputs:
+            call = self._with_extras(call, Axes(who, input, self.batch_first), extras, to, sizes, draw)
+        return call, unsorted, batched
+
+    def _with_extras(
+        self, call: Call, axes: Axes, extras: Extras, to: tuple[Tensor, ...], sizes: Tensor | None, draw: bool
+    ) -> Call:
+        """The call with its options, and with what is drawn for it."""
+        x, weights = call.x, call.weights
+        time, batch = (x.shape[0], x.shape[1]) if sizes is None else (len(sizes), _count_sequences(sizes))
+        marked = marks(axes, extras, time, batch)
+        if to:
+            if extras.reset is None:
+                raise InputError("reset_to is given without reset: write where, as reset=bool [time, batch].")
+            rows = self.num_layers * (2 if self.bidirectional else 1)
+            reason = complaint(x, to, weights[0], sizes, axes.who, self.input_size, rows, self._widths, "reset_to")
+            if reason is not None:
+                raise InputError(reason)
+        inputs = extra_inputs(axes, extras.inputs, self._extra_inputs, self.hidden_size, x.dtype, autocasts(x))
+        noise, given = self._given_noise(call, axes, extras.dropout_masks, batch)
+        options, training = self._options, self.training
+        width = (self.proj_size or self.hidden_size) * (2 if self.bidirectional else 1)
+        inner = self.num_layers - 1
+        dropout: Sequence[Tensor] = ()
+        if "dropout" in given:
+            dropout = [mask.to(x.dtype) for mask in given.by_step("dropout", [width] * inner, inner)]
+        elif self.dropout and training and inner:
+            dropout = dropout_masks(x, self.dropout, width, inner) if draw else (x,) * inner
+        if "weight_drop" in given:
+            weights = self._dropped(weights, given.weights("weight_drop", self._shapes[1]))
+        elif options.weight_drop and training and draw:
+            every = len(kinds(Form.from_json(self._form)))
+            ones = [torch.ones_like(weight) for weight in weights[1::every]]
+            weights = self._dropped(weights, [F.dropout(one, options.weight_drop) for one in ones])
+        drawn = {
+            "recurrent_dropout": options.recurrent_dropout and self._recurrent_gates,
+            "input_dropout": options.input_dropout,
+            **{f"zoneout_{state}": chance for state, chance in zip(self._widths, self._zoneouts, strict=False)},
+        }
+        if training and any(chance and name not in given for name, chance in drawn.items()):
+            seed = torch.randint(2**63 - 1, (), device=x.device) if draw else x.new_zeros((), dtype=torch.int64)
+            marked = marked._replace(seed=seed)
+        return call._replace(
+            weights=weights, dropout=tuple(dropout), reset_to=to, inputs=inputs, noise=noise, marks=marked
+        )
+
+    def _dropped(self, weights: tuple[Tensor, ...], masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The weights with each weight_hh multiplied by its mask."""
+        every = len(self._names) // len(masks)
+        row = list(weights)
+        for place, mask in enumerate(masks):
+            row[every * place + 1] = row[every * place + 1] * mask.to(row[1].dtype)
+        return tuple(row)
+
+    def _given_noise(self, call: Call, axes: Axes, masks: Any, batch: int | str) -> tuple[tuple[Tensor, ...], Any]:
+        """`Call.noise`, and every mask that is given."""
+        if masks is None:
+            return (), ()
+        directions = 2 if self.bidirectional else 1
+        count, width, gates = self.num_layers * directions, self.proj_size or self.hidden_size, self._recurrent_gates
+        zoneout = {f"zoneout_{state}": size for state, size in self._widths.items()}
+        names = ["dropout", "input_dropout", "recurrent_dropout", "weight_drop", *zoneout]
+        given = Masks(axes, masks, count, call.x.dtype, names)
+        absent = [call.x.new_empty(())] * count
+        columns = [absent] * (2 + len(zoneout))
+        if "input_dropout" in given:
+            sizes = [shape[1] for name, shape in zip(self._names, self._shapes, strict=True) if "weight_ih" in name]
+            rows = self._shapes[0][0] // self.hidden_size
+            columns[0] = given.held("input_dropout", [((batch, size), (rows, batch, size)) for size in sizes])
+        if "recurrent_dropout" in given and self._options.recurrent_dropout_mode == "step":
+            columns[1] = given.by_step("recurrent_dropout", [width] * count)
+        elif "recurrent_dropout" in given:
+            by_gate = self._options.recurrent_dropout_mode == "gate"
+            shape = (gates, batch, width) if by_gate else (batch, width)
+            columns[1] = given.held("recurrent_dropout", [(shape,)] * count)
+        for place, (name, size) in enumerate(zoneout.items()):
+            if name in given:
+                columns[2 + place] = given.by_step(name, [size] * count)
+        noisy = any(column is not absent for column in columns)
+        return tuple(mask for row in zip(*columns, strict=True) for mask in row) if noisy else (), given
+
+
+for _item in fields(Options):
+    setattr(Layer, _item.name, _option(_item.name))
+
+
+def _vector(name: str) -> str:
+    """gamma, of the parameter vector_gamma_l0_reverse."""
+    return name.removeprefix("vector_").removesuffix("_reverse").rpartition("_l")[0]
+
+
+def _count_sequences(sizes: Tensor) -> int | str:
+    """Of a PackedSequence; in a compiled graph they are data, which it does not read."""
+    return "batch" if torch.compiler.is_compiling() else int(sizes[0])
