@@ -84,27 +84,24 @@ class Layer(Recurrence, torch.nn.Module):
         self._set_form(form)
         self._zoneouts, self._recurrent_gates, self._extra_inputs = form.zoneout, len(graph.recurrent), graph.inputs
 
-    def _make_parameters(self, device: Any, dtype: Any) -> None:
-        """Every parameter that is not there, or not in its shape: all, or the vectors beside torch's own."""
-        made = False
+    def _make_parameters(self, device: Any, dtype: Any, anew: bool = True) -> None:
+        """Every parameter of the form, or (not `anew`) the vectors beside those that torch made."""
         for name, shape in zip(self._names, self._shapes, strict=True):
-            if name not in self._parameters or getattr(self, name).shape != shape:
-                parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-                setattr(self, name, parameter)
-                made = made or not name.startswith("vector_")
-                if name.startswith("vector_"):
-                    torch.nn.init.constant_(parameter, self._vectors[_vector(name)])
-        if made:
-            self.reset_parameters()
+            if anew or name.startswith("vector_"):
+                setattr(self, name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._fill(anew)
 
     def reset_parameters(self) -> None:
         """New weights, drawn as torch draws them in its order; vectors as they begin."""
+        self._fill(weights=True)
+
+    def _fill(self, weights: bool) -> None:
         bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name.startswith("vector_"):
                     parameter.fill_(self._vectors[_vector(name)])
-                else:
+                elif weights:
                     parameter.uniform_(-bound, bound)
 
     def flatten_parameters(self) -> None:

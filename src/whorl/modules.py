@@ -38,7 +38,7 @@ class _TorchLayer(Layer):
         self.engine, self._options = engine, options
         self._build()
         like = self.weight_ih_l0
-        self._make_parameters(device if options.coupled else like.device, like.dtype)
+        self._make_parameters(device if options.coupled else like.device, like.dtype, anew=options.coupled)
 
     def reset_parameters(self) -> None:
         """New weights, drawn as torch draws them in its order; vectors as they begin."""

@@ -207,8 +207,13 @@ def refuse_others(layer: str, options: Options) -> None:
 def wrapped(layer: str, cell: Cell, options: Options) -> tuple[Graph, dict[str, float]]:
     """The graph of a cell with the options that wrap any step, and every vector with its initial value."""
     graph, vectors = cell.graph, dict(cell.vectors)
+    for name in ("recurrent_dropout", "weight_drop"):
+        if getattr(options, name) and not graph.recurrent:
+            raise InputError(f"{name} is {getattr(options, name)}, and no gate of {graph.name} has recurrent weights.")
     parts = [part for part in normed(options, "x r c" if layer == "LSTM" else "x r", layer) if part != "c"]
     if parts:
+        if "r" in parts and not graph.recurrent:
+            raise InputError(f"layer_norm acts on r, and no gate of {graph.name} has recurrent weights: write 'x'.")
         graph, more = layer_norm(graph, parts)
         vectors |= more
     limits = by_state("clip", options.clip, graph.states) if options.clip is not None else {}

@@ -23,8 +23,8 @@ class LayerWeights(NamedTuple):
 
     ih: Tensor
     """[gates x units, inputs], gates in declared order."""
-    hh: Tensor
-    """[recurrent gates x units, width]."""
+    hh: Tensor | None
+    """[recurrent gates x units, width]; None where no gate is recurrent."""
     bias_ih: Tensor | None
     bias_hh: Tensor | None
     hr: Tensor | None
@@ -35,9 +35,10 @@ class LayerWeights(NamedTuple):
 @lru_cache(maxsize=1024)
 def kinds(form: Form) -> tuple[str, ...]:
     """What one layer and direction holds, in torch's order: `weight_ih`, `weight_hh`, ..."""
-    biases = ("bias_ih", "bias_hh") if form.bias else ()
-    projection = ("weight_hr",) if form.projection else ()
-    return ("weight_ih", "weight_hh", *biases, *projection, *(f"vector_{name}" for name in form.cell.vectors))
+    recurrent = ("ih", "hh") if form.cell.recurrent else ("ih",)
+    biases = [f"bias_{kind}" for kind in recurrent] if form.bias else []
+    projection = ["weight_hr"] if form.projection else []
+    return (*(f"weight_{kind}" for kind in recurrent), *biases, *projection, *(f"vector_{v}" for v in form.cell.vectors))
 
 
 @lru_cache(maxsize=1024)
@@ -71,9 +72,10 @@ def split(form: Form, weights: Sequence[Tensor]) -> list[LayerWeights]:
     count = len(kinds(form))
     made = []
     for start in range(0, len(weights), count):
-        rest = iter(weights[start : start + count])
-        ih, hh = next(rest), next(rest)
-        bias_ih, bias_hh = (next(rest), next(rest)) if form.bias else (None, None)
+        rest, recurrent = iter(weights[start : start + count]), bool(form.cell.recurrent)
+        ih, hh = next(rest), next(rest) if recurrent else None
+        bias_ih = next(rest) if form.bias else None
+        bias_hh = next(rest) if form.bias and recurrent else None
         made.append(LayerWeights(ih, hh, bias_ih, bias_hh, next(rest) if form.projection else None, tuple(rest)))
     return made
 

@@ -162,6 +162,7 @@ def _is_output(form: Form, layer: int) -> bool:
 
 def _four(weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator wants four tensors, and reads the last two only where it is told that there are biases."""
+    assert weights.hh is not None, "the cells of torch's kernels are recurrent"
     if weights.bias_ih is not None and weights.bias_hh is not None:
         return weights.ih, weights.hh, weights.bias_ih, weights.bias_hh
     nothing = weights.ih.detach()  # detached: torch would give it a bias's gradient

@@ -239,7 +239,7 @@ class _Step:
     def __init__(self, form: Form, weights: LayerWeights, operand: Callable[[Tensor], Tensor], like: Tensor) -> None:
         cell, units = form.cell, form.units
         self._units, self._operand = units, operand
-        self._hh = operand(weights.hh)
+        self._hh = operand(weights.hh) if weights.hh is not None else like.new_empty(0, 0)
         self._bias_hh = None if weights.bias_hh is None else weights.bias_hh.to(like.dtype)
         self._evaluator = _evaluator(cell)
         self._constants = self._evaluator.constants(like)
@@ -247,9 +247,10 @@ class _Step:
         self._s, self._e = [f"s.{state}" for state in cell.states], [f"e.{name}" for name in cell.inputs]
         named = zip(cell.vectors, weights.vectors, strict=True)
         self._vectors = {f"v.{name}": vector.to(like.dtype) for name, vector in named}
-        biases = self._bias_hh.split(units) if self._bias_hh is not None else [None] * len(cell.recurrent)
-        self._by_gate = dict(zip(cell.recurrent, zip(self._hh.split(units), biases, strict=True), strict=True))
         self._place = {gate: index for index, gate in enumerate(cell.recurrent)}
+        biases = self._bias_hh.split(units) if self._bias_hh is not None else [None] * len(self._place)
+        weight = self._hh.split(units) if self._place else ()
+        self._by_gate = dict(zip(self._place, zip(weight, biases, strict=True), strict=True))
 
     def __call__(
         self, projected: Tensor, before: list[Tensor], extras: list[Tensor], noise: Tensor | None, valid: Tensor | None
