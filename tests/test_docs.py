@@ -6,6 +6,7 @@ import importlib
 import io
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def test_a_page_does_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pyte
             exec(compile("\n" * line + block[1], page, "exec"), names)  # a traceback then shows the page's lines
         if block[2] is not None and torch.backends.mkldnn.is_available():  # what `explain` prints depends on it
             assert printed.getvalue() == block[2], f"{page.name}, line {line}, prints something else"
+
+
+def test_the_page_of_options_is_what_the_code_says() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "options_page.py"))
+    written = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    assert written == tool["page"](), "write it anew: python tools/options_page.py"
 
 
 def test_the_readme_has_code_and_output() -> None:

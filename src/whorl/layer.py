@@ -17,7 +17,6 @@ from whorl.functional import autocasts, complaint, dropout_masks, planned, recur
 from whorl.options import Options, make_cell, wrapped, zoneouts
 from whorl.problem import Call, Form, Plan
 from whorl.recurrence import Recurrence
-from whorl.weights import kinds
 
 
 def _option(name: str) -> property:
@@ -54,6 +53,8 @@ class Layer(Recurrence, torch.nn.Module):
     _zoneouts: tuple[float, ...]
     _recurrent_gates: int
     _extra_inputs: tuple[str, ...]
+    _random: bool
+    """Something is drawn in training, beside torch's own dropout."""
 
     def _cell(self) -> Cell:
         """The cell, with those options that are its own."""
@@ -83,6 +84,8 @@ class Layer(Recurrence, torch.nn.Module):
         )
         self._set_form(form)
         self._zoneouts, self._recurrent_gates, self._extra_inputs = form.zoneout, len(graph.recurrent), graph.inputs
+        drops = (options.recurrent_dropout, options.input_dropout, options.weight_drop, *form.zoneout)
+        self._random = any(drops)
 
     def _make_parameters(self, device: Any, dtype: Any, anew: bool = True) -> None:
         """Every parameter of the form, or (not `anew`) the vectors beside those that torch made."""
@@ -146,9 +149,10 @@ class Layer(Recurrence, torch.nn.Module):
             UnsupportedError: the engine named cannot run this.
             SlowError: `settings.slow` is "error", and only a loop in Python could run it.
         """
-        extras = Extras(lengths, mask, reset, reset_to, inputs, dropout_masks)
+        given = (lengths, mask, reset, reset_to, inputs, dropout_masks)
+        extras = NOTHING if all(option is None for option in given) else Extras(*given)
         if torch.jit.is_tracing():  # and so torch.onnx.export: plain cells go out as torch's own operator
-            return self._traced(input, hx, any(option is not None for option in extras) or return_states)
+            return self._traced(input, hx, extras is not NOTHING or return_states)
         call, unsorted, batched = self._arranged(input, hx, extras)
         y, *rest = recurrent(self._form, call, self._engine, return_states)
         count = len(self._widths)
@@ -177,9 +181,8 @@ class Layer(Recurrence, torch.nn.Module):
 
     def _traced(self, input: Any, hx: Any, has_options: bool) -> Any:
         """Torch's own forward, where it is the same."""
-        options = self._options
-        drawn = options.recurrent_dropout or options.input_dropout or options.weight_drop
-        if self._torch is None or not self._native or has_options or options.zoneout or (drawn and self.training):
+        options = has_options or self._zoneouts or (self._random and self.training)
+        if self._torch is None or not self._native or options:
             raise UnsupportedError(
                 f"torch.jit.trace and ONNX export keep plain LSTM, GRU and RNN, as torch's own operator, and this "
                 f"{type(self).__name__} has options or a cell of its own, whose steps they would unroll to the length "
@@ -221,7 +224,8 @@ class Layer(Recurrence, torch.nn.Module):
         if reason is not None:
             self._refuse(reason, input, hx)
         call = Call(x, states, weights)
-        if sizes is not None or extras is not NOTHING or self.training or self._extra_inputs:
+        random = self.training and (self._random or self.dropout)
+        if sizes is not None or extras is not NOTHING or random or self._extra_inputs:
             call = self._with_extras(call, Axes(who, input, self.batch_first), extras, to, sizes, draw)
         return call, unsorted, batched
 
@@ -252,7 +256,7 @@ class Layer(Recurrence, torch.nn.Module):
         if "weight_drop" in given:
             weights = self._dropped(weights, given.weights("weight_drop", self._shapes[1]))
         elif options.weight_drop and training and draw:
-            every = len(kinds(Form.from_json(self._form)))
+            every = len(self._names) // (self.num_layers * (2 if self.bidirectional else 1))
             ones = [torch.ones_like(weight) for weight in weights[1::every]]
             weights = self._dropped(weights, [F.dropout(one, options.weight_drop) for one in ones])
         drawn = {

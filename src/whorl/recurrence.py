@@ -11,7 +11,10 @@ from whorl.plan import check_engine
 from whorl.problem import Form, Plan
 from whorl.weights import NATIVE_MODES, names, shapes
 
-_DERIVED = frozenset("_form _names _shapes _widths _native _vectors _zoneouts _recurrent_gates _extra_inputs".split())
+_DERIVED = frozenset(
+    "_form _names _shapes _widths _native _vectors _zoneouts _recurrent_gates _extra_inputs _random".split()
+)
+"""Attributes that `_build` makes of the others."""
 
 
 class Recurrence:

@@ -38,7 +38,8 @@ def kinds(form: Form) -> tuple[str, ...]:
     recurrent = ("ih", "hh") if form.cell.recurrent else ("ih",)
     biases = [f"bias_{kind}" for kind in recurrent] if form.bias else []
     projection = ["weight_hr"] if form.projection else []
-    return (*(f"weight_{kind}" for kind in recurrent), *biases, *projection, *(f"vector_{v}" for v in form.cell.vectors))
+    vectors = [f"vector_{name}" for name in form.cell.vectors]
+    return (*(f"weight_{kind}" for kind in recurrent), *biases, *projection, *vectors)
 
 
 @lru_cache(maxsize=1024)

@@ -72,7 +72,7 @@ class Evaluator:
 
     def constants(self, like: Tensor) -> list[tuple[int, Tensor]]:
         """The graph's numbers as tensors of no axes, of the dtype and device of `like`; made once for many calls."""
-        return [(index, like.new_tensor(value)) for index, value in self._constants]
+        return [(index, like.new_full((), value)) for index, value in self._constants]
 
     def __call__(
         self,

@@ -151,7 +151,7 @@ class _Sweep:
         extras = [self._steps(self._widened(extra)) for extra in call.inputs]
         cuts, valids = self._cuts(), None if valid is None else valid.unbind(0)
         step = _Step(form, self._weights, self._operand, projected)
-        hr = self._weights.hr
+        hr = None if self._weights.hr is None else self._operand(self._weights.hr)
         first, to = self._starts(call.states, projected), self._starts(call.reset_to, projected)
         rows = _Rows(first, self._sizes, self._reverse)
         held = torch.zeros_like(first[0])
@@ -164,7 +164,7 @@ class _Sweep:
             now = valids[t] if valids is not None else None
             after = step(steps[t], before, [extra[t] for extra in extras], noise.recurrent(t), now)
             if hr is not None:
-                after[0] = F.linear(self._operand(_where(now, after[0])), self._operand(hr))
+                after[0] = F.linear(self._operand(_where(now, after[0])), hr)
             after = [noise.keep(state, t, b, a) for state, (b, a) in enumerate(zip(before, after, strict=True))]
             if now is not None:
                 after = [torch.where(now, a, b) for a, b in zip(after, before, strict=True)]
