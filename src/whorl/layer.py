@@ -109,7 +109,7 @@ class Layer(Recurrence, torch.nn.Module):
 
     def flatten_parameters(self) -> None:
         """Lays the weights of a plain cell out for cuDNN, as torch does; nothing where cuDNN could not run it."""
-        if self.__dict__.get("_native") and self._torch is not None:
+        if self._native and self._torch is not None:
             self._torch.flatten_parameters(self)
 
     def forward(
