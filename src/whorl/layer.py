@@ -16,7 +16,7 @@ from whorl.errors import InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
 from whorl.problem import Call, Form, Plan
-from whorl.recurrence import Recurrence
+from whorl.recurrence import Recurrence, exporting
 
 
 def _option(name: str) -> property:
@@ -151,7 +151,7 @@ class Layer(Recurrence, torch.nn.Module):
         """
         given = (lengths, mask, reset, reset_to, inputs, dropout_masks)
         extras = NOTHING if all(option is None for option in given) else Extras(*given)
-        if torch.jit.is_tracing():  # and so torch.onnx.export: plain cells go out as torch's own operator
+        if exporting():
             return self._traced(input, hx, extras is not NOTHING or return_states)
         call, unsorted, batched = self._arranged(input, hx, extras)
         y, *rest = recurrent(self._form, call, self._engine, return_states)

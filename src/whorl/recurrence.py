@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from whorl.errors import InputError
+from whorl.errors import InputError, UnsupportedError
 from whorl.plan import check_engine
 from whorl.problem import Form, Plan
 from whorl.weights import NATIVE_MODES, names, shapes
@@ -15,6 +15,11 @@ _DERIVED = frozenset(
     "_form _names _shapes _widths _native _vectors _zoneouts _recurrent_gates _extra_inputs _random".split()
 )
 """Attributes that `_build` makes of the others."""
+
+
+def exporting() -> bool:
+    """Whether a program is being written that others run: in it plain cells are torch's own operators."""
+    return torch.jit.is_tracing() or (torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export())
 
 
 class Recurrence:
@@ -117,6 +122,13 @@ class Recurrence:
         if args and self._torch is not None and self._native:
             self._torch.forward(self, *args)
         raise InputError(reason)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks of each module, whose Python it then compiles."""
+        raise UnsupportedError(
+            f"torch.jit.script cannot compile whorl's {type(self).__name__}: use torch.jit.trace, or script torch's "
+            "own layers: whorl.restore(model) gives back those that whorl.accelerate changed."
+        )
 
     def extra_repr(self) -> str:
         engine = f", engine={self.engine!r}" if self.engine != "auto" else ""

@@ -8,7 +8,7 @@ from torch import Tensor
 from whorl.cells import library
 from whorl.functional import complaint, planned, recurrent
 from whorl.problem import Call, Form, Plan
-from whorl.recurrence import Recurrence
+from whorl.recurrence import Recurrence, exporting
 from whorl.weights import kinds
 
 _CELLS = {
@@ -46,7 +46,7 @@ class _OneStep(Recurrence):
         Raises:
             ValueError, RuntimeError: what torch raises, in its words.
         """
-        if torch.jit.is_tracing():
+        if exporting():
             return self._torch.forward(self, input, hx)
         call, batched = self._arranged(input, hx)
         finals = recurrent(self._form, call, self._engine)[1:]
