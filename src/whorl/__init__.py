@@ -1,5 +1,6 @@
 """Recurrent layers at the speed of the hardware, with every option on, that say which kernel runs and why."""
 
+from whorl.adoption import AdoptionReport, LayerReport, accelerate, restore
 from whorl.cells.cell import Cell, cell
 from whorl.cells.expr import (
     clip,
@@ -37,8 +38,8 @@ from whorl.steps import GRUCell, LSTMCell, RNNCell
 
 __version__ = "0.1.0.dev0"
 __all__ = [
-    "GRU", "LSTM", "RNN", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "LSTMCell", "Plan", "RNNCell",
-    "Recurrent", "SettingError", "SlowError", "SlowWarning", "UnsupportedError", "cell", "clip", "cos", "erf", "exp",
-    "explain", "expm1", "log", "log1p", "maximum", "mean", "minimum", "relu", "rsqrt", "settings", "sigmoid", "sin",
-    "softplus", "sqrt", "tanh", "where",
+    "GRU", "LSTM", "RNN", "AdoptionReport", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "LSTMCell",
+    "LayerReport", "Plan", "RNNCell", "Recurrent", "SettingError", "SlowError", "SlowWarning", "UnsupportedError",
+    "accelerate", "cell", "clip", "cos", "erf", "exp", "explain", "expm1", "log", "log1p", "maximum", "mean", "minimum",
+    "relu", "restore", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt", "tanh", "where",
 ]  # fmt: skip
