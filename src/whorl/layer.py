@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
@@ -16,7 +17,7 @@ from whorl.errors import InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
 from whorl.problem import Call, Form, Plan
-from whorl.recurrence import Recurrence, exporting
+from whorl.recurrence import Recurrence, exporting, leaf
 
 
 def _option(name: str) -> property:
@@ -149,6 +150,10 @@ class Layer(Recurrence, torch.nn.Module):
             UnsupportedError: the engine named cannot run this.
             SlowError: `settings.slow` is "error", and only a loop in Python could run it.
         """
+        if isinstance(input, Proxy):
+            options = dict(lengths=lengths, mask=mask, reset=reset, reset_to=reset_to, inputs=inputs)
+            options |= dict(dropout_masks=dropout_masks, return_states=return_states or None)
+            return leaf(self, input, hx, **{name: value for name, value in options.items() if value is not None})
         given = (lengths, mask, reset, reset_to, inputs, dropout_masks)
         extras = NOTHING if all(option is None for option in given) else Extras(*given)
         if exporting():
