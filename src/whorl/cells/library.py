@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from torch.nn.functional import logsigmoid
+
 from whorl.cells.cell import Cell, cell
-from whorl.cells.expr import exp, maximum, relu, sigmoid, softplus, tanh, where
+from whorl.cells.expr import exp, maximum, minimum, relu, sigmoid, tanh, where
 from whorl.cells.wrappers import normal
 
 States = dict[str, Any]
@@ -118,9 +120,10 @@ def light_gru(x: Any, r: Any, s: Any) -> States:
 @cell(gates="i f z o", states="h c n m")
 def slstm(x: Any, r: Any, s: Any) -> States:
     """sLSTM (Beck et al. 2024, xLSTM): exponential input gate, normaliser n, and the stabiliser m of its log."""
-    i, log_f = x.i + r.i, -softplus(-(x.f + r.f))
+    i, log_f = x.i + r.i, logsigmoid(x.f + r.f)
     m = where(s.n == 0.0, i, maximum(log_f + s.m, i))  # at the start there is nothing to forget, however small i is
-    kept, let_in = exp(log_f + s.m - m), exp(i - m)
+    # The exponents are at most 0, but the first at the start: there it multiplies 0, and must not be infinite.
+    kept, let_in = exp(minimum(log_f + s.m - m, 60.0)), exp(i - m)
     c = kept * s.c + let_in * tanh(x.z + r.z)
     n = kept * s.n + let_in
     return dict(h=sigmoid(x.o + r.o) * c / n, c=c, n=n, m=m)
