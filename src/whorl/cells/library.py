@@ -135,8 +135,8 @@ def slstm(x: Any, r: Any, s: Any) -> States:
     vectors={f"{kind}_{gate}": start for kind, start in (("gain", 1.0), ("shift", 0.0)) for gate in "rnz"},
 )
 def dreamer_gru(x: Any, r: Any, s: Any, v: Any) -> States:
-    """The layer-norm GRU of Dreamer (Hafner et al. 2020, 2023): one norm over all gates, update bias -1."""
-    parts = normal([x.r + r.r, x.n + r.n, x.z + r.z])
+    """The layer-norm GRU of Dreamer (Hafner et al. 2021, 2023): one norm over all gates, eps 1e-3, update bias -1."""
+    parts = normal([x.r + r.r, x.n + r.n, x.z + r.z], eps=1e-3)
     reset, n, z = (getattr(v, f"gain_{g}") * p + getattr(v, f"shift_{g}") for g, p in zip("rnz", parts, strict=True))
     z = sigmoid(z - 1)
     return dict(h=z * tanh(sigmoid(reset) * n) + (1 - z) * s.h)
@@ -144,7 +144,7 @@ def dreamer_gru(x: Any, r: Any, s: Any, v: Any) -> States:
 
 @cell(gates="i f g o k p", states="h c", x_only="p")
 def augmented_lstm(x: Any, r: Any, s: Any) -> States:
-    """LSTM with a highway around it (Zhang et al. 2016), as AllenNLP has it: k lets through, p is the way."""
+    """LSTM with a highway around it (He et al. 2017), as AllenNLP has it: k lets the output through, p is the way."""
     i, f, o = sigmoid(x.i + r.i), sigmoid(x.f + r.f), sigmoid(x.o + r.o)
     c = i * tanh(x.g + r.g) + f * s.c
     k = sigmoid(x.k + r.k)
@@ -153,7 +153,7 @@ def augmented_lstm(x: Any, r: Any, s: Any) -> States:
 
 @cell(gates="g k a b", states="h", inputs="elapsed")
 def cfc(x: Any, r: Any, s: Any) -> States:
-    """Closed-form continuous-time cell (Hasani et al. 2022), without a backbone; `elapsed` is the time of each step."""
+    """Closed-form continuous-time cell (Hasani et al. 2022), as ncps without a backbone; `elapsed`: time of a step."""
     late = sigmoid((x.a + r.a) * x.elapsed + (x.b + r.b))
     return dict(h=tanh(x.g + r.g) * (1 - late) + late * tanh(x.k + r.k))
 
