@@ -27,13 +27,14 @@ def _option(name: str) -> property:
         return getattr(layer._options, name)
 
     def write(layer: "Layer", value: Any) -> None:
-        before = layer._options
+        before, built = layer._options, False
         layer._options = replace(before, **{name: value})
         try:
             layer._build()
-        except InputError:
-            layer._options = before
-            raise
+            built = True
+        finally:  # whatever a step that cannot be traced raises
+            if not built:
+                layer._options = before
 
     fixed = name in ("layer_norm", "peephole", "coupled")
     return property(read, None if fixed else write, doc=Options.__dataclass_fields__[name].metadata["meaning"])
