@@ -21,12 +21,17 @@ from whorl.recurrence import Recurrence, exporting, leaf
 
 
 def _option(name: str) -> property:
-    """An option of a layer as an attribute; one that decides no parameter can be assigned."""
+    """An option of a layer as an attribute; one that decides parameters can be read only."""
 
     def read(layer: "Layer") -> Any:
         return getattr(layer._options, name)
 
     def write(layer: "Layer", value: Any) -> None:
+        if name in ("layer_norm", "peephole", "coupled"):
+            raise InputError(
+                f"{name} decides which parameters a layer has, and this {type(layer).__name__} is built: "
+                f"make a new one with {name}={value!r}."
+            )
         before, built = layer._options, False
         layer._options = replace(before, **{name: value})
         try:
@@ -36,8 +41,7 @@ def _option(name: str) -> property:
             if not built:
                 layer._options = before
 
-    fixed = name in ("layer_norm", "peephole", "coupled")
-    return property(read, None if fixed else write, doc=Options.__dataclass_fields__[name].metadata["meaning"])
+    return property(read, write, doc=Options.__dataclass_fields__[name].metadata["meaning"])
 
 
 class Layer(Recurrence, torch.nn.Module):
