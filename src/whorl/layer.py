@@ -214,25 +214,28 @@ class Layer(Recurrence, torch.nn.Module):
         if isinstance(input, PackedSequence):
             x, sizes, order, unsorted = input
             batched = True
-            if order is not None:
-                states = tuple([state.index_select(1, order) for state in states])
-                to = tuple([state.index_select(1, order) for state in to])
         elif not isinstance(input, Tensor):
             self._refuse(f"x is of type {type(input).__name__}: give a tensor or a PackedSequence.", input, hx)
         else:
-            x, unsorted, batched = input, None, input.dim() != 2
+            x, order, unsorted, batched = input, None, None, input.dim() != 2
             if not batched:
                 x = x.unsqueeze(1)
-                states = tuple([state.unsqueeze(1) for state in states])
-                to = tuple([state.unsqueeze(1) for state in to])
             elif self.batch_first and input.dim() == 3:
                 x = x.transpose(0, 1)
         weights = self._weights()
         who = type(self).__name__
         rows = self.num_layers * (2 if self.bidirectional else 1)
-        reason = complaint(x, states, weights[0], sizes, who, self.input_size, rows, self._widths)
+        known = (weights[0], sizes, who, self.input_size, rows, self._widths)
+        reason = complaint(x, states, *known, unbatched=not batched)
         if reason is not None:
             self._refuse(reason, input, hx)
+        reason = complaint(x, to, *known, title="reset_to", unbatched=not batched) if to else None
+        if reason is not None:
+            raise InputError(reason)
+        if order is not None:
+            states, to = (tuple([state.index_select(1, order) for state in part]) for part in (states, to))
+        elif not batched:
+            states, to = (tuple([state.unsqueeze(1) for state in part]) for part in (states, to))
         call = Call(x, states, weights)
         random = self.training and (self._random or self.dropout)
         if sizes is not None or extras is not NOTHING or random or self._extra_inputs:
@@ -246,13 +249,8 @@ class Layer(Recurrence, torch.nn.Module):
         x, weights = call.x, call.weights
         time, batch = (x.shape[0], x.shape[1]) if sizes is None else (len(sizes), _count_sequences(sizes))
         marked = marks(axes, extras, time, batch)
-        if to:
-            if extras.reset is None:
-                raise InputError("reset_to is given without reset: write where, as reset=bool [time, batch].")
-            rows = self.num_layers * (2 if self.bidirectional else 1)
-            reason = complaint(x, to, weights[0], sizes, axes.who, self.input_size, rows, self._widths, "reset_to")
-            if reason is not None:
-                raise InputError(reason)
+        if to and extras.reset is None:
+            raise InputError("reset_to is given without reset: write where, as reset=bool [time, batch].")
         inputs = extra_inputs(axes, extras.inputs, self._extra_inputs, self.hidden_size, x.dtype, autocasts(x))
         noise, given = self._given_noise(call, axes, extras.dropout_masks, batch)
         options, training = self._options, self.training
