@@ -294,7 +294,7 @@ class Layer(Recurrence, torch.nn.Module):
         directions = 2 if self.bidirectional else 1
         count, width, gates = self.num_layers * directions, self.proj_size or self.hidden_size, self._recurrent_gates
         zoneout = {f"zoneout_{state}": size for state, size in self._widths.items()}
-        names = ["dropout", "input_dropout", "recurrent_dropout", "weight_drop", *zoneout]
+        names = ["dropout", "input_dropout", *(["recurrent_dropout", "weight_drop"] if gates else []), *zoneout]
         given = Masks(axes, masks, count, call.x.dtype, names)
         absent = [call.x.new_empty(())] * count
         columns = [absent] * (2 + len(zoneout))
