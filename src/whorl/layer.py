@@ -159,6 +159,7 @@ class Layer(Recurrence, torch.nn.Module):
             options = dict(lengths=lengths, mask=mask, reset=reset, reset_to=reset_to, inputs=inputs)
             options |= dict(dropout_masks=dropout_masks, return_states=return_states or None)
             return leaf(self, input, hx, **{name: value for name, value in options.items() if value is not None})
+        _check_flag("return_states", return_states)
         given = (lengths, mask, reset, reset_to, inputs, dropout_masks)
         extras = NOTHING if all(option is None for option in given) else Extras(*given)
         if exporting():
@@ -182,6 +183,7 @@ class Layer(Recurrence, torch.nn.Module):
 
     def plan(self, input: Any, hx: Any = None, *, return_states: bool = False, **options: Any) -> Plan:
         """The plan of this call, without running it; takes what the call takes."""
+        _check_flag("return_states", return_states)
         call, _, _ = self._arranged(input, hx, Extras(**options), draw=False)
         return planned(self._form, call, self._engine, return_states)
 
@@ -322,6 +324,11 @@ for _item in fields(Options):
 def _vector(name: str) -> str:
     """gamma, of the parameter vector_gamma_l0_reverse."""
     return name.removeprefix("vector_").removesuffix("_reverse").rpartition("_l")[0]
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if value is not True and value is not False:
+        raise InputError(f"{name} is of type {type(value).__name__}: write True or False.")
 
 
 def _count_sequences(sizes: Tensor) -> int | str:
