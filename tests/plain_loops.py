@@ -125,9 +125,10 @@ def step_of(cell: whorl.Cell) -> Step:
     return step
 
 
-def gradients(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gradients(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor], keep_graph: bool = False) -> dict[str, Tensor]:
     """Each output, and the gradient of each leaf for a loss that gives every element of each output its own."""
-    grads = torch.autograd.grad(weighted(outputs), list(leaves.values()), allow_unused=True, materialize_grads=True)
+    loss, inputs = weighted(outputs), list(leaves.values())
+    grads = torch.autograd.grad(loss, inputs, retain_graph=keep_graph, allow_unused=True, materialize_grads=True)
     found = {f"output {index}": out.detach() for index, out in enumerate(outputs)}
     return found | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 

@@ -278,9 +278,10 @@ class Gates:
         self.hx = tuple(torch.zeros(1, 2, units, dtype=dtype, requires_grad=True) for _ in "hcnm")
 
 
-def test_slstm_is_the_formula_without_a_stabiliser() -> None:
+@pytest.mark.parametrize("forget", [(0.0, 20.0), (-22.0, 1.0)], ids=str)
+def test_slstm_is_the_formula_without_a_stabiliser(forget: tuple[float, float]) -> None:
     """Beck et al. 2024, equations 8 to 14, in numbers that float64 holds; the gradient of an empty state too."""
-    made = Gates(torch.float64, i=(0.0, 20.0), f=(0.0, 20.0), z=(0.0, 1.0), o=(0.0, 1.0))
+    made = Gates(torch.float64, i=(0.0, 20.0), f=forget, z=(0.0, 1.0), o=(0.0, 1.0))
     y, (_, c, n, m) = made.layer(made.x, made.hx)
     i, f, z, o = made.x.chunk(4, -1)
     state, norm, outs = made.hx[1][0], made.hx[2][0], []
