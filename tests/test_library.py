@@ -4,9 +4,11 @@ float64, outputs, final states and every gradient, to 1e-12.
 """
 
 import decimal
+import inspect
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import whorl
 from comparison import EXACT, assert_exact, error, weighted
 from plain_loops import SIZES, Case, Drawn, States, Step, Weights, gradients, layer_of, loop
 from whorl.cells import library
+from whorl.cells.expr import _FUNCTIONS
 
 # --- the papers -------------------------------------------------------------------------------------------------------
 
@@ -324,3 +327,26 @@ def exact_slstm(i: list[float], f: list[float], z: list[float], o: list[float]) 
 def bound(plain: Tensor, truth: Tensor) -> float:
     """The error rule of DESIGN.md, section 7: by what plain torch in the same dtype is off."""
     return EXACT if plain.dtype == torch.float64 else 2 * error(plain, truth) + 4 * torch.finfo(plain.dtype).eps
+
+
+# --- the guide --------------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_has_every_cell_of_the_library() -> None:
+    """In the order of the file, in the words of the docstrings."""
+    rows = ["| `library.` | gates | states | also | what it is |", "|---|---|---|---|---|"]
+    for name, value in vars(library).items():
+        if name.startswith("make_"):
+            cell, text = value(), value.__doc__
+            name = f"{name}({', '.join(inspect.signature(value).parameters)})"
+        elif isinstance(value, whorl.Cell) and value.origin is None:
+            cell, text = value, value.step.__doc__
+        else:  # what a make_ makes, and what is not a cell
+            continue
+        also = {"vectors": cell.vectors, "inputs": cell.inputs, "x_only": cell.x_only}
+        words = ", ".join(f"{kind} {' '.join(names)}" for kind, names in also.items() if names)
+        summary = " ".join(text.split("\n\n")[0].split())
+        rows.append(f"| `{name}` | {' '.join(cell.gates)} | {' '.join(cell.states)} | {words} | {summary} |")
+    guide = (Path(__file__).parents[1] / "docs" / "write_a_cell.md").read_text(encoding="utf-8")
+    assert "\n".join(rows) in guide, "write this table anew:\n" + "\n".join(rows)
+    assert [name for name in _FUNCTIONS if f"`{name}`" not in guide] == []

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,14 @@ def nested(x: Any, r: Any, s: Any, v: Any) -> dict[str, Any]:
     level = whorl.mean([s.h * x.n, x.a])
     inner = r.a(level * s.h + v.w)
     return dict(h=torch.tanh(r.a(torch.where(inner > level, torch.sigmoid(inner), s.c)) + x.n), c=s.h)
+
+
+def make_unit(activation: Callable[[Any], Any]) -> whorl.Cell:
+    @whorl.cell(gates="n", states="h")
+    def unit(x: Any, r: Any, s: Any) -> dict[str, Any]:
+        return dict(h=activation(x.n + r.n).tanh())
+
+    return replace(unit, origin=(make_unit, (activation,)))
 
 
 softsign_lstm = library.make_lstm(nn.Softsign(), F.hardsigmoid, layer_norm=True)
@@ -186,7 +195,7 @@ def through_a_file(layer: nn.Module) -> nn.Module:
     [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), through_a_file],
     ids="deepcopy pickle file".split(),
 )
-@pytest.mark.parametrize("cell", [*VARIED, softsign_lstm], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", [*VARIED, softsign_lstm, make_unit(F.silu)], ids=lambda cell: cell.name)
 def test_a_copy_computes_the_same_and_is_its_own(cell: whorl.Cell, way: Callable[[nn.Module], nn.Module]) -> None:
     made = Drawn(case_of(cell), layers=2)
     before, other = made(), copy.copy(made)

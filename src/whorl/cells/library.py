@@ -112,7 +112,7 @@ def mgu(x: Any, r: Any, s: Any) -> States:
 
 @cell(gates="z n", states="h")
 def light_gru(x: Any, r: Any, s: Any) -> States:
-    """Light GRU (Ravanelli et al. 2018): no reset gate, relu.  Its batch norm of x is `layer_norm="x"` here."""
+    """Light GRU (Ravanelli et al. 2018): no reset gate, relu; layer_norm="x" for its batch norm of x."""
     z = sigmoid(x.z + r.z)
     return dict(h=z * s.h + (1 - z) * relu(x.n + r.n))
 
@@ -153,7 +153,7 @@ def augmented_lstm(x: Any, r: Any, s: Any) -> States:
 
 @cell(gates="g k a b", states="h", inputs="elapsed")
 def cfc(x: Any, r: Any, s: Any) -> States:
-    """Closed-form continuous-time cell (Hasani et al. 2022), as ncps without a backbone; `elapsed`: time of a step."""
+    """Closed-form continuous-time cell (Hasani et al. 2022), ncps' without a backbone; `elapsed`: a step's time."""
     late = sigmoid((x.a + r.a) * x.elapsed + (x.b + r.b))
     return dict(h=tanh(x.g + r.g) * (1 - late) + late * tanh(x.k + r.k))
 
@@ -166,7 +166,7 @@ def ind_rnn(x: Any, r: Any, s: Any, v: Any) -> States:
 
 @cell(gates="r z n", states="h", inputs="gap")
 def gru_d(x: Any, r: Any, s: Any) -> States:
-    """GRU whose state decays over gaps (GRU-D, Che et al. 2018): `gap` is W d + b of the time d since each was seen."""
+    """GRU whose state decays over gaps (GRU-D, Che et al. 2018); `gap`: W d + b of the time d since each was seen."""
     h = exp(-relu(x.gap)) * s.h
     reset, z = sigmoid(x.r + r.r(h)), sigmoid(x.z + r.z(h))
     n = tanh(x.n + r.n(reset * h))
