@@ -112,7 +112,7 @@ class Case:
             lengths = [time - 1]
         mask, reset = mask_of("left", time, batch), torch.zeros(time, batch, dtype=torch.bool)
         mask[:, 1:2], mask[:, 2:3] = mask_of("holes", time, 1), False
-        reset[0, 0], reset[time - 2, :], reset[time - 1, 2:] = True, True, True
+        reset[0, :1], reset[time - 2, :], reset[time - 1, 2:] = True, True, True
         found = {"lengths": lengths} if "lengths" in self.rows else {}
         found |= {"mask": mask} if "mask" in self.rows else {}
         found |= {"reset": reset} if {"reset", "reset_to"} & {*self.rows} else {}
@@ -182,7 +182,9 @@ class Case:
                 masks.setdefault(kind, []).append(tensor if kind == "weight_drop" else by_batch(tensor))
         extras = {name.split()[1]: by_step(tensor) for name, tensor in tensors.items() if name.startswith("inputs ")}
         given = {name: by_step(marks[name]) for name in ("mask", "reset") if name in marks}
-        given |= {"lengths": torch.tensor(lengths)} if lengths is not None and not self.packed else {}
+        given |= (
+            {"lengths": torch.tensor(lengths, dtype=torch.int64)} if lengths is not None and not self.packed else {}
+        )
         given |= {"dropout_masks": masks} if masks else {}
         given |= {"inputs": extras} if extras else {}
         given |= {"reset_to": states("reset_to")} if "reset_to" in self.rows else {}

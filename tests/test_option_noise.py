@@ -187,6 +187,15 @@ def test_every_dtype_draws_the_same(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(_seen(name, 0.4, dtype=dtype) != 0, _seen(name, 0.4) != 0)
 
 
+@pytest.mark.parametrize("block", [1, 40])
+@pytest.mark.parametrize("layout", ["time first", "unsorted"])
+def test_draws_do_not_depend_on_how_many_are_made_at_a_time(
+    layout: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noise, "_BLOCK", block)
+    Case("LSTM", ["zoneout", "recurrent_dropout step"], BOTH, layout, time=7).check()
+
+
 @pytest.mark.parametrize("memory", ["save", "recompute"])
 @pytest.mark.parametrize("name", DRAWN)
 def test_backward_knows_what_forward_drew(name: str, memory: str) -> None:

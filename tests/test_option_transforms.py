@@ -1,8 +1,6 @@
-"""Options under torch.compile, torch.func, autocast and in double backward, against the loop; and their engines."""
+"""Options under torch.compile, torch.func, autocast and in double backward, against the loop."""
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +13,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import whorl
 from comparison import EXACT, error, flat, weighted
 from option_cases import Case, mask_of
-from whorl import UnsupportedError
-from whorl.plan import decide
-from whorl.problem import Device
 
 BOTH = {"num_layers": 2, "bidirectional": True}
 EVERY_DRAW = {"recurrent_dropout": 0.4, "input_dropout": 0.3, "zoneout": 0.2, "weight_drop": 0.3, "dropout": 0.4}
@@ -89,6 +84,52 @@ def test_a_packed_call_with_resets_compiles() -> None:
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     pairs = zip(compiled(packed.data, reset.data, *packed[1:]), run(packed.data, reset.data, *packed[1:]), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_each_compiled_call_draws_anew_and_backward_knows(backend: str) -> None:
+    """Inductor has draws of its own.  The layer is linear in x, so a difference is what the gradient says it is."""
+    torch._dynamo.reset()
+    layer = whorl.RNN(2, 3, activation="linear", recurrent_dropout=0.5, zoneout=0.3, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x = torch.randn(4, 3, 2, dtype=torch.float64)
+    assert not torch.equal(compiled(x)[0], compiled(x)[0])
+
+    def loss(x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return weighted([compiled(x)[0]])
+
+    leaf, step = x.clone().requires_grad_(), torch.randn_like(x)
+    loss(leaf).backward()
+    assert error((loss(x + step) - loss(x)).detach(), (leaf.grad * step).sum()) <= EXACT
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_export_with_options_and_dynamic_time_and_batch(training: bool) -> None:
+    """Which a trace of torch.jit refuses."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = whorl.LSTM(2, 3, **BOTH, layer_norm=True, recurrent_dropout=0.3, weight_drop=0.2)
+
+        def forward(self, x: Tensor, lengths: Tensor, mask: Tensor, reset: Tensor) -> Any:
+            return self.layer(x, lengths=lengths, mask=mask, reset=reset, return_states=True)
+
+    def arguments(time: int, batch: int) -> tuple[Tensor, ...]:
+        flags = torch.rand(2, time, batch) > 0.4
+        return torch.randn(time, batch, 2), torch.randint(0, time + 1, (batch,)), flags[0], flags[1]
+
+    steps, rows = {0: torch.export.Dim("time", min=2), 1: torch.export.Dim("batch", min=2)}, {}
+    rows[0] = steps[1]
+    model = Model().train(training)
+    program = torch.export.export(model, arguments(5, 3), dynamic_shapes=(steps, rows, steps, steps))
+    given = arguments(7, 4)
+    found = []
+    for call in (program.module(), model):
+        torch.manual_seed(1)
+        found.append(layer_outputs(call(*given)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # --- torch.func and double backward -----------------------------------------------------------------------------------
@@ -245,105 +286,3 @@ def test_states_under_autocast_keep_their_dtype() -> None:
         _, (_, same) = layer(torch.randn(4, 2, 2).bfloat16(), to, mask=mask)
     assert torch.equal(c, to[1].bfloat16())
     assert torch.equal(same, c)
-
-
-# --- engines ----------------------------------------------------------------------------------------------------------
-
-X = torch.randn(4, 3, 2)
-FLAGS = torch.ones(4, 3, dtype=torch.bool)
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
-TITLES = {"cudnn": "cuDNN", "onednn": "oneDNN"}
-ADDITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "recurrent dropout": ({"recurrent_dropout": 0.3}, {}),
-    "input dropout": ({"input_dropout": 0.3}, {}),
-    "zoneout": ({"zoneout": 0.3}, {}),
-    "lengths": ({}, {"lengths": [1, 2, 4]}),
-    "a mask": ({}, {"mask": FLAGS}),
-    "resets": ({}, {"reset": FLAGS}),
-    "given masks of dropout or zoneout": ({}, {"dropout_masks": {"zoneout_h": torch.ones(4, 3, 5)}}),
-    "the states of every step": ({}, {"return_states": True}),
-}
-CELLS: dict[str, dict[str, Any]] = {
-    "layer_norm_lstm": {"layer_norm": "x"}, "peephole_lstm": {"peephole": True}, "coupled_lstm": {"coupled": True},
-    "clipped_lstm": {"clip": 1.0}, "relu_lstm": {"activation": "relu"}, "tanh_lstm": {"recurrent_activation": "tanh"},
-}  # fmt: skip
-
-
-def engines(layer: torch.nn.Module, **options: Any) -> dict[str, Any]:
-    """The plan on this processor and on a GPU, by the engine that a plain layer would have there."""
-    made = layer.plan(X, **options)
-    return {"onednn": made, "cudnn": decide(replace(made.problem, device=H200))}
-
-
-@pytest.mark.parametrize("engine", TITLES)
-@pytest.mark.parametrize("words", ADDITIONS)
-def test_each_addition_is_a_reason_by_its_name(words: str, engine: str) -> None:
-    arguments, options = ADDITIONS[words]
-    layer = whorl.LSTM(2, 5, **arguments)
-    plan = engines(layer, **options)[engine]
-    reason = f"{TITLES[engine]} does not take {words}"
-    assert plan.engine == "reference"
-    assert {refusal.engine: refusal.reasons for refusal in plan.refusals}[engine] == (reason,)
-    if engine == "onednn":
-        assert f"not onednn: {reason}" in str(whorl.explain(layer, X, **options))
-        layer.engine = "onednn"
-        with pytest.raises(UnsupportedError, match=re.escape(reason)):
-            layer(X, **options)
-
-
-def test_all_additions_are_named_together() -> None:
-    arguments = {key: value for row, _ in ADDITIONS.values() for key, value in row.items()}
-    options = {key: value for _, row in ADDITIONS.values() for key, value in row.items()}
-    for name, plan in engines(whorl.LSTM(2, 5, **arguments), **options).items():
-        (reason,) = {refusal.engine: refusal.reasons for refusal in plan.refusals}[name]
-        assert reason == f"{TITLES[name]} does not take {', '.join(ADDITIONS)}"
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_an_option_of_the_cell_is_named_as_the_cell(cell: str) -> None:
-    for name, plan in engines(whorl.LSTM(2, 5, **CELLS[cell])).items():
-        assert plan.engine == "reference"
-        assert any(f"the cell is {cell}, " in str(refusal) for refusal in plan.refusals if refusal.engine == name)
-
-
-INACTIVE: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
-    "recurrent dropout in eval": ({"recurrent_dropout": 0.3}, False, {}),
-    "input dropout in eval": ({"input_dropout": 0.3}, False, {}),
-    "weight drop in eval": ({"weight_drop": 0.3}, False, {}),
-    "weight drop in training": ({"weight_drop": 0.3}, True, {}),
-    "dropout in training": ({"dropout": 0.3, "num_layers": 2}, True, {}),
-    "a chance of zero": ({"recurrent_dropout": 0.0, "zoneout": {"h": 0.0}, "recurrent_dropout_mode": "step"}, True, {}),
-    "torch's own functions": ({"activation": "tanh", "recurrent_activation": torch.sigmoid}, True, {}),
-    "nothing asked": ({}, True, {"return_states": False, "lengths": None, "mask": None, "reset": None}),
-}
-
-
-@pytest.mark.parametrize("name", INACTIVE)
-def test_what_is_not_active_costs_no_engine(name: str) -> None:
-    arguments, training, options = INACTIVE[name]
-    layer = whorl.LSTM(2, 5, **arguments).train(training)
-    assert {engine: plan.engine for engine, plan in engines(layer, **options).items()} == {e: e for e in TITLES}
-    with whorl.settings(slow="error"):
-        y = layer(X, **options)[0]
-    if not any(word in name for word in ("drop in training", "dropout in training")):
-        plain = whorl.LSTM(2, 5)
-        plain.load_state_dict(layer.state_dict())
-        assert torch.equal(y, plain(X)[0])
-
-
-def test_zoneout_is_active_in_eval() -> None:
-    assert {plan.engine for plan in engines(whorl.LSTM(2, 5, zoneout=0.1).eval()).values()} == {"reference"}
-
-
-def test_a_dropped_weight_is_one_on_every_engine() -> None:
-    """Drawn or given, oneDNN runs it: as a layer whose weights were multiplied by hand, and with its gradient."""
-    layer, mask = whorl.LSTM(2, 5, engine="onednn"), (torch.rand(20, 5) > 0.4) / 0.6
-    plain = whorl.LSTM(2, 5, engine="onednn")
-    plain.load_state_dict(layer.state_dict())
-    with torch.no_grad():
-        plain.weight_hh_l0.mul_(mask)
-    y, truth = layer(X, dropout_masks={"weight_drop": mask})[0], plain(X)[0]
-    assert torch.equal(y, truth)
-    weighted([y]).backward()
-    weighted([truth]).backward()
-    assert torch.equal(layer.weight_hh_l0.grad, plain.weight_hh_l0.grad * mask)

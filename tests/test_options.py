@@ -3,6 +3,7 @@
 What is drawn at random is drawn a second time by `draws`, so a test with dropout compares numbers too.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import combinations
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import whorl
 from comparison import EXACT, error, twin
@@ -34,7 +35,16 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 REFUSED = {(name, layout) for name in ("lengths", "mask") for layout in ("sorted", "unsorted")}
-"""Pairs that are an error by name: see test_option_errors."""
+"""Pairs that are an error by name."""
+
+
+@pytest.mark.parametrize("name, layout", sorted(REFUSED))
+def test_a_refused_pair(name: str, layout: str) -> None:
+    marks = Case("LSTM", [name]).call_marks()
+    packed = pack_padded_sequence(torch.zeros(3, 3, 2), [3, 2, 1], enforce_sorted=layout == "sorted")
+    text = f"x is a PackedSequence, which has its lengths, and {name} is given too: leave one of them out."
+    with pytest.raises(whorl.InputError, match=re.escape(text)):
+        whorl.LSTM(2, 3)(packed, **{name: marks[name]})
 
 
 def test_every_option_has_a_row() -> None:
@@ -57,7 +67,7 @@ def test_the_loop_is_torchs(kind: str, layout: str) -> None:
 
 def _alone() -> list[tuple[str, str, str]]:
     found = [(kind, name, form) for kind in KINDS for name in names(kind) for form in FORMS]
-    # torch has projections for LSTM alone; lengths beside a PackedSequence are refused, see test_option_errors
+    # torch has projections for LSTM alone
     found = [row for row in found if row[0] == "LSTM" or "projection" not in row[2]]
     return [row for row in found if (row[1], FORMS[row[2]][1]) not in REFUSED]
 
@@ -112,123 +122,58 @@ def test_every_pair(pair: tuple[str, str]) -> None:
     Case("LSTM", [name for name in pair if name not in ARRANGED], **case | {"arguments": arguments}).check()
 
 
-# --- masks, lengths and resets ----------------------------------------------------------------------------------------
+# --- sizes, and what is left out --------------------------------------------------------------------------------------
 
-MASKS = ("left", "right", "holes", "rows")
-LENGTHS = (3, 4, 0, 1)
+RICH = ["recurrent_dropout", "input_dropout", "zoneout", "layer_norm", "mask", "reset_to", "return_states"]
+SIZES = [(1, 1, 1, 1), (1, 3, 2, 5), (6, 1, 1, 4), (5, 4, 5, 1)]
+"""Time, batch, inputs, units."""
 
 
-@pytest.mark.parametrize("reset", [None, "reset", "reset_to"])
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["", "lengths"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mask(kind: str, mask: str, lengths: tuple[int, ...] | None, reset: str | None) -> None:
-    marks = {"mask": mask_of(mask, 4, 4)} | ({} if lengths is None else {"lengths": lengths})
-    Case(kind, ["return_states", *([reset] if reset else [])], BOTH, time=4, batch=4, marks=marks).check()
+def test_any_size(kind: str, sizes: tuple[int, int, int, int]) -> None:
+    time, batch, inputs, units = sizes
+    marks = {"reset": mask_of("holes", time, batch)} if time == 1 else {}
+    rows = [name for name in RICH if units > 1 or name != "layer_norm"]  # one unit's norm is zero and rounding
+    Case(kind, rows, BOTH, time=time, batch=batch, inputs=inputs, units=units, marks=marks).check(zeros=True)
 
 
-def _at(*places: tuple[Any, Any]) -> Tensor:
-    """bool [4, 4], true at these."""
-    made = torch.zeros(4, 4, dtype=torch.bool)
-    for place in places:
-        made[place] = True
-    return made
+@pytest.mark.parametrize("layout", ["time first", "batch first"])
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in KINDS for name in names(kind)])
+def test_no_sequences(kind: str, name: str, layout: str) -> None:
+    """Batch 0: every gradient of a weight is zero, not missing."""
+    case = Case(kind, [name], BOTH, layout, batch=0)
+    got = case.of_layer()
+    assert got["output"].shape == (3, 0, 6)
+    assert not any(tensor.any() for tensor in got.values())
 
 
-ALL = slice(None)
-RESETS: dict[str, dict[str, Any]] = {
-    "at the first step": {"reset": _at((0, ALL))},
-    "at the last step": {"reset": _at((3, ALL))},
-    "at every step": {"reset": _at((ALL, ALL))},
-    "in some rows": {"reset": _at((1, 0), (2, 0), (3, 2))},
-    "at masked steps": {"reset": ~mask_of("holes", 4, 4), "mask": mask_of("holes", 4, 4)},
-    "before, at and behind masked steps": {"reset": _at((ALL, ALL)), "mask": mask_of("holes", 4, 4)},
-    "where no step counts": {"reset": _at((2, ALL)), "mask": mask_of("rows", 4, 4)},
-    "before the first step that counts": {"reset": _at((1, ALL)), "mask": _at((slice(2, None), ALL))},
-    "behind the last step that counts": {"reset": _at((3, ALL)), "mask": _at((slice(0, 2), ALL))},
-    "at the end of sequences": {"reset": _at((2, 0), (3, 1), (0, 3)), "lengths": [3, 4, 0, 1]},
-    "right behind the end": {"reset": _at((3, 0), (0, 2), (1, 3)), "lengths": [3, 4, 0, 1]},
-    "with lengths and a mask": {"reset": _at((ALL, 0), (2, ALL)), "lengths": LENGTHS, "mask": mask_of("left", 4, 4)},
-}
-
-
-@pytest.mark.parametrize("row", ["reset", "reset_to"])
-@pytest.mark.parametrize("where", RESETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reset(kind: str, where: str, row: str) -> None:
-    Case(kind, [row, "return_states"], {"bidirectional": True}, time=4, batch=4, marks=RESETS[where]).check(zeros=True)
+def test_without_initial_states_they_are_zero(kind: str, layout: str) -> None:
+    rows = ["reset_to", "zoneout", "recurrent_dropout", "return_states"]
+    for more in ([], ["lengths", "mask"]) if "sorted" not in layout else ([],):
+        case = Case(kind, rows + more, BOTH, layout)
+        layer, tensors, marks = case.layer(), case.tensors(), case.call_marks()
+        zeros = {name: tensor * 0 if name.startswith("hx") else tensor for name, tensor in tensors.items()}
+        none = {name: tensor for name, tensor in tensors.items() if not name.startswith("hx")}
+        found = []
+        for given in (zeros, none):
+            torch.manual_seed(1)
+            found.append(case.outcome_of_layer(layer, given, marks))
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reset_past_the_lengths_is_ignored(kind: str) -> None:
-    marks = {"lengths": [3, 4, 0, 1]}
-    beyond = {"reset": torch.arange(4)[:, None] >= torch.tensor(marks["lengths"])}
-    got = Case(kind, ["reset_to"], BOTH, time=4, batch=4, marks=marks | beyond).check(zeros=True)
-    plain = Case(kind, [], BOTH, time=4, batch=4, marks=marks).check()
-    # Not to the bit: with resets a gradient is added up in another order.
-    assert {name: e for name in plain if not (e := error(got[name], plain[name])) <= EXACT} == {}
-    assert not any(got[name].any() for name in got if name.startswith("grad of reset_to"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_reset_is_two_sequences_of_torchs(kind: str) -> None:
-    """By hand from torch.nn: each direction begins at its end with hx, and behind the cut with zero."""
-    case = Case(kind, arguments={"bidirectional": True}, time=5)
-    layer, tensors, cut = case.layer(), case.tensors(), 2
-    reset = torch.zeros(5, 3, dtype=torch.bool)
-    reset[cut] = True
-    got = case.outcome_of_layer(layer, tensors, {"reset": reset})
-
-    def part(steps: slice, direction: int) -> dict[str, Tensor]:
-        """torch's layer on some of the steps, with hx for one direction."""
-        enters = (torch.arange(2) == direction)[:, None, None]
-        some = {name: tensor * enters if "hx" in name else tensor[steps] for name, tensor in tensors.items()}
-        return case.outcome_of_layer(twin(layer), some, {})
-
-    before, after = part(slice(None, cut), 0), part(slice(cut, None), 1)
-    assert error(got["output"], torch.cat([before["output"], after["output"]]).detach()) <= EXACT
-    for state in case.loop.all_states:
-        ends = torch.stack([after[f"final {state}"][0], before[f"final {state}"][1]])
-        assert error(got[f"final {state}"], ends.detach()) <= EXACT
-
-
-# --- given masks ------------------------------------------------------------------------------------------------------
-
-GIVEN = [name for name in CALL if name.startswith("given ")]
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("mode", ["gate", "shared", "step"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_given_masks_together(kind: str, mode: str, training: bool) -> None:
-    """They are used in eval too, and in the place of what the layer's options would draw."""
-    drawing = ["input_dropout", "weight_drop", "zoneout", "dropout", "recurrent_dropout"]
-    rows = [name for name in GIVEN if name != "given input_dropout"]
-    for beside in ([], drawing):
-        arguments = BOTH | {"recurrent_dropout_mode": mode}
-        case = Case(kind, beside + rows, arguments, training=training)
-        case.check()
-        layer, begin = case.layer(), torch.get_rng_state()
-        case.outcome_of_layer(layer, case.tensors(), {})
-        assert torch.equal(torch.get_rng_state(), begin), "nothing was left to draw"
-
-
-def test_some_masks_are_given_and_others_drawn() -> None:
-    rows = ["zoneout", "recurrent_dropout", "input_dropout", "weight_drop", "dropout"]
-    for given in GIVEN:
-        Case("LSTM", [*rows, given], BOTH).check()
-
-
-@pytest.mark.parametrize("name", GIVEN)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mask_of_bool_is_one_of_zeros_and_ones(kind: str, name: str) -> None:
-    case = Case(kind, [name], BOTH)
-    layer, tensors = case.layer(), case.tensors()
-    bools = {key: tensor > 0 if key.rpartition(" ")[2].isdigit() else tensor for key, tensor in tensors.items()}
-    assert any(tensor.dtype == torch.bool for tensor in bools.values())
-    got = case.outcome_of_layer(layer, bools, {})
-    truth = case.outcome_of_layer(layer, {key: tensor.double() for key, tensor in bools.items()}, {})
-    assert all(torch.equal(got[key], truth[key]) for key in truth)
+def test_lengths_of_any_kind() -> None:
+    layer, x = whorl.GRU(2, 3), torch.randn(4, 3, 2)
+    truth = layer(x, lengths=[2, 0, 4])[0]
+    kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    for lengths in ((2, 0, 4), *(torch.tensor([2, 0, 4], dtype=kind) for kind in kinds)):
+        assert torch.equal(layer(x, lengths=lengths)[0], truth)
+    truth = layer(x[:, 0], lengths=2)[0]
+    for lengths in ([2], (2,), torch.tensor(2), torch.tensor([2])):
+        assert torch.equal(layer(x[:, 0], lengths=lengths)[0], truth)
+    assert not truth[2:].any()
 
 
 # --- a cell of a user's -----------------------------------------------------------------------------------------------
