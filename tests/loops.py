@@ -177,7 +177,7 @@ class _Sequence:
         """The states after a step: the cell's, then the projection, then zoneout."""
         loop, own = self.loop, self.own
         first = loop.all_states[0]
-        a = {gate: self.affine("ih", n, x * self._of_x(n)) for n, gate in enumerate(loop.all_gates)}
+        a = {gate: self.affine("ih", n, _masked(x, self._of_x(n))) for n, gate in enumerate(loop.all_gates)}
         if "x" in loop.norms:
             a = _normalised(a, own, "x")
         v = {name.removeprefix("vector_"): value for name, value in own.items() if name.startswith("vector_")}
@@ -189,21 +189,21 @@ class _Sequence:
     def affine(self, kind: str, n: int, operand: Tensor) -> Tensor:
         """The rows of gate n of a weight times the operand, and its bias."""
         weight, bias = self.by_gate[kind][n]
-        return weight @ operand if bias is None else weight @ operand + bias
+        return weight @ operand if bias is None else torch.addmv(bias, weight, operand)
 
     def _hold(self, state: str, value: Tensor) -> Tensor:
         limit = self.loop.clip.get(state) if isinstance(self.loop.clip, Mapping) else self.loop.clip
         return value if limit is None else torch.clamp(value, -limit, limit)
 
-    def _of_x(self, gate: int) -> Any:
+    def _of_x(self, gate: int) -> Tensor | None:
         if "input_dropout" not in self.given:
-            return 1.0
+            return None
         mask = self.given["input_dropout"][self.index]
         return mask[gate, self.b] if mask.dim() == 3 else mask[self.b]
 
-    def of_h(self, gate: int, t: int) -> Any:
+    def of_h(self, gate: int, t: int) -> Tensor | None:
         if "recurrent_dropout" not in self.given:
-            return 1.0
+            return None
         mask, mode = self.given["recurrent_dropout"][self.index], self.loop.recurrent_dropout_mode
         return mask[self.b] if mode == "shared" else mask[gate if mode == "gate" else t, self.b]
 
@@ -214,6 +214,8 @@ class _Sequence:
             zoneout = self.loop.zoneout
             keep = zoneout.get(state, 0.0) if isinstance(zoneout, Mapping) else zoneout
             assert not (keep and self.training), "what zoneout draws must be given"
+            if not keep:
+                return after
         return keep * before + (1 - keep) * after
 
 
@@ -238,14 +240,15 @@ class _Products:
     def _product(self, gate: str, operand: Tensor) -> Tensor:
         sequence = self._sequence
         n = sequence.loop.recurrent.index(gate)
-        return sequence.affine("hh", n, operand * sequence.of_h(n, self._t))
+        return sequence.affine("hh", n, _masked(operand, sequence.of_h(n, self._t)))
 
 
 def _lstm(loop: Loop, x: Row, r: _Products, s: Row, v: Row, e: Row, hold: Callable) -> Row:
     """Hochreiter and Schmidhuber 1997; peepholes of Gers and Schmidhuber 2000; coupled gates of Greff et al. 2015."""
 
     def gate(name: str, c: Tensor) -> Tensor:
-        return loop.gate_act(x[name] + r[name] + (v[f"peephole_{name}"] * c if loop.peephole else 0.0))
+        seen = x[name] + r[name]
+        return loop.gate_act(seen + v[f"peephole_{name}"] * c if loop.peephole else seen)
 
     i = gate("i", s["c"])
     f = 1 - i if loop.coupled else gate("f", s["c"])
@@ -264,6 +267,10 @@ def _gru(loop: Loop, x: Row, r: _Products, s: Row, v: Row, e: Row, hold: Callabl
 def _rnn(loop: Loop, x: Row, r: _Products, s: Row, v: Row, e: Row, hold: Callable) -> Row:
     """Elman 1990."""
     return {"h": hold("h", loop.act(x["n"] + r["n"]))}
+
+
+def _masked(value: Tensor, mask: Tensor | None) -> Tensor:
+    return value if mask is None else value * mask
 
 
 def _function(asked: Any, default: str) -> Callable[[Tensor], Tensor]:
