@@ -296,8 +296,8 @@ def test_batch_first_holds_for_the_options_too(name: str) -> None:
 
 GAP = "this cell reads gap: write inputs={'gap': ...}."
 INPUTS_OF_GRU_D: list[tuple[dict[str, Any], str]] = [
-    ({}, f"inputs is of type NoneType, and {GAP}"),
-    ({"inputs": {}}, f"inputs is none, and {GAP}"),
+    ({}, f"inputs is not given, and {GAP}"),
+    ({"inputs": {}}, f"inputs is empty, and {GAP}"),
     ({"inputs": {"d": ones(4, 3, 5)}}, f"inputs is d, and {GAP}"),
     ({"inputs": [ones(4, 3, 5)]}, f"inputs is of type list, and {GAP}"),
     ({"inputs": ones(4, 3, 2)}, "inputs['gap'] has 2 features in its last axis: it must be 5 or 1."),
