@@ -94,7 +94,9 @@ OF_CELL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cell, options, text", OF_CELL, ids=str)
+@pytest.mark.parametrize(
+    "cell, options, text", OF_CELL, ids=[f"{row[-1]} {place}" for place, row in enumerate(OF_CELL)]
+)
 def test_an_option_that_recurrent_does_not_take(cell: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(text)}"):
         whorl.Recurrent(cell, INPUTS, UNITS, **options)

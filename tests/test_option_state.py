@@ -165,7 +165,7 @@ def test_a_copy_computes_the_same_and_is_its_own(kind: str, name: str) -> None:
 FUNCTIONS = [torch.tanh, F.elu, whorl.softplus, torch.nn.ELU(0.5), doubled, partial(F.elu, alpha=0.5), "gelu"]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["torch", "F", "whorl", "module", "own", "partial", "name"])
 @pytest.mark.parametrize("way", COPIES)
 def test_an_activation_comes_along(way: str, function: Any) -> None:
     layer = whorl.GRU(INPUTS, UNITS, activation=function, recurrent_activation=function)
@@ -237,7 +237,7 @@ def test_an_assigned_option_takes_effect(kind: str, name: str) -> None:
     for key, value in LAYER[name].items():
         setattr(layer, key, value)
     assert_exact(results(layer, X), results(case.layer(), X))
-    if name != "memory":
+    if name not in ("memory", "clip of h"):  # which gives the same numbers; which nothing reaches at this size
         assert not torch.equal(results(layer, X)["output 0"], begin["output 0"])
     fresh = getattr(whorl, kind)(INPUTS, UNITS)
     for key in LAYER[name]:
