@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from whorl import __version__
-from whorl.commands import doctor, train
+from whorl.commands import bench, doctor, train
 from whorl.commands.train import INTERRUPTED
 from whorl.errors import InputError
 
@@ -27,12 +27,13 @@ class Parser(argparse.ArgumentParser):
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status of the command line `words` (None: this process's own).
 
-    It is 0, 1 where `doctor` finds something broken that whorl needs, 2 for bad input, 130 after Ctrl-C.
+    It is 0, 1 where `doctor` finds something broken that whorl needs or `bench` finds numbers of whorl's wrong, 2 for
+    bad input, 130 after Ctrl-C.
     """
     parser = Parser(prog="whorl", description="Recurrent layers at the speed of the hardware.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"whorl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (train, doctor):
+    for command in (train, bench, doctor):
         command.add(commands)
     arguments = parser.parse_args(words)
     try:
