@@ -28,8 +28,9 @@ class Verdict:
     bound: float
 
     @property
-    def within(self) -> bool:
-        return self.error <= self.bound
+    def ratio(self) -> float:
+        """The error as a multiple of its bound: above 1 it is outside the error rule."""
+        return self.error / self.bound
 
     def __str__(self) -> str:
         return f"{self.tensor} is off by {self.error:.2g}, the error rule allows {self.bound:.2g}"
@@ -64,7 +65,7 @@ class Truth:
         verdicts = (
             Verdict(name, error(tensor, self.tensors[name]), self.bounds[name]) for name, tensor in found.items()
         )
-        return max(verdicts, key=lambda verdict: verdict.error / verdict.bound)
+        return max(verdicts, key=lambda verdict: verdict.ratio)
 
 
 def _train(layer: torch.nn.Module, x: Tensor, target: Tensor) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from whorl.bench.results import Measured, Outcome, now
 from whorl.bench.timing import Effort, Timing, in_turns
 from whorl.settings import settings
 
+_FAR = 16  # cuDNN's float32 is off by 6 times what the rule allows, at batch 62, time 200, 168 units on an H200
 Note = Callable[[str], None]
 Made = TypeVar("Made")
 
@@ -98,14 +99,13 @@ def _measure_pass(
 
 
 def _may_be_timed(contender: Contender, verdict: Verdict, rivals: Sequence[Verdict]) -> bool:
-    """Within the error rule; or finite, and a rival, or no farther out than a rival that was checked beside it.
+    """Within the error rule; or not far out of it, and a rival, or no farther out than a rival checked beside it.
 
     torch's own kernels do not always keep to the rule, and whorl has engines that call them.
     """
-    if verdict.within:
-        return True
-    farthest = max((rival.error / rival.bound for rival in rivals), default=0.0)
-    return math.isfinite(verdict.error) and (contender.rival or verdict.error / verdict.bound <= farthest)
+    if contender.rival:
+        return verdict.ratio <= _FAR
+    return verdict.ratio <= max([1.0, *(rival.ratio for rival in rivals if rival.ratio <= _FAR)])
 
 
 def _outcome(runner: Runner, verdict: Verdict, timing: Timing | None) -> Outcome:

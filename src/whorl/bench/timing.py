@@ -17,8 +17,8 @@ import torch
 
 from whorl.bench.passes import Runner
 
-SETTLE = 2  # calls of a turn on a GPU that are not counted: the queue fills
-WAITED = 5  # the most calls of a turn that are timed by the host's clock, where events time the others
+_SETTLE = 2  # calls of a turn on a GPU that are not counted, where there are several: the queue fills
+_WAITED = 5  # the most calls of a turn that are timed by the host's clock, where events time the others
 _MOST = 200  # calls in a turn
 
 
@@ -26,8 +26,8 @@ _MOST = 200  # calls in a turn
 class Effort:
     """How much is measured: turns that every contender gets, and about how many seconds of calls in all of them."""
 
-    turns: int = 7
-    seconds: float = 0.1
+    turns: int = 5
+    seconds: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def in_turns(runners: Mapping[str, Runner], device: torch.device, effort: Effort
                 runner, count = runners[name], calls[name]
                 if device.type == "cuda":
                     gpu[name] += _between_events(runner, count)
-                    count = min(count, WAITED)
+                    count = min(count, _WAITED)
                 wall[name] += _by_the_clock(runner, device, count)
     finally:
         if enabled:
@@ -88,7 +88,8 @@ def _calls(runner: Runner, device: torch.device, effort: Effort) -> int:
 
 def _between_events(runner: Runner, count: int) -> list[float]:
     pairs = []
-    for _ in range(SETTLE + count):
+    settle = _SETTLE if count > 1 else 0
+    for _ in range(settle + count):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         runner.change()
         start.record()
@@ -96,7 +97,7 @@ def _between_events(runner: Runner, count: int) -> list[float]:
         end.record()
         pairs.append((start, end))
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs[SETTLE:]]
+    return [start.elapsed_time(end) for start, end in pairs[settle:]]
 
 
 def _by_the_clock(runner: Runner, device: torch.device, count: int) -> list[float]:

@@ -35,7 +35,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     rivals = f"{', '.join(RIVALS)} or none ({','.join(USUAL_RIVALS)})"
     option("--rivals", type=_words, metavar="LIST", help=rivals)
     option("--device", help="auto, cpu, cuda, cuda:1 (auto)")
-    option("--seconds", type=float, help="of calls for each contender and pass, beside checks (0.1; quick 0.03)")
+    option("--seconds", type=float, help="of calls for each contender and pass, beside checks (0.05; quick 0.03)")
     option("--shard", metavar="i/n", help="measure part i of n; `merge` puts the parts together")
     option("--out", type=Path, help="the JSON file; one that this command began goes on (a new one under runs/)")
     actions = parser.add_subparsers(metavar="merge | show | page")
