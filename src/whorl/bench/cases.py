@@ -13,9 +13,9 @@ from whorl.errors import InputError
 CELLS = ("lstm", "gru")
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {
-    "inference": "forward alone, without gradient, in eval mode",
-    "forward": "forward alone, in train mode, keeping what a backward pass needs",
     "train": "forward, squared error of all outputs, backward to the input and every weight",
+    "forward": "forward alone, in train mode, keeping what a backward pass needs",
+    "inference": "forward alone, without gradient, in eval mode",
 }
 _SHAPES = [
     *((1, 32, 30, units) for units in (128, 512, 1024)),

@@ -75,13 +75,12 @@ def _build_torch(case: Case, device: torch.device, weights: Weights) -> Layer:
 
 def _build_compiled(case: Case, device: torch.device, weights: Weights) -> Layer:
     layer = torch_layer(case, device, weights)
-    compiled = torch.compile(layer)
-
-    def call(x: Tensor) -> Tensor:
-        with torch._dynamo.config.patch(allow_rnn=True):  # without it torch.compile leaves the layer as it is
-            return compiled(x)[0]
-
-    return Layer(layer, call, dict(layer.named_parameters()))
+    torch._dynamo.reset()  # after a few cases it would compile no more, and not say so
+    torch._dynamo.config.allow_rnn = (
+        True  # without it torch refuses to compile its own layer; whorl's layers set it too
+    )
+    compiled = torch.compile(layer, fullgraph=True)
+    return Layer(layer, lambda x: compiled(x)[0], dict(layer.named_parameters()))
 
 
 class _Cells(torch.nn.Module):
@@ -125,11 +124,10 @@ def _needs_few_steps(case: Case, device: torch.device) -> list[str]:
     return [f"torch.compile unrolls layers x time, here {steps} steps; more than {COMPILED_STEPS} take it minutes"]
 
 
-_TORCH = Contender("torch", "torch.nn's layer", _build_torch)
 RIVALS = {
     rival.name: rival
     for rival in (
-        _TORCH,
+        Contender("torch", "torch.nn's layer", _build_torch),
         Contender("torch-graphed", "torch.nn's layer, replayed from a CUDA graph", _build_torch, _needs_graphs, True),
         Contender("torch-cells", "a loop over time of torch.nn's cells", _build_cells),
         Contender("torch-compiled", "torch.compile of torch.nn's layer", _build_compiled, _needs_few_steps),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whorl.bench.cases import GRID, QUICK
-from whorl.bench.results import Results, write
+from whorl.bench.results import Results, refuse_others, write
 from whorl.bench.tables import Table, described, is_whorl, reading, times
 from whorl.errors import InputError
 
@@ -27,7 +27,8 @@ def save_page(paths: Sequence[Path], notes: Path | None, out: Path) -> None:
     Raises:
         InputError: a file that is no results or cannot be read, another file in the page's place, or the disk refuses.
     """
-    write(out, page(paths, notes, out), over=_MARK)
+    refuse_others(out, _MARK)
+    write(out, page(paths, notes, out))
 
 
 def page(paths: Sequence[Path], notes: Path | None, out: Path) -> str:

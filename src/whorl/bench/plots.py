@@ -7,7 +7,8 @@ from xml.etree.ElementTree import Element
 
 from whorl.bench.tables import number
 
-WIDTH, LABELS, ROW, TOP, BOTTOM, MARGIN = 400, 118, 17, 8, 24, 12
+WIDTH, LABELS, ROW, TOP, BOTTOM, MARGIN = 400, 118, 18, 8, 24, 12
+APART = 2.2  # between the marks of a row, so that equal times stay apart
 KINDS = 8  # as many contenders have colours and shapes of their own
 
 
@@ -43,7 +44,7 @@ def dot_plot(title: str, rows: Sequence[str], names: Sequence[str], points: Sequ
     place = _axis(first, last)
     drawn = [element("title", title)]
     for decade in range(first, last + 1):
-        for digit in (1, 2, 5) if last - first <= 3 else (1,):
+        for digit in (1, 2, 5) if last - first <= 2 else (1,):
             value = digit * 10.0**decade
             if decade < last or digit == 1:
                 at = f"{place(value):.1f}"
@@ -55,7 +56,7 @@ def dot_plot(title: str, rows: Sequence[str], names: Sequence[str], points: Sequ
         drawn.append(element("text", row, x=LABELS - 6, y=f"{y + 4:.1f}", class_="label"))
     for point in points:
         kind = names.index(point.name) % KINDS
-        y = TOP + ROW * (rows.index(point.row) + 0.5)
+        y = TOP + ROW * (rows.index(point.row) + 0.5) + APART * (names.index(point.name) - (len(names) - 1) / 2)
         x = place(point.median)
         tip = element("title", f"{point.name}, {point.row}: {number(point.median)} ms")
         spread = element(
@@ -69,7 +70,7 @@ def dot_plot(title: str, rows: Sequence[str], names: Sequence[str], points: Sequ
 
 def marker(kind: int, x: float, y: float) -> Element:
     """The shape of a contender: filled for the first four, hollow for the next four."""
-    r = 4.0
+    r = 3.6
     shapes = [
         [(x + r * math.cos(math.pi * k / 8), y + r * math.sin(math.pi * k / 8)) for k in range(16)],
         [(x - r, y - r), (x + r, y - r), (x + r, y + r), (x - r, y + r)],

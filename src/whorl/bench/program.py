@@ -9,8 +9,8 @@ from whorl.bench.cases import Case, select, shard
 from whorl.bench.contenders import USUAL_RIVALS, contenders
 from whorl.bench.machine import commit, describe, find_device, versions
 from whorl.bench.measurement import Note, measure
-from whorl.bench.report import save_report
-from whorl.bench.results import Header, Measured, Results
+from whorl.bench.report import MARK, save_report
+from whorl.bench.results import Header, Measured, Results, refuse_others
 from whorl.bench.timing import Effort
 from whorl.errors import InputError
 
@@ -79,8 +79,9 @@ class Program:
             difference = self.results.header.difference(header)
             if difference is not None:
                 raise InputError(f"{self.out} is of another measurement ({difference}): give another file with --out.")
+        refuse_others(self.report, MARK)
         self.results.save(self.out)
-        save_report(self.report, self.results)
+        self.save_report()
         self.left: list[Case] = [case for case in cases if case.name not in self.results.measured]
         self.cases = cases
 

@@ -6,10 +6,10 @@ from xml.etree.ElementTree import Element, tostring
 
 from whorl.bench.cases import CELLS, PASSES, PRECISIONS
 from whorl.bench.plots import KINDS, Point, dot_plot, element, marker
-from whorl.bench.results import Measured, Results, write
+from whorl.bench.results import Measured, Results, refuse_others, write
 from whorl.bench.tables import Table, clock, described, number, reading, times
 
-_MARK = "<!doctype html>\n<!-- written by `whorl bench` -->\n"
+MARK = "<!doctype html>\n<!-- written by `whorl bench` -->\n"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _LIGHT = ("#2563eb", "#c2410c", "#047857", "#7c3aed", "#be185d", "#0e7490", "#854d0e", "#4d7c0f")
 _DARK = ("#7aa7ff", "#fb923c", "#34d399", "#b69cff", "#f472b6", "#22d3ee", "#facc15", "#a3e635")
@@ -48,7 +48,8 @@ def save_report(path: Path, results: Results) -> None:
     Raises:
         InputError: another file is there, or the disk refuses.
     """
-    write(path, html(results), over=_MARK)
+    refuse_others(path, MARK)
+    write(path, html(results))
 
 
 def html(results: Results) -> str:
@@ -73,7 +74,7 @@ def html(results: Results) -> str:
                 body.extend(_section(results, measured, which, next(tables)))
     if not results.measured:
         body.append(element("p", "No case is measured yet."))
-    return _MARK + tostring(element("html", head, body, lang="en"), encoding="unicode", method="html") + "\n"
+    return MARK + tostring(element("html", head, body, lang="en"), encoding="unicode", method="html") + "\n"
 
 
 def _style() -> str:

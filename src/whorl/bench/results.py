@@ -148,19 +148,14 @@ class Results:
             raise InputError(f"{path} is damaged: {type(error).__name__} at {error}. Measure anew.") from error
 
 
-def write(path: Path, text: str, over: str | None = None) -> None:
+def write(path: Path, text: str) -> None:
     """Write a file: it is there as before, or as now, whatever happens meanwhile.
 
-    Args:
-        over: how a file begins that may be written over; None: any.
-
     Raises:
-        InputError: the disk refuses, or what is there begins otherwise.
+        InputError: the disk refuses.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        if over is not None and path.exists() and not path.read_bytes().startswith(over.encode()):
-            raise InputError(f"{path} was not written by `whorl bench`: give another name, so that nothing is lost.")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "w", encoding="utf-8") as file:
@@ -171,7 +166,21 @@ def write(path: Path, text: str, over: str | None = None) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}.") from error
+        place = f"{error.filename}: " if error.filename else ""
+        raise InputError(f"cannot write {path}: {place}{error.strerror}.") from error
+
+
+def refuse_others(path: Path, mark: str) -> None:
+    """Raise where a file is in the way that does not begin with `mark`.
+
+    Raises:
+        InputError: for such a file, or one that cannot be read.
+    """
+    try:
+        if path.exists() and not path.read_bytes().startswith(mark.encode()):
+            raise InputError(f"{path} was not written by `whorl bench`: give another name, so that nothing is lost.")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}.") from error
 
 
 def now() -> str:

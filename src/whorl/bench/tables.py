@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from whorl.bench.cases import CELLS, PASSES
+from whorl.bench.cases import CELLS, PASSES, PRECISIONS
 from whorl.bench.results import Measured, Outcome, Results
 
 NOT_AVAILABLE = "n/a"
@@ -119,7 +119,6 @@ def _times(results: Results, measured: Sequence[Measured], which: str, names: Se
     compared = pairs(names)
     own = [name for name in names if is_whorl(name) and not name.endswith("-graphed")]
     rows = []
-    modes = {f"{entry.case.precision}: n/a, {entry.reason}": None for entry in measured if entry.reason is not None}
     for entry in (entry for entry in measured if entry.reason is None):
         outcomes = entry.passes.get(which, {})
         row = [f"{entry.case.shape} {entry.case.precision}"]
@@ -131,7 +130,23 @@ def _times(results: Results, measured: Sequence[Measured], which: str, names: Se
         rows.append(tuple(row))
     columns = ("layers x batch x time x units", *names, *(f"{its} / {mine}" for mine, its in compared))
     title = f"{measured[0].case.cell.upper()}, {which}: {clock(results)} milliseconds a call (microseconds an example)"
-    return Table(title, (*columns, *(f"{name} ran" for name in own)), tuple(rows), (*modes, *notes.lines()))
+    return Table(
+        title, (*columns, *(f"{name} ran" for name in own)), tuple(rows), (*_left_out(measured), *notes.lines())
+    )
+
+
+def _left_out(measured: Sequence[Measured]) -> Iterator[str]:
+    """Why cases have no row, a line for each reason: the precision where it is so for all of its cases, else each."""
+    reasons: dict[str, list[Measured]] = {}
+    for entry in measured:
+        if entry.reason is not None:
+            reasons.setdefault(entry.reason, []).append(entry)
+    for reason, entries in reasons.items():
+        names = [f"{entry.case.shape} {entry.case.precision}" for entry in entries]
+        precisions = {entry.case.precision for entry in entries}
+        if len(entries) == sum(entry.case.precision in precisions for entry in measured):
+            names = [precision for precision in PRECISIONS if precision in precisions]
+        yield f"{', '.join(names)}: {NOT_AVAILABLE}, {reason}"
 
 
 def _cell(outcome: Outcome, batch: int, notes: "_Notes") -> str:

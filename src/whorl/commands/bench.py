@@ -91,7 +91,8 @@ def _measure(console: Console, program: Program) -> int:
                 progress.advance(bar, done.case.cost)
                 if not console.is_terminal:
                     seconds = time.perf_counter() - began
-                    console.print(f"{seconds:5.0f} s     {done.case.name}, {len(measured)} of {len(program.cases)}")
+                    count = len(program.cases) - len(program.left)
+                    console.print(f"{seconds:5.0f} s     {done.case.name}, {count} of {len(program.cases)}")
     except KeyboardInterrupt:
         program.save_report()
         console.print(f"interrupted; --out {program.out} goes on from the {len(measured)} cases that are measured")
