@@ -50,11 +50,11 @@ def _section(path: Path, results: Results, out: Path) -> str:
     header = results.header
     machine = header.machine
     dates = sorted(entry.date for entry in results.measured.values()) or ["never"]
-    facts = ", ".join(f"{key} {value}" for part in (machine, header.versions) for key, value in part.items())
+    facts = "; ".join(f"{key} {value}" for part in (machine, header.versions) for key, value in part.items())
     changed = " with changes" if header.commit.get("dirty") else ""
     link = Path(os.path.relpath(path, out.parent)).as_posix()
     lines = [
-        f"## {machine.get('gpu') or machine.get('cpu')}",
+        f"## {machine.get('gpu') or machine.get('cpu')}: {path.stem}",
         f"{len(dates)} cases, {dates[0]} to {dates[-1]}, commit `{header.commit.get('hash')}`{changed}. {facts}.",
         f"All figures, with quartiles, wall time, memory and errors: [{path.name}]({link}). To repeat them:",
         f"```\n{_command(results)}\n```",
