@@ -183,8 +183,8 @@ frame.onload = () => {
     inner: page.documentElement.clientWidth, scroll: page.documentElement.scrollWidth,
     seen: seen.map(one => one.tagName.toLowerCase()), paper: style.backgroundColor, ink: style.color,
     smallest: Math.min(...[...page.querySelectorAll("figure svg text, td")].map(
-      one => parseFloat(frame.contentWindow.getComputedStyle(one).fontSize)
-        * (one.ownerSVGElement ? one.ownerSVGElement.getBoundingClientRect().width / 400 : 1))),
+      one => one.ownerSVGElement ? one.getBoundingClientRect().height / 1.2
+        : parseFloat(frame.contentWindow.getComputedStyle(one).fontSize))),
   }) + "]]");
 };
 frame.srcdoc = SOURCE;
@@ -245,6 +245,6 @@ def test_the_report_is_readable_at_400_pixels(dark: bool, tmp_path: Path) -> Non
     assert found["scroll"] <= NARROW
     assert found["seen"].count("svg") == 18
     assert found["seen"].count("table") == 1 + 2 * 2 * len(PASSES)
-    assert found["smallest"] >= 9
+    assert found["smallest"] >= 9  # pixels
     brightness = [sum(map(int, re.findall(r"\d+", found[key])[:3])) for key in ("paper", "ink")]
     assert (brightness[0] < brightness[1]) == dark

@@ -111,14 +111,17 @@ def test_a_killed_process_leaves_whole_files() -> None:
     )
 
 
-def test_a_disk_that_refuses_leaves_the_file_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place, name", [(results.os, "fsync"), (Path, "replace")])
+def test_a_disk_that_refuses_leaves_the_file_as_it_was(
+    place: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = measured()
     text = path.read_text()
 
-    def full(descriptor: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results.os, "fsync", full)
+    monkeypatch.setattr(place, name, full)
     with pytest.raises(InputError, match=r"cannot write a.json: No space left on device"):
         Results.load(path).save(path)
     assert path.read_text() == text
@@ -300,6 +303,7 @@ def test_a_deep_file_is_refused() -> None:
 def test_the_difference_names_what_is_missing_too() -> None:
     one, other = (Header({"device": "cpu"} | more, {}, {}, {}) for more in ({}, {"gpu": "A"}))
     assert one.difference(other) == "machine: gpu is None there and 'A' here"
+    assert other.difference(one) == "machine: gpu is 'A' there and None here"
     assert one.difference(one) is None
     with pytest.raises(InputError, match="cannot read"):
         merge([Path("none.json")])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whorl.bench import timing
 from whorl.bench.cases import PASSES, Case
-from whorl.bench.contenders import RIVALS, Contender, Layer, Weights, torch_layer
+from whorl.bench.contenders import RIVALS, Contender, Layer, torch_layer
 from whorl.bench.measurement import measure
 from whorl.bench.passes import Material, Runner, switches
 from whorl.bench.timing import Effort, Spread, in_turns
@@ -80,8 +80,8 @@ class Spy(torch.nn.Module):
         return self.layer(x)[0]
 
 
-def build_spy(spies: list[Spy], case: Case, device: torch.device, weights: Weights) -> Layer:
-    layer = torch_layer(case, device, weights)
+def build_spy(spies: list[Spy], case: Case, device: torch.device) -> Layer:
+    layer = torch_layer(case, device)
     spies.append(Spy(layer))
     return Layer(spies[-1], spies[-1], dict(layer.named_parameters()))
 
@@ -91,7 +91,7 @@ def test_every_call_has_a_fresh_input_and_where_it_trains_other_weights(which: s
     spies: list[Spy] = []
     material = Material.of(CASE, CPU)
     contender = Contender("spy", "", partial(build_spy, spies))
-    runner = Runner(contender, contender.build(CASE, CPU, material.weights), which, material)
+    runner = Runner(contender, contender.build(CASE, CPU), which, material)
     places = [weight.data_ptr() for weight in spies[0].layer.parameters()]
     warm = len(spies[0].seen)
     in_turns({"spy": runner}, CPU, Effort(turns=2, seconds=2e-9))
@@ -109,7 +109,7 @@ def test_every_call_has_a_fresh_input_and_where_it_trains_other_weights(which: s
 def test_what_a_pass_gives() -> None:
     material = Material.of(CASE, CPU)
     for which in PASSES:
-        runner = Runner(RIVALS["torch"], RIVALS["torch"].build(CASE, CPU, material.weights), which, material)
+        runner = Runner(RIVALS["torch"], RIVALS["torch"].build(CASE, CPU), which, material)
         results = dict(zip(runner.names, runner.run(), strict=True))
         assert results["y"].requires_grad == (which == "forward")
         weights = {f"grad of {name}" for name in material.weights}
@@ -144,7 +144,7 @@ def test_graphs_and_events_on_a_gpu() -> None:
     runners = {}
     for name in ("torch", "torch-graphed"):
         for which in PASSES:
-            layer = RIVALS[name].build(case, device, material.weights)
+            layer = RIVALS[name].build(case, device)
             runners[f"{name} {which}"] = Runner(RIVALS[name], layer, which, material)
     began = time.perf_counter()
     found = in_turns(runners, device, Effort(2, 0.02))
@@ -157,8 +157,8 @@ def test_graphs_and_events_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_what_cannot_be_captured_is_said_and_harms_nobody() -> None:
-    def build(case: Case, device: torch.device, weights: Weights) -> Layer:
-        layer = torch_layer(case, device, weights)
+    def build(case: Case, device: torch.device) -> Layer:
+        layer = torch_layer(case, device)
         return Layer(layer, lambda x: layer(x)[0] * float(x.detach().sum() > -1e30), dict(layer.named_parameters()))
 
     waits = Contender("waits", "", build, graphed=True)

@@ -50,7 +50,9 @@ class Truth:
         make = getattr(whorl, case.cell.upper())
         exact = make(case.units, case.units, case.layers, device=device, dtype=torch.float64, engine="reference")
         exact.load_state_dict(material.weights)
-        plain = PlainLoop(torch_layer(case, device, material.weights), to_tf32 if tf32 else None)
+        layer = torch_layer(case, device)
+        layer.load_state_dict(material.weights)
+        plain = PlainLoop(layer, to_tf32 if tf32 else None)
         with switches(tf32=False):
             tensors = _train(exact, material.checked.double(), material.target.double())
             baseline = _train(plain, material.checked.float(), material.target.float())

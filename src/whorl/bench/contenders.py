@@ -18,7 +18,7 @@ from whorl.plan import check_engine
 
 COMPILED_STEPS = 70  # layers x time; 20 steps of a GRU took 30 s to compile on two CPU cores (torch 2.13)
 Weights = Mapping[str, Tensor]
-"""By torch.nn's names."""
+"""By torch.nn's names, in torch.nn's shapes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Layer:
     Attributes:
         module: what train() and eval() switch.
         call: from x [time, batch, units] to the output of every step, of the same shape.
-        parameters: by torch.nn's names and in torch.nn's shapes; the gradient of each is checked.
+        parameters: every one; the gradient of each is checked.
         engine: which engine of whorl runs a call on x; None for a rival.
     """
 
@@ -45,7 +45,7 @@ class Contender:
     Attributes:
         name: in options, tables and results.
         summary: what it is, in a few words.
-        build: its layer for a case on a device, with copies of these weights.
+        build: its layer for a case on a device; the weights of the case are then put into its parameters.
         obstacles: why it cannot run a case on a device, each a sentence; none where it can.
         graphed: whether the whole pass is captured in a CUDA graph, and what is timed is the graph's replay.
         rival: whether it is measured beside whorl, and not whorl itself.
@@ -53,28 +53,24 @@ class Contender:
 
     name: str
     summary: str
-    build: Callable[[Case, torch.device, Weights], Layer]
+    build: Callable[[Case, torch.device], Layer]
     obstacles: Callable[[Case, torch.device], list[str]] = lambda case, device: []
     graphed: bool = False
     rival: bool = True
 
 
-def torch_layer(case: Case, device: torch.device, weights: Weights | None = None) -> torch.nn.RNNBase:
-    """torch.nn's layer for a case: with flattened weights, with `weights` or torch's first ones."""
-    layer = getattr(torch.nn, case.cell.upper())(case.units, case.units, case.layers, device=device, dtype=case.dtype)
-    if weights is not None:
-        layer.load_state_dict(weights)
-    layer.flatten_parameters()
-    return layer
+def torch_layer(case: Case, device: torch.device) -> torch.nn.RNNBase:
+    """torch.nn's layer for a case, with torch's first weights; on a GPU they are laid flat, as cuDNN wants them."""
+    return getattr(torch.nn, case.cell.upper())(case.units, case.units, case.layers, device=device, dtype=case.dtype)
 
 
-def _build_torch(case: Case, device: torch.device, weights: Weights) -> Layer:
-    layer = torch_layer(case, device, weights)
+def _build_torch(case: Case, device: torch.device) -> Layer:
+    layer = torch_layer(case, device)
     return Layer(layer, lambda x: layer(x)[0], dict(layer.named_parameters()))
 
 
-def _build_compiled(case: Case, device: torch.device, weights: Weights) -> Layer:
-    layer = torch_layer(case, device, weights)
+def _build_compiled(case: Case, device: torch.device) -> Layer:
+    layer = torch_layer(case, device)
     torch._dynamo.reset()  # after a few cases it would compile no more, and not say so
     torch._dynamo.config.allow_rnn = (
         True  # without it torch refuses to compile its own layer; whorl's layers set it too
@@ -103,13 +99,10 @@ class _Cells(torch.nn.Module):
         return torch.stack(steps)
 
 
-def _build_cells(case: Case, device: torch.device, weights: Weights) -> Layer:
+def _build_cells(case: Case, device: torch.device) -> Layer:
     layer = _Cells(case, device)
     kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     parameters = {f"{kind}_l{i}": getattr(cell, kind) for i, cell in enumerate(layer.cells) for kind in kinds}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
     return Layer(layer, layer, parameters)
 
 
@@ -146,11 +139,9 @@ def ours(engine: str, graphed: bool = False) -> Contender:
     return Contender(name, summary, partial(_build_whorl, engine), obstacles, graphed, rival=False)
 
 
-def _build_whorl(engine: str, case: Case, device: torch.device, weights: Weights) -> Layer:
+def _build_whorl(engine: str, case: Case, device: torch.device) -> Layer:
     make = getattr(whorl, case.cell.upper())
     layer = make(case.units, case.units, case.layers, device=device, dtype=case.dtype, engine=engine)
-    layer.load_state_dict(weights)
-    layer.flatten_parameters()
     return Layer(layer, lambda x: layer(x)[0], dict(layer.named_parameters()), lambda x: layer.plan(x).engine)
 
 

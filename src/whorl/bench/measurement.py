@@ -58,7 +58,7 @@ def _measure(case: Case, contenders: Sequence[Contender], device: torch.device, 
         if reasons:
             refused[contender.name] = "; ".join(reasons)
             continue
-        made = _attempt(partial(contender.build, case, device, material.weights), device)
+        made = _attempt(partial(contender.build, case, device), device)
         if isinstance(made, str):
             refused[contender.name] = made
         else:

@@ -85,7 +85,7 @@ class Runner:
         layer.module.train(which != "inference")
         device = material.x.device
         with torch.no_grad():
-            for name, weight in layer.parameters.items():  # a pass before has changed them
+            for name, weight in layer.parameters.items():
                 weight.copy_(material.weights[name])
         self.change(weights=True)
         with torch.set_grad_enabled(which != "inference"):

@@ -131,7 +131,7 @@ class Results:
             InputError: no such file, or no results of `whorl bench` in it.
         """
         try:
-            data = json.loads(path.read_bytes(), parse_constant=_refuse)
+            data = json.loads(path.read_bytes())
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:
@@ -220,10 +220,6 @@ def _dump_case(measured: Measured) -> str:
 
 def _without_none(outcome: Outcome) -> dict[str, Any]:
     return {key: value for key, value in asdict(outcome).items() if value is not None}
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of a result")
 
 
 def _parse(data: dict[str, Any]) -> Results:
