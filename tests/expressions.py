@@ -1,7 +1,8 @@
-"""How the tests of the cell compiler compute: expressions on tensors, and their C++ compiled and run on the host."""
+"""What the tests of the cell compiler share: operations to draw graphs from; expressions on tensors; their C++, run."""
 
 import ctypes
 import math
+import operator
 import os
 import shlex
 import shutil
@@ -10,11 +11,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import whorl
 from whorl.cells.expr import Expr
 from whorl.cells.graphs import Evaluator
 from whorl.cells.lower import host_source
@@ -25,6 +28,33 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler: i
 
 REAL = {torch.float64: "double", torch.float32: "float"}
 Collective = Callable[[str, str, Tensor], Tensor]
+
+VALUES: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: 0.5 * (a + b),
+    "sub": lambda a, b: 0.5 * (a - b),
+    "mul": lambda a, b: a * b / (1.0 + abs(a)),
+    "div": lambda a, b: a / (1.0 + abs(b)),
+    "neg": lambda a, b: -a,
+    "abs": lambda a, b: abs(a),
+    "pow": lambda a, b: (0.5 + whorl.sigmoid(a)) ** 1.7,
+    "minimum": whorl.minimum,
+    "maximum": whorl.maximum,
+    "clip": lambda a, b: whorl.clip(a, -0.5, 0.75),
+    "sqrt": lambda a, b: whorl.sqrt(0.5 + abs(a)),
+    "rsqrt": lambda a, b: whorl.rsqrt(0.5 + abs(a)),
+    "exp": lambda a, b: whorl.exp(-abs(a)),
+    "expm1": lambda a, b: whorl.expm1(-abs(a)),
+    "log": lambda a, b: whorl.log(0.5 + abs(a)),
+    "log1p": lambda a, b: whorl.log1p(abs(a)),
+    "mean": lambda a, b: whorl.mean([a, b]),
+    **{name: lambda a, b, name=name: getattr(whorl, name)(a) for name in ("erf", "sin", "cos", "sigmoid", "tanh")},
+    "relu": lambda a, b: whorl.relu(a),
+    "softplus": lambda a, b: whorl.softplus(a),
+}
+"""Every operation on values, as a function of two that keeps what it gives near one; of expressions or of tensors."""
+
+CONDITIONS = {name: getattr(operator, name) for name in ("lt", "le", "eq", "ne")}
+LOGIC: dict[str, Callable[..., Any]] = {"and": operator.and_, "or": operator.or_, "not": lambda a, b: ~a}
 
 
 def evaluate(outputs: list[Expr], values: Mapping[str, Tensor]) -> list[Tensor]:

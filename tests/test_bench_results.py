@@ -84,7 +84,9 @@ def test_results_come_as_they_are_measured_and_an_interruption_loses_none(
     monkeypatch.setattr(program, "measure", interrupted)
     words = ["--cases", TINY, *LEAST, "--out", "a.json"]
     assert bench(*words) == 130
-    assert "interrupted; --out a.json goes on from the 1 cases that are measured" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "the same command with --out a.json goes on after the 1 cases measured" in out
+    assert err == "whorl bench: interrupted\n"
     assert len(Results.load(Path("a.json")).measured) == 1
     assert bench(*words) == 0
     assert calls == ["gru-1x1x1x1-tf32", "gru-2x1x2x3-fp32", "gru-2x1x2x3-fp32", "lstm-1x2x3x4-fp32"]

@@ -92,7 +92,7 @@ def test_explain_of_a_module_has_a_plan_for_each_call_inside() -> None:
     assert told.others == ("torchs (GRU)",)
     text = str(told)
     assert "torchs: " not in text
-    assert "torchs (GRU): not a layer of whorl, torch chooses what runs" in text
+    assert "torchs (GRU): not a layer of whorl, but of torch; whorl.accelerate makes it one" in text
     assert text.index("encoder.rnn: onednn") < text.index("decoder: reference") < text.index("step: onednn")
     assert [plan.problem.dropout for plan in told.plans] == [True, False, False, False]
     assert [plan.problem.gradient for plan in told.plans] == [True] * 4

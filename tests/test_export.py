@@ -128,3 +128,28 @@ def test_steps_that_torch_does_not_have_are_refused() -> None:
 def test_torch_jit_script_is_refused_with_what_to_write(make_model: Callable) -> None:
     with pytest.raises(whorl.UnsupportedError, match=r"cannot compile whorl's GRU: use torch.jit.trace.*whorl.restore"):
         torch.jit.script(make_model(whorl.GRU(5, 6)))
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "LSTMCell"])
+def test_fx_sees_one_call_of_a_layer(cell: str) -> None:
+    layer = make(whorl, cell, 3, 4, dtype=torch.float64)
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(layer))
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_module", "output"]
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for got, wanted in zip(flat(graph(x)), flat(layer(x)), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_fx_keeps_the_options_of_a_call() -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = whorl.GRU(3, 4)
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Any:
+            return self.layer(x, lengths=lengths, return_states=True)[2]["h"]
+
+    model, x = Masked(), torch.randn(5, 2, 3)
+    graph = torch.fx.symbolic_trace(model)
+    for lengths in (torch.tensor([5, 2]), torch.tensor([0, 4])):
+        assert torch.equal(graph(x, lengths), model(x, lengths))

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import whorl
-from expressions import Library, evaluate, needs_compiler, worst
+from expressions import CONDITIONS, LOGIC, VALUES, Library, evaluate, needs_compiler, worst
 from whorl import CellError
 from whorl.cells import expr
 from whorl.cells.expr import OPS, Expr, const, from_json, lift, mean, to_json, topological, var
@@ -157,32 +157,6 @@ def test_a_wrong_kink_is_found(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # --- graphs drawn at random -------------------------------------------------------------------------------------------
-
-# Each keeps what it gives near one, and away from what it has no value for.
-VALUES: dict[str, Callable[..., Expr]] = {
-    "add": lambda a, b: 0.5 * (a + b),
-    "sub": lambda a, b: 0.5 * (a - b),
-    "mul": lambda a, b: a * b / (1.0 + abs(a)),
-    "div": lambda a, b: a / (1.0 + abs(b)),
-    "neg": lambda a, b: -a,
-    "abs": lambda a, b: abs(a),
-    "pow": lambda a, b: (0.5 + whorl.sigmoid(a)) ** 1.7,
-    "minimum": whorl.minimum,
-    "maximum": whorl.maximum,
-    "clip": lambda a, b: whorl.clip(a, -0.5, 0.75),
-    "sqrt": lambda a, b: whorl.sqrt(0.5 + abs(a)),
-    "rsqrt": lambda a, b: whorl.rsqrt(0.5 + abs(a)),
-    "exp": lambda a, b: whorl.exp(-abs(a)),
-    "expm1": lambda a, b: expr.expm1(-abs(a)),
-    "log": lambda a, b: whorl.log(0.5 + abs(a)),
-    "log1p": lambda a, b: whorl.log1p(abs(a)),
-    "mean": lambda a, b: mean([a, b]),
-    **{name: lambda a, b, name=name: getattr(expr, name)(a) for name in ("erf", "sin", "cos", "sigmoid", "tanh")},
-    "relu": lambda a, b: whorl.relu(a),
-    "softplus": lambda a, b: whorl.softplus(a),
-}
-CONDITIONS = {name: getattr(operator, name) for name in ("lt", "le", "eq", "ne")}
-LOGIC: dict[str, Callable[..., Expr]] = {"and": operator.and_, "or": operator.or_, "not": lambda a, b: ~a}
 
 place = st.integers(0, 99)
 line = st.tuples(st.sampled_from([*VALUES, *CONDITIONS, *LOGIC, "where"]), place, place, place)

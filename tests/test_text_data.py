@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import InputError
-from whorl.text.data import HELD_OUT, place, read
+from whorl.text.data import HELD_OUT, Corpus, Source, place
+from whorl.text.data import read as read_source
 from whorl.text.streams import Streams
-from whorl.text.vocabulary import Vocabulary
+from whorl.text.vocabulary import END, UNKNOWN, Vocabulary, words
+
+
+def read(path: Path | None, kind: str = "bytes", **others: Path | int) -> Corpus:
+    return read_source(Source(path, kind, **others))
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -107,7 +112,8 @@ def test_bytes_that_continue_characters_are_no_characters(tmp_path: Path) -> Non
         ("folder", "bytes", "no text among its 1 files"),
         ("folder/binary", "characters", "a zero byte at 1"),
         ("latin1", "characters", "not UTF-8 .at byte 3"),
-        ("good", "syllables", "bytes, characters"),
+        ("latin1", "words", "not UTF-8 .at byte 3"),
+        ("good", "syllables", "bytes, characters, words"),
     ],
 )
 def test_bad_input_is_refused_with_the_reason(tmp_path: Path, name: str, kind: str, message: str) -> None:
@@ -142,6 +148,85 @@ def test_a_character_outside_the_vocabulary_is_named(strange: str) -> None:
 def test_a_vocabulary_is_ordered_and_holds_nothing_twice(characters: str) -> None:
     with pytest.raises(InputError, match="once, in order"):
         Vocabulary("characters", characters)
+
+
+def test_words_are_numbered_by_their_frequency_in_the_text_to_train_on(tmp_path: Path) -> None:
+    text = b"b a  c\nb\ta b\n\nc d\n"  # the Penn Treebank's way: a line's end is a word, white space none
+    files = {"text": text, "valid": b"a z\n<unk> d", "test": b"q"}
+    write(tmp_path, files)
+    corpus = read(tmp_path / "text", "words", valid=tmp_path / "valid", test=tmp_path / "test")
+    assert list(corpus.vocabulary.entries) == [END, "b", "a", "c", "d", UNKNOWN]
+    assert [corpus.vocabulary.entries[number] for number in corpus.train] == [
+        *("b", "a", "c", END, "b", "a", "b", END, END, "c", "d", END)
+    ]
+    assert [corpus.vocabulary.entries[number] for number in corpus.held_out] == ["a", UNKNOWN, END, UNKNOWN, "d"]
+    assert corpus.test is not None
+    assert corpus.test.tolist() == [corpus.vocabulary.unknown]
+    assert (corpus.unit, corpus.unknown, corpus.files_held_out) == ("word", 0.4, None)
+
+
+def test_a_vocabulary_of_words_keeps_the_most_frequent(tmp_path: Path) -> None:
+    write(tmp_path, {"text": b"c c c a a b b d " * 30, "valid": b"a b"})
+    corpus = read(tmp_path / "text", "words", valid=tmp_path / "valid", vocabulary=3)
+    assert list(corpus.vocabulary.entries) == ["c", "a", UNKNOWN]
+    assert corpus.train[:8].tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert corpus.held_out.tolist() == [1, 2]
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
+def test_words_are_those_of_split_and_come_back_by_line(lines: list[str]) -> None:
+    text = "\n".join(lines)
+    assert list(words(text)) == text.replace("\n", f" {END} ").split()
+    vocabulary = Vocabulary("words", "\n".join(sorted({*words(text), UNKNOWN})))
+    plain = "\n".join(" ".join(line.split()) for line in text.split("\n"))
+    assert vocabulary.decode(vocabulary.encode(text.encode())) == plain
+
+
+def test_held_out_text_of_its_own_cuts_nothing(tmp_path: Path) -> None:
+    write(tmp_path, {"a": b"abc" * 50, "b": b"xyz" * 30, "c": b"c" * 9})
+    corpus = read(tmp_path / "a", valid=tmp_path / "b", test=tmp_path / "c")
+    assert (as_bytes(corpus.train), as_bytes(corpus.held_out)) == (b"abc" * 50, b"xyz" * 30)
+    assert corpus.test is not None
+    assert as_bytes(corpus.test) == b"c" * 9
+    assert read(tmp_path / "a", "characters", valid=tmp_path / "b").vocabulary.text == "abcxyz"
+
+
+def test_the_digest_knows_every_token_and_no_path(tmp_path: Path) -> None:
+    write(tmp_path, {"a": b"abcd" * 50, "b": b"abcd" * 50, "c": b"abcd" * 49 + b"abce", "d": b"bcde" * 50})
+    digests = [read(tmp_path / name, "characters").digest for name in "abcd"]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3  # that of d differs in its letters alone
+    assert read(tmp_path / "a", "characters", test=tmp_path / "b").digest not in digests
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocabulary", "message"),
+    [("bytes", 5, "tokens are bytes"), ("words", 1, "vocabulary is 1"), ("words", 2.5, "vocabulary is 2.5")],
+)
+def test_vocabularies_that_cannot_be_are_refused(kind: str, vocabulary: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Source(None, kind, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\na\n<unk>", "a b\n<unk>", "a\n\n<unk>", ""])
+def test_a_vocabulary_of_words_lists_each_once_and_has_a_word_for_the_rest(text: str) -> None:
+    with pytest.raises(InputError, match="once, one a line, <unk> among them"):
+        Vocabulary("words", text)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "start"),
+    [
+        (Vocabulary("bytes"), "\n"),
+        (Vocabulary("characters", "\n abc"), "\n"),
+        (Vocabulary("characters", " abc"), " "),
+        (Vocabulary("characters", "abc"), "a"),
+        (Vocabulary("words", f"the\n{END}\n{UNKNOWN}"), "\n"),
+        (Vocabulary("words", f"the\n{UNKNOWN}"), "the"),
+    ],
+)
+def test_a_text_can_begin_with_what_the_vocabulary_has(vocabulary: Vocabulary, start: str) -> None:
+    assert vocabulary.decode(vocabulary.start) == start
 
 
 @given(st.integers(2, 300), st.integers(1, 12), st.integers(1, 40))

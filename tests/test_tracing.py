@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "clamp from": lambda x: torch.clamp(x, min=0.3),
     "clamp to": lambda x: torch.clamp(x, max=0.3),
     "clamp": lambda x: torch.clamp(x, -1.0, 0.5),
+    "methods": lambda x: x.tanh() * x.clamp(min=0.3).square().sigmoid().pow(3) - x.abs(),
     "where": lambda x: torch.where(torch.logical_and(x > 0, torch.logical_not(x >= 3)), torch.mul(x, 3), x / 2),
     "arithmetic": lambda x: torch.add(torch.sub(x, 2.0), torch.div(x, torch.pow(x, 2) + 1.0)),
     "extremes": lambda x: torch.minimum(x, x * x) + torch.maximum(x, -x),
@@ -124,10 +125,13 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.mean(A), "cannot use torch's mean"),
     (lambda: F.layer_norm(A, (3,)), "cannot use torch's layer_norm"),
     (lambda: nn.PReLU()(A), "cannot use torch's prelu"),
+    (lambda: A.softmax(-1), "cannot use torch's softmax: write it with sigmoid, tanh"),
+    (lambda: A.size(), "cannot use torch's size"),
     (lambda: torch.add(A, B, alpha=2), "torch's add with these arguments: got an unexpected keyword argument 'alpha'"),
     (lambda: torch.div(A, B, rounding_mode="floor"), "unexpected keyword argument 'rounding_mode'"),
     (lambda: torch.tanh_(A), r"cannot be changed in place: write y = tanh\(x\)"),
     (lambda: F.relu_(A), "cannot be changed in place"),
+    (lambda: A.tanh_(), r"cannot be changed in place: write y = tanh\(x\)"),
     (lambda: nn.ReLU(inplace=True)(A), "without inplace=True"),
     (lambda: nn.Softplus(threshold=5.0)(A), "a step takes torch's default, 20"),
     (lambda: exec("t += a", {"t": torch.ones(3), "a": A}), "cannot be changed in place"),
@@ -138,6 +142,13 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 def test_a_mistake_in_a_step_is_an_error_that_teaches(write: Callable[[], Any], message: str) -> None:
     with pytest.raises(CellError, match=f"(?s){message}"):
         write()
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "data", "anything", "__array__", "_cdata"])
+def test_an_expression_has_a_tensors_methods_and_no_other_attribute(name: str) -> None:
+    assert not hasattr(A, name)
+    with pytest.raises(AttributeError, match=f"one value for each unit, and has no '{name}'"):
+        getattr(A, name)
 
 
 def test_an_expression_is_no_key() -> None:

@@ -1,17 +1,40 @@
 """`python -m whorl` and the command `whorl`."""
 
 import io
+import os
 import sys
 
+from whorl.commands import BAD_INPUT
 from whorl.commands import main as run
 
 
 def main() -> None:
-    """Carry out the command line and exit with its status; what a stream's encoding cannot say is printed as `?`."""
+    """Carry out the command line and exit with its status.
+
+    What a stream's encoding cannot say is printed as `?`. An output that takes no more, such as a full disk, is bad
+    input; one whose reader has gone, as that of `| head`, is no error.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    sys.exit(run())
+    try:
+        status = _status()
+    except OSError as error:  # commands translate those of files; what is left is the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what is still unwritten goes
+        status = 0
+        if not isinstance(error, BrokenPipeError):
+            print(f"whorl: cannot write the output: {error.strerror}", file=sys.stderr)
+            status = BAD_INPUT
+    sys.exit(status)
+
+
+def _status() -> int | str | None:
+    try:
+        status: int | str | None = run()
+    except SystemExit as end:  # of argparse
+        status = end.code
+    sys.stdout.flush()
+    return status
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ def extra_inputs(
         return ()
     given = {names[0]: value} if len(names) == 1 and isinstance(value, Tensor | PackedSequence) else value
     if not isinstance(given, Mapping) or set(given) != set(names):
-        found = f"{', '.join(map(str, given)) or 'none'}" if isinstance(given, Mapping) else _shown(value)
+        found = f"{', '.join(map(str, given)) or 'empty'}" if isinstance(given, Mapping) else _shown(value)
+        found = "not given" if value is None else found
         wanted = ", ".join(f"{name!r}: ..." for name in names)
         instead = f"write inputs={{{wanted}}}." if names else "leave it out."
         raise InputError(f"inputs is {found}, and this cell reads {', '.join(names) or 'no extra inputs'}: {instead}")

@@ -30,7 +30,7 @@ class Explanation:
             rows.append(f"{title}{plan.engine}, {ENGINES[plan.engine].summary}{_asked(plan)}")
             rows.append(f"  for {plan.problem}; {mode}")
             rows += [f"  not {refusal}" for refusal in plan.refusals]
-        rows += [f"{name}: not a layer of whorl, torch chooses what runs" for name in self.others]
+        rows += [f"{name}: not a layer of whorl, but of torch; whorl.accelerate makes it one" for name in self.others]
         return "\n".join(rows) or "no recurrent layer was called"
 
 

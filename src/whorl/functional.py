@@ -75,6 +75,7 @@ def complaint(
     rows: int,
     widths: dict[str, int],
     title: str = "the initial state",
+    unbatched: bool = False,
 ) -> str | None:
     """What is wrong with a call and what to write instead, or None where it can run.
 
@@ -85,6 +86,7 @@ def complaint(
         rows: layers x directions.
         widths: of each state, by name.
         title: what the states are, for the message.
+        unbatched: the states have no batch axis.
     """
     shape = x.shape
     if len(shape) != (3 if sizes is None else 2):
@@ -104,8 +106,9 @@ def complaint(
         return None
     batch = _batch(x, sizes)
     for state, (name, width) in zip(states, widths.items(), strict=True):
-        if state.dim() != 3 or state.shape[0] != rows or state.shape[2] != width or batch not in (None, state.shape[1]):
-            wanted = (rows, batch, width)
+        wanted = (rows, width) if unbatched else (rows, batch, width)
+        known = batch is not None or state.dim() != 3 or (state.shape[0], state.shape[2]) != (rows, width)
+        if state.shape != wanted and known:
             return f"{title} {name} has shape {tuple(state.shape)}, {who} takes {wanted} for this x."
         if state.device != x.device:
             return f"{title} {name} is on {state.device} and x on {x.device}: move one with .to()."

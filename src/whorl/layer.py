@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn.utils.rnn import PackedSequence
 
 from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
@@ -16,26 +17,31 @@ from whorl.errors import InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
 from whorl.problem import Call, Form, Plan
-from whorl.recurrence import Recurrence, exporting
+from whorl.recurrence import Recurrence, exporting, leaf
 
 
 def _option(name: str) -> property:
-    """An option of a layer as an attribute; one that decides no parameter can be assigned."""
+    """An option of a layer as an attribute; one that decides parameters can be read only."""
 
     def read(layer: "Layer") -> Any:
         return getattr(layer._options, name)
 
     def write(layer: "Layer", value: Any) -> None:
-        before = layer._options
+        if name in ("layer_norm", "peephole", "coupled"):
+            raise InputError(
+                f"{name} decides which parameters a layer has, and this {type(layer).__name__} is built: "
+                f"make a new one with {name}={value!r}."
+            )
+        before, built = layer._options, False
         layer._options = replace(before, **{name: value})
         try:
             layer._build()
-        except InputError:
-            layer._options = before
-            raise
+            built = True
+        finally:  # whatever a step that cannot be traced raises
+            if not built:
+                layer._options = before
 
-    fixed = name in ("layer_norm", "peephole", "coupled")
-    return property(read, None if fixed else write, doc=Options.__dataclass_fields__[name].metadata["meaning"])
+    return property(read, write, doc=Options.__dataclass_fields__[name].metadata["meaning"])
 
 
 class Layer(Recurrence, torch.nn.Module):
@@ -149,6 +155,11 @@ class Layer(Recurrence, torch.nn.Module):
             UnsupportedError: the engine named cannot run this.
             SlowError: `settings.slow` is "error", and only a loop in Python could run it.
         """
+        if isinstance(input, Proxy):
+            options = dict(lengths=lengths, mask=mask, reset=reset, reset_to=reset_to, inputs=inputs)
+            options |= dict(dropout_masks=dropout_masks, return_states=return_states or None)
+            return leaf(self, input, hx, **{name: value for name, value in options.items() if value is not None})
+        _check_flag("return_states", return_states)
         given = (lengths, mask, reset, reset_to, inputs, dropout_masks)
         extras = NOTHING if all(option is None for option in given) else Extras(*given)
         if exporting():
@@ -172,6 +183,7 @@ class Layer(Recurrence, torch.nn.Module):
 
     def plan(self, input: Any, hx: Any = None, *, return_states: bool = False, **options: Any) -> Plan:
         """The plan of this call, without running it; takes what the call takes."""
+        _check_flag("return_states", return_states)
         call, _, _ = self._arranged(input, hx, Extras(**options), draw=False)
         return planned(self._form, call, self._engine, return_states)
 
@@ -204,25 +216,28 @@ class Layer(Recurrence, torch.nn.Module):
         if isinstance(input, PackedSequence):
             x, sizes, order, unsorted = input
             batched = True
-            if order is not None:
-                states = tuple([state.index_select(1, order) for state in states])
-                to = tuple([state.index_select(1, order) for state in to])
         elif not isinstance(input, Tensor):
             self._refuse(f"x is of type {type(input).__name__}: give a tensor or a PackedSequence.", input, hx)
         else:
-            x, unsorted, batched = input, None, input.dim() != 2
+            x, order, unsorted, batched = input, None, None, input.dim() != 2
             if not batched:
                 x = x.unsqueeze(1)
-                states = tuple([state.unsqueeze(1) for state in states])
-                to = tuple([state.unsqueeze(1) for state in to])
             elif self.batch_first and input.dim() == 3:
                 x = x.transpose(0, 1)
         weights = self._weights()
         who = type(self).__name__
         rows = self.num_layers * (2 if self.bidirectional else 1)
-        reason = complaint(x, states, weights[0], sizes, who, self.input_size, rows, self._widths)
+        known = (weights[0], sizes, who, self.input_size, rows, self._widths)
+        reason = complaint(x, states, *known, unbatched=not batched)
         if reason is not None:
             self._refuse(reason, input, hx)
+        reason = complaint(x, to, *known, title="reset_to", unbatched=not batched) if to else None
+        if reason is not None:
+            raise InputError(reason)
+        if order is not None:
+            states, to = (tuple([state.index_select(1, order) for state in part]) for part in (states, to))
+        elif not batched:
+            states, to = (tuple([state.unsqueeze(1) for state in part]) for part in (states, to))
         call = Call(x, states, weights)
         random = self.training and (self._random or self.dropout)
         if sizes is not None or extras is not NOTHING or random or self._extra_inputs:
@@ -236,13 +251,8 @@ class Layer(Recurrence, torch.nn.Module):
         x, weights = call.x, call.weights
         time, batch = (x.shape[0], x.shape[1]) if sizes is None else (len(sizes), _count_sequences(sizes))
         marked = marks(axes, extras, time, batch)
-        if to:
-            if extras.reset is None:
-                raise InputError("reset_to is given without reset: write where, as reset=bool [time, batch].")
-            rows = self.num_layers * (2 if self.bidirectional else 1)
-            reason = complaint(x, to, weights[0], sizes, axes.who, self.input_size, rows, self._widths, "reset_to")
-            if reason is not None:
-                raise InputError(reason)
+        if to and extras.reset is None:
+            raise InputError("reset_to is given without reset: write where, as reset=bool [time, batch].")
         inputs = extra_inputs(axes, extras.inputs, self._extra_inputs, self.hidden_size, x.dtype, autocasts(x))
         noise, given = self._given_noise(call, axes, extras.dropout_masks, batch)
         options, training = self._options, self.training
@@ -286,7 +296,7 @@ class Layer(Recurrence, torch.nn.Module):
         directions = 2 if self.bidirectional else 1
         count, width, gates = self.num_layers * directions, self.proj_size or self.hidden_size, self._recurrent_gates
         zoneout = {f"zoneout_{state}": size for state, size in self._widths.items()}
-        names = ["dropout", "input_dropout", "recurrent_dropout", "weight_drop", *zoneout]
+        names = ["dropout", "input_dropout", *(["recurrent_dropout", "weight_drop"] if gates else []), *zoneout]
         given = Masks(axes, masks, count, call.x.dtype, names)
         absent = [call.x.new_empty(())] * count
         columns = [absent] * (2 + len(zoneout))
@@ -314,6 +324,11 @@ for _item in fields(Options):
 def _vector(name: str) -> str:
     """gamma, of the parameter vector_gamma_l0_reverse."""
     return name.removeprefix("vector_").removesuffix("_reverse").rpartition("_l")[0]
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if value is not True and value is not False:
+        raise InputError(f"{name} is of type {type(value).__name__}: write True or False.")
 
 
 def _count_sequences(sizes: Tensor) -> int | str:

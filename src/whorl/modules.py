@@ -33,12 +33,15 @@ class _TorchLayer(Layer):
         super().__init__(*args, **kwargs)
         if self.proj_size and self.mode != "LSTM":  # torch lets it pass by position, and refuses every call
             raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
-        if self.mode == "RNN_RELU" and options.activation is not None:
-            raise InputError("nonlinearity is 'relu' and activation is given too: leave one of them out.")
         self.engine, self._options = engine, options
         self._build()
         like = self.weight_ih_l0
         self._make_parameters(device if options.coupled else like.device, like.dtype, anew=options.coupled)
+
+    def _cell(self) -> Cell:
+        if self.mode == "RNN_RELU" and self._options.activation is not None:
+            raise InputError("nonlinearity is 'relu' and activation is given too: leave one of them out.")
+        return super()._cell()
 
     def reset_parameters(self) -> None:
         """New weights, drawn as torch draws them in its order; vectors as they begin."""

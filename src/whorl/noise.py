@@ -80,13 +80,22 @@ class Noise:
     Args:
         sizes: of a PackedSequence, the sequences at each step.
         like: its dtype and device are those of the masks.
+        valid: bool [time, batch, 1], the steps that count; None where all do.
     """
 
     def __init__(
-        self, form: Form, call: Call, given: Given, layer: int, direction: int, sizes: list[int] | None, like: Tensor
+        self,
+        form: Form,
+        call: Call,
+        given: Given,
+        layer: int,
+        direction: int,
+        sizes: list[int] | None,
+        like: Tensor,
+        valid: Tensor | None,
     ) -> None:
         self._form, self._given, self._layer, self._direction = form, given, layer, direction
-        self._sizes, self._like, self._seed = sizes, like, call.marks.seed
+        self._sizes, self._like, self._seed, self._valid = sizes, like, call.marks.seed, valid
         self._time, self._batch = (call.x.shape[0], call.x.shape[1]) if sizes is None else (len(sizes), sizes[0])
         rows = call.marks.rows
         self._rows = rows if rows is not None else torch.arange(self._batch, device=like.device)
@@ -154,6 +163,7 @@ class Noise:
     def _step(self, name: str, mask: Tensor, t: int) -> Tensor:
         if name not in self._steps:
             mask = mask.to(self._like.dtype)
+            mask = mask if self._valid is None else torch.where(self._valid, mask, 0.0)
             self._steps[name] = mask.unbind(0) if self._sizes is None else mask.split(self._sizes)
         return self._steps[name][t]
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from whorl.errors import InputError, UnsupportedError
 from whorl.plan import check_engine
@@ -20,6 +21,12 @@ _DERIVED = frozenset(
 def exporting() -> bool:
     """Whether a program is being written that others run: in it plain cells are torch's own operators."""
     return torch.jit.is_tracing() or (torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export())
+
+
+def leaf(layer: Any, input: Proxy, *args: Any, **kwargs: Any) -> Proxy:
+    """What torch.fx.symbolic_trace sees of a layer: one call of it, as of torch.nn's own."""
+    tracer: Any = input.tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input, *args), kwargs)
 
 
 class Recurrence:

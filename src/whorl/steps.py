@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from whorl.cells import library
 from whorl.functional import complaint, planned, recurrent
 from whorl.problem import Call, Form, Plan
-from whorl.recurrence import Recurrence, exporting
+from whorl.recurrence import Recurrence, exporting, leaf
 from whorl.weights import kinds
 
 _CELLS = {
@@ -46,6 +47,8 @@ class _OneStep(Recurrence):
         Raises:
             ValueError, RuntimeError: what torch raises, in its words.
         """
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx)
         if exporting():
             return self._torch.forward(self, input, hx)
         call, batched = self._arranged(input, hx)

@@ -56,6 +56,13 @@ class Expr:
     def __len__(self, *index: Any) -> NoReturn:
         raise CellError(f"{self} is one value for each unit: it has no length, and cannot be indexed or unpacked.")
 
+    def __getattr__(self, name: str) -> Callable[..., "Expr"]:
+        """A tensor's method: `x.n.tanh()` is `torch.tanh(x.n)`."""
+        method = None if name.startswith("_") else getattr(Tensor, name, None)
+        if not callable(method):
+            raise AttributeError(f"an expression is one value for each unit, and has no {name!r}.")
+        return lambda *args, **kwargs: self.__torch_function__(method, (), (self, *args), kwargs)
+
     __array_ufunc__ = None  # numpy then leaves `array * expression` to us, and lift refuses the array
     __int__ = __index__ = __float__
     __iter__ = __getitem__ = __len__

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from torch.nn.functional import logsigmoid
+
 from whorl.cells.cell import Cell, cell
-from whorl.cells.expr import exp, maximum, relu, sigmoid, softplus, tanh, where
+from whorl.cells.expr import exp, maximum, minimum, relu, sigmoid, tanh, where
 from whorl.cells.wrappers import normal
 
 States = dict[str, Any]
@@ -110,7 +112,7 @@ def mgu(x: Any, r: Any, s: Any) -> States:
 
 @cell(gates="z n", states="h")
 def light_gru(x: Any, r: Any, s: Any) -> States:
-    """Light GRU (Ravanelli et al. 2018): no reset gate, relu.  Its batch norm of x is `layer_norm="x"` here."""
+    """Light GRU (Ravanelli et al. 2018): no reset gate, relu; layer_norm="x" for its batch norm of x."""
     z = sigmoid(x.z + r.z)
     return dict(h=z * s.h + (1 - z) * relu(x.n + r.n))
 
@@ -118,9 +120,10 @@ def light_gru(x: Any, r: Any, s: Any) -> States:
 @cell(gates="i f z o", states="h c n m")
 def slstm(x: Any, r: Any, s: Any) -> States:
     """sLSTM (Beck et al. 2024, xLSTM): exponential input gate, normaliser n, and the stabiliser m of its log."""
-    i, log_f = x.i + r.i, -softplus(-(x.f + r.f))
+    i, log_f = x.i + r.i, logsigmoid(x.f + r.f)
     m = where(s.n == 0.0, i, maximum(log_f + s.m, i))  # at the start there is nothing to forget, however small i is
-    kept, let_in = exp(log_f + s.m - m), exp(i - m)
+    # The exponents are at most 0, but the first at the start: there it multiplies 0, and must not be infinite.
+    kept, let_in = exp(minimum(log_f + s.m - m, 60.0)), exp(i - m)
     c = kept * s.c + let_in * tanh(x.z + r.z)
     n = kept * s.n + let_in
     return dict(h=sigmoid(x.o + r.o) * c / n, c=c, n=n, m=m)
@@ -132,8 +135,8 @@ def slstm(x: Any, r: Any, s: Any) -> States:
     vectors={f"{kind}_{gate}": start for kind, start in (("gain", 1.0), ("shift", 0.0)) for gate in "rnz"},
 )
 def dreamer_gru(x: Any, r: Any, s: Any, v: Any) -> States:
-    """The layer-norm GRU of Dreamer (Hafner et al. 2020, 2023): one norm over all gates, update bias -1."""
-    parts = normal([x.r + r.r, x.n + r.n, x.z + r.z])
+    """The layer-norm GRU of Dreamer (Hafner et al. 2021, 2023): one norm over all gates, eps 1e-3, update bias -1."""
+    parts = normal([x.r + r.r, x.n + r.n, x.z + r.z], eps=1e-3)
     reset, n, z = (getattr(v, f"gain_{g}") * p + getattr(v, f"shift_{g}") for g, p in zip("rnz", parts, strict=True))
     z = sigmoid(z - 1)
     return dict(h=z * tanh(sigmoid(reset) * n) + (1 - z) * s.h)
@@ -141,7 +144,7 @@ def dreamer_gru(x: Any, r: Any, s: Any, v: Any) -> States:
 
 @cell(gates="i f g o k p", states="h c", x_only="p")
 def augmented_lstm(x: Any, r: Any, s: Any) -> States:
-    """LSTM with a highway around it (Zhang et al. 2016), as AllenNLP has it: k lets through, p is the way."""
+    """LSTM with a highway around it (He et al. 2017), as AllenNLP has it: k lets the output through, p is the way."""
     i, f, o = sigmoid(x.i + r.i), sigmoid(x.f + r.f), sigmoid(x.o + r.o)
     c = i * tanh(x.g + r.g) + f * s.c
     k = sigmoid(x.k + r.k)
@@ -150,7 +153,7 @@ def augmented_lstm(x: Any, r: Any, s: Any) -> States:
 
 @cell(gates="g k a b", states="h", inputs="elapsed")
 def cfc(x: Any, r: Any, s: Any) -> States:
-    """Closed-form continuous-time cell (Hasani et al. 2022), without a backbone; `elapsed` is the time of each step."""
+    """Closed-form continuous-time cell (Hasani et al. 2022), ncps' without a backbone; `elapsed`: a step's time."""
     late = sigmoid((x.a + r.a) * x.elapsed + (x.b + r.b))
     return dict(h=tanh(x.g + r.g) * (1 - late) + late * tanh(x.k + r.k))
 
@@ -163,7 +166,7 @@ def ind_rnn(x: Any, r: Any, s: Any, v: Any) -> States:
 
 @cell(gates="r z n", states="h", inputs="gap")
 def gru_d(x: Any, r: Any, s: Any) -> States:
-    """GRU whose state decays over gaps (GRU-D, Che et al. 2018): `gap` is W d + b of the time d since each was seen."""
+    """GRU whose state decays over gaps (GRU-D, Che et al. 2018); `gap`: W d + b of the time d since each was seen."""
     h = exp(-relu(x.gap)) * s.h
     reset, z = sigmoid(x.r + r.r(h)), sigmoid(x.z + r.z(h))
     n = tanh(x.n + r.n(reset * h))

@@ -9,14 +9,14 @@ from whorl.cells.expr import Expr, clip, mean, rsqrt, topological, var
 from whorl.cells.graphs import rewritten
 
 
-def normal(values: Sequence[Any]) -> list[Any]:
+def normal(values: Sequence[Any], eps: float = 1e-5) -> list[Any]:
     """Each of `values` less their joint mean over all units, divided by their joint standard deviation.
 
-    Layer norm without its gain and shift: biased variance, eps 1e-5 (Ba et al. 2016, "Layer normalization").
+    Layer norm without its gain and shift: biased variance, `eps` added to it (Ba et al. 2016, "Layer normalization").
     """
     middle = mean(list(values))
     apart = [value - middle for value in values]
-    scale = rsqrt(mean([value * value for value in apart]) + 1e-5)
+    scale = rsqrt(mean([value * value for value in apart]) + eps)
     return [value * scale for value in apart]
 
 

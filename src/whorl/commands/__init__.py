@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from whorl import __version__
-from whorl.commands import bench, doctor, train
-from whorl.commands.train import INTERRUPTED
-from whorl.errors import InputError
+import torch
 
-BAD_INPUT = 2
+from whorl import __version__
+from whorl.commands import bench, doctor, generate, train
+from whorl.commands.generate import printable
+from whorl.errors import InputError, UnsupportedError
+
+BAD_INPUT, INTERRUPTED = 2, 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,23 +26,31 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message} ({self.prog} --help lists what it takes)\n")
 
 
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command line (None: this process's own); a wrong one ends the process with status 2."""
+    parser = Parser(prog="whorl", description="Recurrent layers at the speed of the hardware.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"whorl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for command in (train, generate, bench, doctor):
+        command.add(commands)
+    return parser.parse_args(words)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status of the command line `words` (None: this process's own).
 
     It is 0, 1 where `doctor` finds something broken that whorl needs or `bench` finds numbers of whorl's wrong, 2 for
     bad input, 130 after Ctrl-C.
     """
-    parser = Parser(prog="whorl", description="Recurrent layers at the speed of the hardware.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"whorl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (train, bench, doctor):
-        command.add(commands)
-    arguments = parser.parse_args(words)
+    arguments = parse(words)
     try:
         return arguments.run(arguments)
-    except InputError as error:
-        print(f"whorl {arguments.command}: {error}", file=sys.stderr)
-        return BAD_INPUT
+    except (InputError, UnsupportedError) as error:
+        message = " ".join(str(error).split())
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        message = f"out of memory: {' '.join(str(error).split()) or 'make the model, --batch or --time smaller'}"
     except KeyboardInterrupt:
         print(f"whorl {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    print(f"whorl {arguments.command}: {printable(message)}", file=sys.stderr)
+    return BAD_INPUT

@@ -13,7 +13,6 @@ from whorl.bench.program import Options, Program
 from whorl.bench.report import save_report
 from whorl.bench.results import Results, merge
 from whorl.bench.tables import described, times
-from whorl.commands.train import INTERRUPTED
 from whorl.engines import ENGINES
 from whorl.errors import InputError
 
@@ -57,7 +56,7 @@ def _add_action(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what is asked; 1 where whorl's own numbers were wrong, 130 after Ctrl-C."""
+    """Do what is asked; 1 where whorl's own numbers were wrong."""
     given = vars(arguments)
     names = {"quick": "quick", "cases": "patterns", "engine": "engines", "rivals": "rivals", "device": "device"}
     names |= {"seconds": "seconds", "shard": "shard", "out": "out"}
@@ -95,8 +94,8 @@ def _measure(console: Console, program: Program) -> int:
                     console.print(f"{seconds:5.0f} s     {done.case.name}, {count} of {len(program.cases)}")
     except KeyboardInterrupt:
         program.save_report()
-        console.print(f"interrupted; --out {program.out} goes on from the {len(measured)} cases that are measured")
-        return INTERRUPTED
+        console.print(f"the same command with --out {program.out} goes on after the {len(measured)} cases measured")
+        raise
     program.save_report()
     _show(console, program.results, program.report)
     for wrong in program.wrong:

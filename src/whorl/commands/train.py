@@ -1,142 +1,217 @@
 """`whorl train`: train a language model on text."""
 
 import argparse
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from whorl.text.model import PRECISIONS
-from whorl.text.program import Options, Program
-from whorl.text.training import Recipe, Report
+from whorl.commands.generate import printable
+from whorl.errors import InputError
+from whorl.settings import settings
+from whorl.text import curves, devices
+from whorl.text.evaluation import measure
+from whorl.text.model import LAYERS, PRECISIONS
+from whorl.text.options import PRESETS, Options
+from whorl.text.program import METRICS, Program
+from whorl.text.recipe import OPTIMIZERS, SCHEDULES
+from whorl.text.training import Report
 from whorl.text.vocabulary import KINDS
 
 LINE_SECONDS = 10  # between two lines where no terminal shows live progress
-INTERRUPTED = 128 + signal.SIGINT
-TAB, UNPRINTABLE = "\t", "\ufffd"
-OPTIONS, RECIPE = Options(), Recipe()
+SIGNALED = 128  # plus the signal's number: the exit status of what a signal ended
+BESIDE_RESUME = {"path", "valid", "test", "device", "sample"}  # the rest stands in the run folder
+
+# Group -> flag, the field of Options it sets, type or choices, help. What is not given is as the preset or the
+# default has it, so no flag has a default of its own.
+ARGUMENTS: dict[str, list[tuple[str, str, Any, str]]] = {
+    "text": [
+        ("--tokens", "kind", KINDS, "what the model reads and writes"),
+        ("--vocabulary", "vocabulary", int, "words that are known, the most frequent ones (10000)"),
+        ("--valid", "valid", Path, "a file or folder to hold out (a part of the text)"),
+        ("--test", "test", Path, "a file or folder that is looked at once, at the end"),
+    ],
+    "model": [
+        ("--cell", "cell", tuple(LAYERS), "of the recurrent layers"),
+        ("--units", "units", int, "units of each layer"),
+        ("--layers", "layers", int, "recurrent layers"),
+        ("--embedding", "embedding", int, "width of a token's embedding"),
+        ("--tied", "tied", bool, "the output's weight is the embedding's"),
+        ("--dropout", "dropout", float, "on the embedding, between the layers and before the output"),
+        ("--option", "options", "NAME=VALUE", "an option of the layers, such as bias=false; may be given again"),
+        ("--engine", "engine", str, "the engine that is to run, and no other"),
+        ("--init", "init", float, "draw every parameter from -INIT to INIT (as torch does)"),
+    ],
+    "training": [
+        ("--batch", "batch", int, "rows of text that run side by side"),
+        ("--time", "time", int, "tokens in a window: how far gradients reach back"),
+        ("--accumulate", "accumulate", int, "parts that a batch is run in, to save memory"),
+        ("--steps", "steps", int, "windows to train on"),
+        ("--epochs", "epochs", float, "passes over the text"),
+        ("--minutes", "minutes", float, "time to train for; the first of the three to end ends the training"),
+        ("--optimizer", "optimizer", OPTIMIZERS, "which one"),
+        ("--learning-rate", "learning_rate", float, "its peak"),
+        ("--schedule", "schedule", SCHEDULES, "of the learning rate"),
+        ("--warmup", "warmup", float, "share of the training in which the rate rises"),
+        ("--hold", "hold", int, "epochs before the rate decays, for the schedule decay"),
+        ("--decay", "decay", float, "factor of the rate in each later epoch, for the schedule decay"),
+        ("--clip", "clip", float, "largest 2-norm of the gradients; 0: none"),
+        ("--weight-decay", "weight_decay", float, "of the optimizer"),
+        ("--precision", "precision", PRECISIONS, "of products"),
+        ("--seed", "seed", int, "of the first parameters, dropout and the sample"),
+    ],
+    "run": [
+        ("--device", "device", str, "auto, cpu, cuda, cuda:1, mps"),
+        ("--out", "out", Path, "run folder, new or empty (a new one under runs/)"),
+        ("--valid-steps", "valid_steps", int, "steps between two looks at the held-out text"),
+        (
+            "--save-steps",
+            "save_steps",
+            int,
+            "steps between two checkpoints (50; fewer, where they cost over 3 percent)",
+        ),
+        ("--sample", "sample", int, "tokens to write at the end"),
+    ],
+}
+METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the arguments."""
-    text = "Train a byte or character language model on a file or folder of text, and write text with it."
+    text = "Train a language model on a file or folder of text, and write text with it."
     parser = commands.add_parser("train", help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     parser.add_argument(
-        "path", nargs="?", type=Path, help="a file or folder of text; none: the source of Python's standard library"
+        "path",
+        nargs="?",
+        type=Path,
+        help="a file or folder of text; none: the source of Python's standard library",
     )
-    parser.add_argument(
-        "--tokens", choices=KINDS, default=OPTIONS.kind, help="what the model reads and writes (%(default)s)"
-    )
-    parser.add_argument("--units", type=int, default=OPTIONS.units, help="units of each LSTM layer (%(default)s)")
-    parser.add_argument("--layers", type=int, default=OPTIONS.layers, help="LSTM layers (%(default)s)")
-    parser.add_argument(
-        "--embedding", type=int, default=OPTIONS.embedding, help="width of a token's embedding (%(default)s)"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=RECIPE.batch, help="rows of text that run side by side (%(default)s)"
-    )
-    parser.add_argument("--time", type=int, default=RECIPE.time, help="tokens in a window (%(default)s)")
-    parser.add_argument(
-        "--steps", type=int, help=f"windows to train on ({RECIPE.steps}, or as many as --minutes allow)"
-    )
-    parser.add_argument(
-        "--minutes", type=float, help="time to train for; with --steps, the first to end ends the training"
-    )
-    parser.add_argument(
-        "--learning-rate", type=float, default=RECIPE.learning_rate, help="its peak, for AdamW (%(default)s)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=RECIPE.seed, help="of the first parameters and the sample (%(default)s)"
-    )
-    parser.add_argument("--device", default=OPTIONS.device, help="auto, cpu, cuda, cuda:1, mps (%(default)s)")
-    parser.add_argument("--precision", choices=PRECISIONS, default=RECIPE.precision, help="of products (%(default)s)")
-    parser.add_argument("--out", type=Path, help="run folder, new or empty (a new one under runs/)")
-    parser.add_argument("--sample", type=int, default=OPTIONS.sample, help="tokens to write at the end (%(default)s)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="a set of options, those given beside it excepted")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the training of a run folder")
+    defaults = _flat(Options())
+    for title, rows in ARGUMENTS.items():
+        group = parser.add_argument_group(title)
+        for flag, name, kind, words in rows:
+            value = defaults[name]
+            if value not in (None, {}, False):
+                words += f" ({value})"
+            shape: dict[str, Any] = {"type": kind, "metavar": METAVARS.get(kind)}
+            if kind is bool:
+                shape = {"action": "store_true"}
+            elif isinstance(kind, tuple):
+                shape = {"choices": kind}
+            elif isinstance(kind, str):
+                shape = {"type": _option, "action": "append", "metavar": kind}
+            group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=words, **shape)
+
+
+def _flat(options: Options) -> dict[str, Any]:
+    """Every option by the name of its field."""
+    return {**vars(options), **vars(options.source), **vars(options.architecture), **vars(options.recipe)}
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as JSON has it (0.1, true, [0.1, 0.2]) or else as a word."""
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
+    if value in ("True", "False"):
+        value = value.lower()
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print what happens and what came of it."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    program = Program(_options(arguments))
-    with _interruption() as signals:
+    # The kernel line says what runs: a warning beside it would say it twice.
+    with settings(slow="allow" if settings.slow == "warn" else settings.slow), _interruption() as signals:
+        program = make_program(arguments)
         _print_start(console, program)
         reports = program.train(lambda: bool(signals))
         (_print_live if console.is_terminal else _print_lines)(console, program, reports)
-    if signals:
-        console.print(f"stopped after {program.trainer.step:,} steps; the model is saved in {program.checkpoint}")
-        return INTERRUPTED
-    _print_end(console, program)
+        if signals:
+            folder, step = program.folder.path, program.trainer.step
+            console.print(f"stopped after {step:,} steps; the model is saved in {program.checkpoint}")
+            console.print(f"go on with: whorl train --resume {folder}")
+            return SIGNALED + signals[0]
+        _print_end(console, program)
     return 0
 
 
-def _options(arguments: argparse.Namespace) -> Options:
-    steps = arguments.steps if arguments.steps is not None or arguments.minutes is not None else RECIPE.steps
-    recipe = Recipe(
-        batch=arguments.batch,
-        time=arguments.time,
-        steps=steps,
-        minutes=arguments.minutes,
-        learning_rate=arguments.learning_rate,
-        seed=arguments.seed,
-        precision=arguments.precision,
-    )
-    return Options(
-        path=arguments.path,
-        kind=arguments.tokens,
-        embedding=arguments.embedding,
-        units=arguments.units,
-        layers=arguments.layers,
-        recipe=recipe,
-        device=arguments.device,
-        out=arguments.out,
-        sample=arguments.sample,
-    )
+def make_program(arguments: argparse.Namespace) -> Program:
+    """The program that the arguments ask for.
+
+    Raises:
+        InputError, UnsupportedError: as Program does, and for options beside --resume.
+    """
+    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
+    preset, resume = given.pop("preset"), given.pop("resume")
+    if given["path"] is None:
+        del given["path"]
+    if "options" in given:
+        given["options"] = dict(given["options"])
+    if resume is None:
+        return Program(Options.of(preset, **given))
+    surplus = sorted(given.keys() - BESIDE_RESUME) + ["preset"] * (preset is not None)
+    if surplus:
+        raise InputError(f"--resume takes its options from the run folder: leave {', '.join(surplus)} out.")
+    return Program.resume(resume, **given)
 
 
 @contextmanager
 def _interruption() -> Iterator[list[int]]:
-    """A list that is no longer empty after Ctrl-C; the second Ctrl-C ends the process as always."""
+    """The signals of Ctrl-C and SIGTERM, as they come; the second ends the process as always."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_start(console: Console, program: Program) -> None:
-    corpus, model, kind = program.corpus, program.trainer.model, program.options.kind
-    held_out = f"in {corpus.files_held_out} other files" if corpus.files_held_out else "at the end of each"
-    trained = corpus.files - corpus.files_held_out
+    corpus, model, options = program.corpus, program.trainer.model, program.options
+    kind, shape = options.source.kind, model.architecture
+    where = {None: "", 0: "at the end of each "}.get(corpus.files_held_out, f"in {corpus.files_held_out} other files ")
+    trained = corpus.files - (corpus.files_held_out or 0)
+    files = f"{trained:,} file{'s' * (trained != 1)}"
     console.print(
-        f"text        {corpus.source}: {len(corpus.train):,} {kind} in {trained:,} file{'s' * (trained != 1)} "
-        f"to train on, {len(corpus.held_out):,} {held_out} held out"
+        f"text        {printable(corpus.source)}: {len(corpus.train):,} {kind} in {files} to train on, "
+        f"{len(corpus.held_out):,} {where}held out"
         + (f"; {corpus.skipped:,} files are no text and left out" if corpus.skipped else "")
     )
+    if kind == "words":
+        known, unknown = len(corpus.vocabulary), corpus.unknown
+        console.print(f"vocabulary  {known:,} words; {unknown:.2%} of the held-out ones are <unk>")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     console.print(
-        f"model       LSTM, {model.shape.layers} x {model.shape.units} units, {parameters:,} parameters, "
-        f"{program.options.recipe.precision} on {_device(model.device)}"
+        f"model       {shape.cell.upper()}, {shape.layers} x {shape.units} units, {parameters:,} parameters, "
+        f"{options.recipe.precision} on {devices.describe(model.device)}"
     )
-    console.print(f"kernel      {program.kernel.plans[0].engine}")
-
-
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device} with {torch.get_num_threads()} threads"
+    if program.trainer.step:
+        console.print(f"resumed     {program.checkpoint}, after {program.trainer.step:,} steps")
+    for plan in program.kernel.plans:
+        reasons = "; ".join(f"not {refusal}" for refusal in plan.refusals)
+        console.print(f"kernel      {plan.engine}" + (f", a loop over time in Python: {reasons}" if plan.slow else ""))
 
 
 def _print_live(console: Console, program: Program, reports: Iterator[Report]) -> None:
@@ -144,21 +219,25 @@ def _print_live(console: Console, program: Program, reports: Iterator[Report]) -
     with Progress(*columns, console=console, expand=True) as progress:
         bar = progress.add_task("starting", total=1.0)
         for report in reports:
-            progress.update(bar, completed=report.finished, description=_line(program, report))
+            if report.valid:
+                console.print(_line(program, report))
+            progress.update(bar, completed=report.finished, description=_line(program, replace(report, valid=None)))
 
 
 def _print_lines(console: Console, program: Program, reports: Iterator[Report]) -> None:
     printed = 0.0
     for report in reports:
-        if report.seconds >= printed + LINE_SECONDS or report.finished >= 1:
+        if report.valid or report.seconds >= printed + LINE_SECONDS:
             console.print(_line(program, report))
             printed = report.seconds
 
 
 def _line(program: Program, report: Report) -> str:
     unit = program.corpus.unit
+    valid = f"validation {measure(report.valid.nats, unit)}  " if report.valid else ""
+    speed = f"{report.speed:,.0f} {program.options.source.kind}/s"
     return (
-        f"step {report.step:,}  {report.bits:.3f} bits per {unit}  {report.speed:,.0f} {program.options.kind}/s  "
+        f"step {report.step:,}  {measure(report.nats, unit)}  {valid}{speed}  "
         f"{timedelta(seconds=round(report.left))} left  {program.kernel.plans[0].engine}"
     )
 
@@ -166,13 +245,21 @@ def _line(program: Program, report: Report) -> str:
 def _print_end(console: Console, program: Program) -> None:
     console.print(f"time        {program.trainer.seconds:.0f} s for {program.trainer.step:,} steps")
     console.print(f"checkpoint  {program.checkpoint}")
+    console.print(f"metrics     {program.folder.path / METRICS}")
+    console.print(f"curve       {program.curve() or curves.MISSING}")
     outcome, corpus = program.outcome(), program.corpus
     console.print("sample")
-    for line in outcome.sample.split("\n"):
-        console.print(f"  | {''.join(c if c.isprintable() or c == TAB else UNPRINTABLE for c in line)}")
-    counted = " (each byte counts as one)" if program.options.kind == "bytes" and corpus.unit == "character" else ""
+    for line in printable(outcome.sample).split("\n"):
+        console.print(f"  | {line}")
+    unit, kind = corpus.unit, program.options.source.kind
+    counted = " (each byte counts as one)" if kind == "bytes" and unit == "character" else ""
     console.print(
-        f"validation  {outcome.score.bits:.3f} bits per {corpus.unit}{counted}, over {outcome.score.tokens:,} of the "
-        f"{len(corpus.held_out):,} held-out {corpus.unit}s"
+        f"validation  {measure(outcome.valid.nats, unit)}{counted}, over {outcome.valid.tokens:,} of the "
+        f"{len(corpus.held_out):,} held-out {unit}s ({outcome.valid.nats:.3f} nats each)"
     )
+    if outcome.test and corpus.test is not None:
+        console.print(
+            f"test        {measure(outcome.test.nats, unit)}{counted}, over {outcome.test.tokens:,} of "
+            f"{len(corpus.test):,} {unit}s ({outcome.test.nats:.3f} nats each)"
+        )
     console.print(f"kernel      {program.kernel}")

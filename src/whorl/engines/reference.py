@@ -75,7 +75,7 @@ def _evaluate(form: Form, call: Call, sequences: bool) -> list[Tensor]:
             every.append(states)
         x = _beside(outs)
         if call.dropout and layer < form.layers - 1:
-            x = x * call.dropout[layer]
+            x = x * _where(valid, call.dropout[layer])
     finals = [torch.stack(state) for state in zip(*ends, strict=True)]
     return [x, *finals, *(_beside(states) for states in zip(*every, strict=True))]
 
@@ -140,7 +140,7 @@ class _Sweep:
         self._reverse, self._dtype = direction == 1, call.x.dtype
         self._wide = torch.float32 if self._dtype in (torch.float16, torch.bfloat16) else self._dtype
         like = call.x.new_empty((), dtype=self._wide)
-        self._noise = Noise(form, call, masks, layer, direction, sizes, like)
+        self._noise = Noise(form, call, masks, layer, direction, sizes, like, valid)
 
     def __call__(self, x: Tensor, sequences: bool) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Outputs in the layout of x, final states [batch, width], and each state of each step where wanted."""

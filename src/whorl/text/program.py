@@ -1,57 +1,38 @@
 """The program behind `whorl train`: from a text to a trained model in a run folder."""
 
-import os
-import re
-import shutil
+import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from whorl import __version__
 from whorl.errors import InputError
-from whorl.text.checkpoint import capture, save
-from whorl.text.data import read
+from whorl.plan import announce
+from whorl.text import devices, metrics
+from whorl.text.checkpoint import Checkpoint, capture, load, restore, save
+from whorl.text.curves import draw
+from whorl.text.data import Source, read
 from whorl.text.evaluation import Score, score
-from whorl.text.model import LanguageModel, Shape, kernel
+from whorl.text.folder import Folder, newest
+from whorl.text.model import LanguageModel, kernel
+from whorl.text.options import Options
 from whorl.text.sampling import sample
 from whorl.text.streams import Streams
-from whorl.text.training import Recipe, Report, Trainer
+from whorl.text.training import KEPT, Report, Trainer
 
-SAVE_STEPS = 500
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to train, on which text, where.
-
-    Attributes:
-        path: a file or folder of text; None: the source of Python's standard library.
-        kind: the tokens, "bytes" or "characters".
-        embedding, units, layers: the sizes of the model.
-        recipe: how to train.
-        device: a torch device, or "auto": the GPU where torch sees one, else the CPU.
-        out: the run folder, new or empty; None: a new one under ./runs.
-        sample: how many tokens the trained model writes.
-    """
-
-    path: Path | None = None
-    kind: str = "bytes"
-    embedding: int = 64
-    units: int = 256
-    layers: int = 1
-    recipe: Recipe = field(default_factory=Recipe)
-    device: str = "auto"
-    out: Path | None = None
-    sample: int = 600
+SAVE_STEPS, SAVE_SHARE = 50, 0.03
+METRICS, CURVE = "metrics.jsonl", "curve.png"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training: the score on held-out text, and text that the model wrote."""
+    """What came of a training: the score on held-out text and on test text, and text that the model wrote."""
 
-    score: Score
+    valid: Score
+    test: Score | None
     sample: str
 
 
@@ -59,89 +40,198 @@ class Program:
     """One training. The folder appears last, when everything else is known to be in order.
 
     Attributes:
+        options: what is trained.
         corpus: the text.
         trainer: the model in training.
-        kernel: which kernel runs the recurrent layer in a training step, and why.
+        kernel: which kernel runs the recurrent layers in a training step, and why.
         folder: the run folder.
         checkpoint: the latest checkpoint, a folder in it, once there is one.
-        saved: the steps it was taken after.
+        valid: the latest score on held-out text, once there is one.
     """
 
-    def __init__(self, options: Options) -> None:
-        """Read the text, make the model, make the run folder.
+    def __init__(self, options: Options, resumed: tuple[Path, Checkpoint] | None = None) -> None:
+        """Read the text, make the model, make the run folder or take up that of a checkpoint.
+
+        Args:
+            options: what to train; for a checkpoint, its own options.
+            resumed: a checkpoint in its run folder, to go on from.
 
         Raises:
-            InputError: options that cannot be carried out.
+            InputError: options that cannot be carried out, or a text that is not the checkpoint's.
+            UnsupportedError: the engine named cannot run the model, or `settings.slow` forbids what can.
         """
-        if options.sample < 0:
-            raise InputError(f"sample is {options.sample}: write a number of {options.kind} from 0 on.")
-        device = _device(options.device)
-        self.options, self.corpus = options, read(options.path, options.kind)
-        torch.manual_seed(options.recipe.seed)
-        shape = Shape(len(self.corpus.vocabulary), options.embedding, options.units, options.layers)
-        model = LanguageModel(shape)
-        model.start_from(self.corpus.train)
-        model = model.to(device)
-        streams = Streams(self.corpus.train.to(device), options.recipe.batch)
-        self.trainer = Trainer(model, streams, options.recipe)
-        self.kernel = kernel(model, options.recipe.time, options.recipe.batch, options.recipe.precision)
+        device = devices.find(options.device)
+        self.corpus = corpus = read(options.source)
+        if len(corpus.held_out) < 2 or (corpus.test is not None and len(corpus.test) < 2):
+            raise InputError(
+                "a text to hold out has fewer than 2 tokens, which leaves none to predict: give more text."
+            )
+        architecture = replace(options.architecture, tokens=len(corpus.vocabulary))
+        self.options, recipe = replace(options, architecture=architecture), options.recipe
+        devices.check_memory(architecture, device)
+        torch.manual_seed(recipe.seed)
+        if resumed:
+            _check_text(resumed[1], corpus.digest)
+            model = resumed[1].model()
+        else:
+            model = LanguageModel(architecture)
+            if recipe.init:
+                model.draw(recipe.init)
+            else:
+                model.start_from(corpus.train)
+        streams = Streams(corpus.train.to(device), recipe.batch)
+        self.trainer = Trainer(model.to(device), streams, recipe)
+        self.kernel = kernel(model, recipe.time, recipe.batch // recipe.accumulate, recipe.precision)
+        for plan in self.kernel.plans:
+            if plan.slow:
+                announce(plan)
+        self._held_out = corpus.held_out.to(device)
         self.checkpoint: Path | None = None
-        self.saved = 0
-        self.folder = _run_folder(options.out, self.corpus.name)
+        self.valid: Score | None = None
+        self._measured = -1  # after which step
+        self._saved, self._saving = 0.0, 0.0  # when, and for how long, in seconds
+        if resumed:
+            restore(self.trainer, resumed[1])
+            self.checkpoint = resumed[0]
+            self.folder = Folder(resumed[0].parent)
+            metrics.rewind(self.folder.path / METRICS, self.trainer.step)
+            self.folder.tidy(self.checkpoint)
+        else:
+            self.folder = Folder.new(options.out, corpus.name)
+
+    @classmethod
+    def resume(
+        cls,
+        run: Path,
+        path: Path | None = None,
+        valid: Path | None = None,
+        test: Path | None = None,
+        device: str = "auto",
+        sample: int = 600,
+    ) -> "Program":
+        """The program of a run folder, where its checkpoint stands.
+
+        Args:
+            run: the run folder.
+            path, valid, test: where the text lies now; None: where it lay.
+            device, sample: as in Options.
+
+        Raises:
+            InputError: no checkpoint, a damaged one, another text, or a run that another process trains.
+            UnsupportedError: the engine of the run cannot run the model on this device.
+        """
+        checkpoint = newest(run)
+        if checkpoint == run:  # going on from it would take the later ones away
+            raise InputError(f"{run} is a checkpoint: give the run folder, {run.parent}.")
+        found = load(checkpoint)
+        before = found.source
+        source = Source(path or before.path, before.kind, valid or before.valid, test or before.test, before.vocabulary)
+        options = Options(source, found.architecture, found.recipe, device, sample=sample)
+        return cls(options, (checkpoint, found))
 
     def train(self, stop: Callable[[], bool]) -> Iterator[Report]:
-        """Train until the recipe is carried out or `stop()` is true, with a checkpoint every 500 steps and at the end.
+        """Train until the recipe is carried out or `stop()` is true; metrics, checkpoints and scores come on the way.
 
         Raises:
-            InputError: a checkpoint cannot be written.
+            InputError: the disk refuses a file, or the loss is no number any more.
         """
-        for report in self.trainer.run(stop):
-            yield report
-            if report.step >= self.saved + SAVE_STEPS:
+        if self.trainer.finished >= 1:
+            return
+        self._note("run", **_facts(self))
+        if self.checkpoint is None:
+            self.save()
+        for report in self.trainer.run(stop, self._is_due):
+            self._check(report.nats)
+            over = report.finished >= 1
+            if report.step % KEPT == 0 or over:
+                self._note("train", nats=report.nats, rate=report.rate, speed=round(report.speed, 1))
+            if report.step % self.options.recipe.valid_steps == 0 or over:
+                report = replace(report, valid=self._measure())
+            if self._saves(report.step):
                 self.save()
+            yield report
+        if self.trainer.finished >= 1 and self._measured < self.trainer.step:  # a save used up the last minutes
+            self._measure()
         self.save()
 
     def save(self) -> None:
         """Write a checkpoint and take away those before it."""
-        checkpoint = self.folder / f"checkpoint-{self.trainer.step}"
+        checkpoint = self.folder.checkpoint(self.trainer.step)
         if checkpoint == self.checkpoint:
             return
-        save(checkpoint, capture(self.trainer, self.corpus.vocabulary))
-        before, self.checkpoint, self.saved = self.checkpoint, checkpoint, self.trainer.step
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+        began = time.perf_counter()
+        source = self.options.source.absolute()
+        save(checkpoint, capture(self.trainer, self.corpus.vocabulary, source, self.corpus.digest))
+        self.checkpoint = checkpoint
+        self.folder.tidy(checkpoint)
+        self._saved = time.perf_counter()
+        self._saving = self._saved - began
 
     def outcome(self) -> Outcome:
-        """The score on the held-out text, and a text that begins at the start of a line."""
+        """The scores, and a text that begins at the start of a line."""
         model, recipe, vocabulary = self.trainer.model, self.options.recipe, self.corpus.vocabulary
-        lines = vocabulary.kind == "bytes" or "\n" in vocabulary.characters
-        prompt = vocabulary.encode(b"\n") if lines else self.corpus.held_out[:1]
-        written = vocabulary.decode(sample(model, prompt, self.options.sample, seed=recipe.seed))
-        return Outcome(score(model, self.corpus.held_out.to(model.device), recipe.precision), written)
+        valid = self.valid or score(model, self._held_out, recipe.precision)
+        test = None
+        if self.corpus.test is not None:
+            test = score(model, self.corpus.test.to(model.device), recipe.precision, rows=1)
+        written = sample(model, vocabulary.start, self.options.sample, seed=recipe.seed)
+        return Outcome(valid, test, vocabulary.decode(written))
+
+    def curve(self) -> Path | None:
+        """The picture of the losses so far, a file in the run folder; None where nothing draws it."""
+        path = self.folder.path / CURVE
+        lines = metrics.lines(self.folder.path / METRICS)
+        return path if draw(path, lines, self.corpus.unit, self.folder.path.name) else None
+
+    def _measure(self) -> Score:
+        self.valid = score(self.trainer.model, self._held_out, self.options.recipe.precision)
+        self._measured = self.trainer.step
+        self._check(self.valid.nats)
+        self._note("valid", nats=self.valid.nats, tokens=self.valid.tokens)
+        return self.valid
+
+    def _check(self, nats: float) -> None:
+        if not math.isfinite(nats):
+            raise InputError(
+                f"after {self.trainer.step:,} steps the loss is no number: the training diverged; make --learning-rate "
+                f"smaller. The last checkpoint is {self.checkpoint}."
+            )
+
+    def _is_due(self, step: int) -> bool:
+        recipe = self.options.recipe
+        return step % KEPT == 0 or step % recipe.valid_steps == 0 or step % (recipe.save_steps or SAVE_STEPS) == 0
+
+    def _saves(self, step: int) -> bool:
+        if self.options.recipe.save_steps:
+            return step % self.options.recipe.save_steps == 0
+        return step % SAVE_STEPS == 0 and time.perf_counter() - self._saved >= self._saving / SAVE_SHARE
+
+    def _note(self, kind: str, **values: object) -> None:
+        trainer = self.trainer
+        where = dict(step=trainer.step, epoch=round(trainer.epoch, 4), seconds=round(trainer.seconds, 3))
+        metrics.add(self.folder.path / METRICS, kind=kind, **where, **values)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu" or (name == "mps" and torch.backends.mps.is_available()):
-        return torch.device(name)
-    kind, _, index = name.partition(":")
-    if kind == "cuda" and (index or "0").isdecimal() and int(index or "0") < torch.cuda.device_count():
-        return torch.device(name)
-    raise InputError(f"device is {name!r}, which torch does not see: write auto or cpu; `whorl doctor` says why.")
+def _facts(program: Program) -> dict[str, object]:
+    """What a reader of the metrics has to know."""
+    model, corpus, options = program.trainer.model, program.corpus, program.options
+    return dict(
+        whorl=__version__,
+        torch=torch.__version__,
+        device=devices.describe(model.device),
+        engine=program.kernel.plans[0].engine,
+        text=dict(source=corpus.source, sha256=corpus.digest, train=len(corpus.train), held_out=len(corpus.held_out)),
+        unit=corpus.unit,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        architecture=asdict(options.architecture),
+        recipe=asdict(options.recipe),
+    )
 
 
-def _run_folder(out: Path | None, name: str) -> Path:
-    """A new or empty folder that can be written to."""
-    name = re.sub(r"[^\w.-]", "-", name).strip(".") or "text"
-    names = (Path("runs", name if number == 1 else f"{name}-{number}") for number in count(1))
-    folder = out or next(path for path in names if not path.exists())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise InputError(f"{folder} is not empty: give a new folder with --out, so that nothing is lost.")
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"{folder} cannot be written to: give another folder with --out.")
-    except OSError as error:
-        raise InputError(f"cannot make the run folder {folder}: {error.strerror}.") from error
-    return folder
+def _check_text(checkpoint: Checkpoint, digest: str) -> None:
+    if checkpoint.text != digest:
+        where = checkpoint.source.path or "the source of Python's standard library"
+        raise InputError(
+            f"the text is not the one that this run was trained on, {where} as it was then: give that text's path "
+            "beside --resume, or train anew."
+        )

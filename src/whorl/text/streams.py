@@ -31,5 +31,6 @@ class Streams:
 
     def window(self, start: int, time: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, int64 [time, batch], from column `start` on; shorter at the end of the text."""
-        part = self._rows[:, start : min(start + time, self.columns) + 1].t().long().contiguous()
+        part = self._rows[:, start : min(start + time, self.columns) + 1].t()
+        part = part.to(torch.long, memory_format=torch.contiguous_format)  # in one kernel
         return part[:-1], part[1:]
