@@ -138,18 +138,18 @@ def test_a_fault_is_found_and_not_timed(fault: str) -> None:
     assert good.wall is not None
 
 
-def test_who_is_a_little_outside_is_timed_and_marked_if_it_is_no_worse_than_a_rival() -> None:
-    def may(own: float, *rivals: float) -> bool:
+def test_who_is_a_little_outside_is_timed_if_it_is_a_rival_or_has_the_numbers_of_one() -> None:
+    def may(own: float, *rivals: float, tensor: str = "y") -> bool:
         others = [Verdict("y", ratio, 1.0) for ratio in rivals]
-        return measurement._may_be_timed(ours("auto"), Verdict("y", own, 1.0), others)
+        return measurement._may_be_timed(ours("auto"), Verdict(tensor, own, 1.0), others)
 
     assert may(1.0)
     assert not may(1.01)
     assert may(5.0, 5.0)
-    assert may(5.0, 0.5, 6.0)
-    assert not may(5.1, 0.5, 5.0)
+    assert may(5.0, 0.5, 5.01)
+    assert not may(5.0, 0.5, 6.0), "another kernel"
+    assert not may(5.0, 5.0, tensor="grad of x"), "another kernel"
     assert not may(20.0, 20.0)
-    assert not may(5.0, 20.0)
     assert not may(math.inf, math.inf)
     rival = RIVALS["torch"]
     assert [measurement._may_be_timed(rival, Verdict("y", ratio, 1.0), []) for ratio in (1, 16, 17)] == [

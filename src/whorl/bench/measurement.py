@@ -99,13 +99,16 @@ def _measure_pass(
 
 
 def _may_be_timed(contender: Contender, verdict: Verdict, rivals: Sequence[Verdict]) -> bool:
-    """Within the error rule; or not far out of it, and a rival, or no farther out than a rival checked beside it.
+    """Within the error rule; or not far out of it, and a rival, or off by just what a rival is.
 
     torch's own kernels do not always keep to the rule, and whorl has engines that call them.
     """
-    if contender.rival:
-        return verdict.ratio <= _FAR
-    return verdict.ratio <= max([1.0, *(rival.ratio for rival in rivals if rival.ratio <= _FAR)])
+    if verdict.ratio <= 1:
+        return True
+    same = (
+        rival.tensor == verdict.tensor and math.isclose(rival.error, verdict.error, rel_tol=0.01) for rival in rivals
+    )
+    return verdict.ratio <= _FAR and (contender.rival or any(same))
 
 
 def _outcome(runner: Runner, verdict: Verdict, timing: Timing | None) -> Outcome:
