@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from whorl.bench import baseline
+from whorl.bench.baseline import PlainLoop
 
 EXACT = 1e-12
 CELLS = {
@@ -92,9 +94,7 @@ def error(got: Tensor | None, truth: Tensor | None) -> float:
     assert (got is None) == (truth is None), "one has a gradient and the other has none"
     if got is None or truth is None:
         return 0.0
-    assert got.shape == truth.shape, f"{tuple(got.shape)} in place of {tuple(truth.shape)}"
-    distance, norm = (got.double() - truth).norm().item(), truth.norm().item()
-    return 0.0 if distance == 0 else distance / norm if norm else float("inf")
+    return baseline.error(got, truth)
 
 
 def assert_exact(got: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> None:
@@ -110,10 +110,10 @@ def assert_agrees(layer: torch.nn.Module, x: Any, hx: Any = None, loss: Loss = w
     truth, got = results(twin(layer).double(), x, hx, loss, of_x), results(layer, x, hx, loss, of_x)
     if dtype == torch.float64:
         return assert_exact(got, truth)
-    baseline = results(PlainLoop(layer), x, hx, loss, of_x)
+    plain = results(PlainLoop(layer), x, hx, loss, of_x)
     eps = torch.finfo(dtype).eps
     assert all(tensor is None or tensor.dtype == dtype for tensor in got.values())
-    bounds = {name: 2 * error(baseline[name], truth[name]) + 4 * eps for name in truth}
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
     assert got.keys() == truth.keys()
     errors = {name: (error(got[name], truth[name]), bound) for name, bound in bounds.items()}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
@@ -139,78 +139,3 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, PackedSequence):
         return PackedSequence(_rounded(value.data, dtype), *value[1:])
     return tuple(_rounded(part, dtype) for part in value)
-
-
-class _Product(torch.autograd.Function):
-    """a @ w.T, forward and backward, of operands rounded to a dtype and nothing else rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-        a, w = a.to(dtype).to(a.dtype), w.to(dtype).to(w.dtype)
-        ctx.dtype = dtype
-        ctx.save_for_backward(a, w)
-        return a @ w.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (a, w), grad = ctx.saved_tensors, grad.to(ctx.dtype).to(grad.dtype)
-        return grad @ w, grad.flatten(0, -2).T @ a.flatten(0, -2), None
-
-
-class PlainLoop(torch.nn.Module):
-    """The baseline of the error rule: a dense layer as a loop over time in float32 (float64 for float64)."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = [layer]  # in a list, so that its parameters are not this module's
-        self.rounded = next(layer.parameters()).dtype
-        self.wide = torch.float64 if self.rounded == torch.float64 else torch.float32
-        for name, weight in layer.named_parameters():
-            wide = torch.nn.Parameter(weight.detach().to(self.wide), weight.requires_grad)
-            self.register_parameter(name, wide)
-
-    def forward(self, x: Tensor, hx: Any = None) -> tuple:
-        form = self.layer[0]
-        unbatched, ends = x.dim() == 2, []
-        states = [] if hx is None else flat(hx)
-        if unbatched:
-            x, states = x.unsqueeze(1), [state.unsqueeze(1) for state in states]
-        elif form.batch_first:
-            x = x.transpose(0, 1)
-        zeros = [x.new_zeros(x.shape[1], form.hidden_size)] * (1 + (form.mode == "LSTM"))
-        for layer in range(form.num_layers):
-            outs = []
-            for suffix in [f"_l{layer}", f"_l{layer}_reverse"][: 1 + form.bidirectional]:
-                out, end = self._sweep(x, [state[len(ends)] for state in states] or zeros, suffix)
-                outs.append(out)
-                ends.append(end)
-            x = torch.cat(outs, -1)
-            if form.dropout and layer < form.num_layers - 1:
-                x = F.dropout(x, form.dropout, form.training)
-        finals = [torch.stack(end) for end in zip(*ends, strict=True)]
-        if unbatched:
-            return x.squeeze(1), [final.squeeze(1) for final in finals]
-        return x.transpose(0, 1) if form.batch_first else x, finals
-
-    def _sweep(self, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, list[Tensor]]:
-        weights = {kind: getattr(self, kind + suffix) for kind in ("weight_ih", "weight_hh")}
-        b_ih, b_hh = (getattr(self, kind + suffix, x.new_zeros(())) for kind in ("bias_ih", "bias_hh"))
-        outs: list[Tensor] = []
-        for step in x.flip(0) if suffix.endswith("reverse") else x:
-            a = _Product.apply(step, weights["weight_ih"], self.rounded) + b_ih
-            b = _Product.apply(state[0], weights["weight_hh"], self.rounded) + b_hh
-            state = self._step(a, b, state)
-            outs.append(state[0])
-        return torch.stack(outs[::-1] if suffix.endswith("reverse") else outs), state
-
-    def _step(self, a: Tensor, b: Tensor, state: list[Tensor]) -> list[Tensor]:
-        mode = self.layer[0].mode
-        if mode == "LSTM":
-            i, f, g, o = (a + b).chunk(4, -1)
-            c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
-            return [torch.sigmoid(o) * torch.tanh(c), c]
-        if mode == "GRU":
-            (ar, az, an), (br, bz, bn) = a.chunk(3, -1), b.chunk(3, -1)
-            z, n = torch.sigmoid(az + bz), torch.tanh(an + torch.sigmoid(ar + br) * bn)
-            return [(1 - z) * n + z * state[0]]
-        return [torch.tanh(a + b) if mode == "RNN_TANH" else F.relu(a + b)]

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from whorl import __version__
-from whorl.commands import doctor, generate, train
+from whorl.commands import bench, doctor, generate, train
 from whorl.commands.generate import printable
 from whorl.errors import InputError, UnsupportedError
 
@@ -31,7 +31,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="whorl", description="Recurrent layers at the speed of the hardware.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"whorl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (train, generate, doctor):
+    for command in (train, generate, bench, doctor):
         command.add(commands)
     return parser.parse_args(words)
 
@@ -39,7 +39,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status of the command line `words` (None: this process's own).
 
-    It is 0, 1 where `doctor` finds something broken that whorl needs, 2 for bad input, 130 after Ctrl-C.
+    It is 0, 1 where `doctor` finds something broken that whorl needs or `bench` finds numbers of whorl's wrong, 2 for
+    bad input, 130 after Ctrl-C.
     """
     arguments = parse(words)
     try:

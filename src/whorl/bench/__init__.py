@@ -1,0 +1,1 @@
+"""The program behind `whorl bench`: cases, contenders, checks before times, results, report."""

@@ -1,0 +1,118 @@
+"""How long calls take: contenders in turns, on a GPU with a full queue between two events, and by the host's clock.
+
+GPU time is what passes on the GPU between an event before a call and one after it, while calls follow each other
+without waiting: where the host is slower than the GPU it holds the gaps between launches, as it does in a training
+loop.  Wall time is what passes on the host's clock from before a call until its results are there, with nothing else
+under way.  What changes weights and inputs between calls stands outside of both.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whorl.bench.passes import Runner
+
+_SETTLE = 2  # calls of a turn on a GPU that are not counted, where there are several: the queue fills
+_WAITED = 5  # the most calls of a turn that are timed by the host's clock, where events time the others
+_MOST = 200  # calls in a turn
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: turns that every contender gets, and about how many seconds of calls in all of them."""
+
+    turns: int = 5
+    seconds: float = 0.05
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds of a call: the median, the quartiles around it, and how many calls they are of."""
+
+    median: float
+    low: float
+    high: float
+    calls: int
+
+    @staticmethod
+    def of(milliseconds: Sequence[float]) -> "Spread":
+        """To four significant digits.
+
+        >>> Spread.of([3.0, 1.0, 2.0])
+        Spread(median=2.0, low=1.5, high=2.5, calls=3)
+        """
+        values = milliseconds if len(milliseconds) > 1 else [*milliseconds, *milliseconds]
+        low, middle, high = (float(f"{value:.4g}") for value in statistics.quantiles(values, method="inclusive"))
+        return Spread(middle, low, high, len(milliseconds))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """GPU time (None on a CPU) and wall time of a call."""
+
+    gpu: Spread | None
+    wall: Spread
+
+
+def in_turns(runners: Mapping[str, Runner], device: torch.device, effort: Effort) -> dict[str, Timing]:
+    """The timing of each runner; each comes once in every turn, in the other order every other turn."""
+    calls = {name: _calls(runner, device, effort) for name, runner in runners.items()}
+    gpu: dict[str, list[float]] = {name: [] for name in runners}
+    wall: dict[str, list[float]] = {name: [] for name in runners}
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(effort.turns):
+            for name in reversed(list(runners)) if turn % 2 else runners:
+                runner, count = runners[name], calls[name]
+                if device.type == "cuda":
+                    gpu[name] += _between_events(runner, count)
+                    count = min(count, _WAITED)
+                wall[name] += _by_the_clock(runner, device, count)
+    finally:
+        if enabled:
+            gc.enable()
+    return {name: Timing(Spread.of(gpu[name]) if gpu[name] else None, Spread.of(wall[name])) for name in runners}
+
+
+def _calls(runner: Runner, device: torch.device, effort: Effort) -> int:
+    """How many calls of a turn use up its part of the seconds."""
+    once = _by_the_clock(runner, device, 1)[0] / 1e3
+    return max(1, min(_MOST, math.floor(effort.seconds / effort.turns / once)))
+
+
+def _between_events(runner: Runner, count: int) -> list[float]:
+    pairs = []
+    settle = _SETTLE if count > 1 else 0
+    for _ in range(settle + count):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        runner.change()
+        start.record()
+        runner.run()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs[settle:]]
+
+
+def _by_the_clock(runner: Runner, device: torch.device, count: int) -> list[float]:
+    milliseconds = []
+    for _ in range(count):
+        runner.change()
+        _finish(device)
+        start = time.perf_counter()
+        results = runner.run()
+        _finish(device)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+        del results
+    return milliseconds
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
