@@ -70,6 +70,19 @@ def test_lengths_compile_once_for_many_shapes() -> None:
     assert counter.frame_count <= 3
 
 
+def test_lengths_that_are_too_long_are_cut_where_they_cannot_be_looked_at() -> None:
+    torch._dynamo.reset()
+    layer, x = whorl.GRU(2, 3, dtype=torch.float64), torch.randn(4, 3, 2, dtype=torch.float64)
+    lengths, cut = torch.tensor([9, 2, -1]), torch.tensor([4, 2, 0])
+    truth = layer(x, lengths=cut)
+    with pytest.raises(whorl.InputError, match="lengths go from -1 to 9 and x has 4 steps"):
+        layer(x, lengths=lengths)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, lengths=lengths)
+    mapped = vmap(lambda lengths: layer(x, lengths=lengths))(lengths.unsqueeze(0))
+    assert all(torch.equal(a, b) for a, b in zip(compiled, truth, strict=True))
+    assert all(error(a[0].detach(), b.detach()) <= EXACT for a, b in zip(mapped, truth, strict=True))
+
+
 def test_a_packed_call_with_resets_compiles() -> None:
     torch._dynamo.reset()
     layer, lengths = whorl.GRU(2, 3, **BOTH), [2, 4, 3]
