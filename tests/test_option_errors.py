@@ -94,7 +94,9 @@ OF_CELL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cell, options, text", OF_CELL, ids=str)
+@pytest.mark.parametrize(
+    "cell, options, text", OF_CELL, ids=[f"{text} {index}" for index, (*_, text) in enumerate(OF_CELL)]
+)
 def test_an_option_that_recurrent_does_not_take(cell: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(text)}"):
         whorl.Recurrent(cell, INPUTS, UNITS, **options)
@@ -296,8 +298,8 @@ def test_batch_first_holds_for_the_options_too(name: str) -> None:
 
 GAP = "this cell reads gap: write inputs={'gap': ...}."
 INPUTS_OF_GRU_D: list[tuple[dict[str, Any], str]] = [
-    ({}, f"inputs is of type NoneType, and {GAP}"),
-    ({"inputs": {}}, f"inputs is none, and {GAP}"),
+    ({}, f"inputs is not given, and {GAP}"),
+    ({"inputs": {}}, f"inputs is empty, and {GAP}"),
     ({"inputs": {"d": ones(4, 3, 5)}}, f"inputs is d, and {GAP}"),
     ({"inputs": [ones(4, 3, 5)]}, f"inputs is of type list, and {GAP}"),
     ({"inputs": ones(4, 3, 2)}, "inputs['gap'] has 2 features in its last axis: it must be 5 or 1."),

@@ -167,7 +167,7 @@ def test_a_copy_computes_the_same_and_is_its_own(kind: str, name: str, way: str)
 FUNCTIONS = [torch.tanh, F.elu, whorl.softplus, torch.nn.ELU(0.5), doubled, partial(F.elu, alpha=0.5), "gelu"]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["torch", "F", "whorl", "module", "own", "partial", "name"])
 @pytest.mark.parametrize("way", COPIES)
 def test_an_activation_comes_along(way: str, function: Any) -> None:
     layer = whorl.GRU(INPUTS, UNITS, activation=function, recurrent_activation=function)
