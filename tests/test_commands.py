@@ -97,7 +97,7 @@ def test_words_are_told_in_perplexity(text: Path, tmp_path: Path, capsys: pytest
     assert "over 24 of the 25 held-out words" in lines["validation"]
     assert "over 249 of 250 words" in lines["test"]
     kernel = next(line for line in out.splitlines() if line.startswith("kernel"))
-    assert "reference, a loop over time in Python: not cudnn: the tensors are on cpu" in kernel
+    assert "reference, a loop over time in Python: not persistent: the tensors are on cpu" in kernel
 
 
 def test_a_preset_can_be_taken_in_part(

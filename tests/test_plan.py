@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import whorl
+from cells_for_tests import layer_norm_lstm
 from whorl.cells import library
+from whorl.cells.expr import var
 from whorl.engines import ENGINES
+from whorl.engines.cuda import persistent
 from whorl.engines.native import OneDNN
 from whorl.engines.reference import Reference
 from whorl.plan import decide
@@ -24,6 +27,12 @@ def decayed(x: Any, r: Any, s: Any) -> dict[str, Any]:
     return dict(h=x.d * s.h + whorl.tanh(x.n + r.n))
 
 
+@whorl.cell(gates="a b k", states="h c n", vectors={"w": 0.5}, x_only="k")
+def four(x: Any, r: Any, s: Any, v: Any) -> dict[str, Any]:
+    c = whorl.sigmoid(x.a + r.a) * s.c + v.w * whorl.tanh(x.b * r.b)
+    return dict(h=whorl.tanh(c) * whorl.sigmoid(x.k), c=c, n=s.n + s.h)
+
+
 LSTM = Form(cell=library.lstm.graph, inputs=5, units=7, layers=2)
 GRU = replace(LSTM, cell=library.gru.graph)
 RNN = replace(LSTM, cell=library.rnn_tanh.graph)
@@ -31,9 +40,33 @@ CPU = Device("cpu", "cpu", library=1, half=True, bfloat16=True)
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
 T4 = replace(H200, name="Tesla T4", capability=(7, 5), bfloat16=False)
 PLAIN = Problem(LSTM, CPU, torch.float32, time=6, batch=3, gradient=True)
-ON = {"cudnn": replace(PLAIN, device=H200), "onednn": PLAIN, "reference": PLAIN}
+HALF = replace(PLAIN, device=H200, dtype=torch.bfloat16)
+ON = {"persistent": HALF, "cudnn": replace(PLAIN, device=H200), "onednn": PLAIN, "reference": PLAIN}
+MEAN = replace(LSTM, cell=layer_norm_lstm.graph)
 
 LIMITS: list[tuple[str, dict[str, Any], str]] = [
+    ("persistent", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
+    ("persistent", {"device": T4}, "the GPU has compute capability 7.5, these kernels are made for 9.0"),
+    ("persistent", {"dtype": torch.float32}, "the dtype is float32, these kernels take float16 and bfloat16"),
+    (
+        "persistent",
+        {"form": MEAN},
+        "the step of layer_norm_lstm has a mean or a product inside, these kernels take pointwise steps",
+    ),
+    (
+        "persistent",
+        {"form": replace(RNN, cell=replace(library.rnn_tanh.graph, x_only=("n",), outputs=(-var("x.n"),)))},
+        "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
+    ),
+    ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
+    ("persistent", {"packed": True}, "the input is a PackedSequence, these kernels take padded input"),
+    ("persistent", {"extras": ("mask", "reset")}, "these kernels do not take a mask, resets"),
+    ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
+    (
+        "persistent",
+        {"form": replace(LSTM, units=1024)},
+        "1024 units of lstm in bfloat16 do not fit one cluster, at most 768 do",
+    ),
     ("cudnn", {"device": CPU}, "the tensors are on cpu, cuDNN runs on cuda"),
     ("cudnn", {"device": replace(H200, library=0)}, "this torch has no cuDNN, or torch.backends.cudnn is switched off"),
     (
@@ -91,6 +124,10 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("onednn", {"extras": ("lengths", "return_states")}, "oneDNN does not take lengths, the states of every step"),
 ]
 WITHIN: list[tuple[str, dict[str, Any]]] = [
+    ("persistent", {"time": 100_000, "batch": 1, "initial": True, "dropout": True}),
+    ("persistent", {"form": replace(GRU, units=509, directions=2), "dtype": torch.float16}),
+    ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
+    ("persistent", {"form": replace(LSTM, cell=four.graph)}),
     ("cudnn", {"time": 65_535, "batch": 1}),
     ("cudnn", {"packed": True, "initial": True, "dropout": True}),
     ("cudnn", {"form": GRU, "dtype": torch.float64, "device": T4}),
@@ -105,10 +142,39 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are the same whether or not NVRTC's bindings are installed here."""
+    monkeypatch.setattr(persistent, "missing", lambda: None)
+
+
+def test_without_nvrtc_the_reason_has_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persistent, "missing", lambda: "type this")
+    made = decide(ON["persistent"])
+    assert made.engine == "cudnn"
+    assert [(refusal.engine, refusal.reasons) for refusal in made.refusals] == [("persistent", ("type this",))]
+
+
 @pytest.mark.parametrize("engine, changes, sentence", LIMITS, ids=[f"{row[0]}: {row[2]}" for row in LIMITS])
 def test_a_limit_of_an_engine_bites(engine: str, changes: dict[str, Any], sentence: str) -> None:
     assert ENGINES[engine].obstacles(ON[engine]) == []
     assert ENGINES[engine].obstacles(replace(ON[engine], **changes)) == [sentence]
+
+
+def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
+    large = replace(HALF, form=replace(LSTM, units=512, layers=1), batch=512)
+    reason = "batch 512 of 512 units takes 3 rounds of clusters, and cuDNN was measured to be faster from 3 on"
+    made = decide(large)
+    assert (made.engine, [refusal.reasons for refusal in made.refusals]) == ("cudnn", [(reason,)])
+    assert decide(large, "persistent").engine == "persistent"
+    for faster in (
+        replace(large, batch=128),
+        replace(large, form=replace(large.form, units=256)),
+        replace(large, form=replace(large.form, cell=four.graph)),  # cuDNN has no such cell
+        replace(large, device=replace(H200, library=0)),
+        replace(large, form=replace(large.form, units=640), batch=128, dtype=torch.float16),
+    ):
+        assert decide(faster).engine == "persistent"
 
 
 @pytest.mark.parametrize("engine, changes", WITHIN, ids=str)
@@ -138,9 +204,13 @@ def test_float16_is_for_inference_on_processors_that_have_it(half: bool, gradien
 def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
     made = decide(replace(PLAIN, form=GRU, dtype=torch.float64, packed=True, batch=0))
     assert (made.engine, made.asked) == ("reference", "auto")
-    assert [(refusal.engine, len(refusal.reasons)) for refusal in made.refusals] == [("cudnn", 1), ("onednn", 4)]
-    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["cudnn"]
-    assert decide(ON["cudnn"]).refusals == ()
+    assert [(refusal.engine, len(refusal.reasons)) for refusal in made.refusals] == [
+        ("persistent", 1),
+        ("cudnn", 1),
+        ("onednn", 4),
+    ]
+    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn"]
+    assert decide(ON["persistent"]).refusals == ()
     assert decide(ON["cudnn"], "reference").refusals == ()
 
 
@@ -165,7 +235,7 @@ def test_a_problem_that_no_engine_can_run_says_so(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["cuda", "", "AUTO", None, 3])
 def test_an_engine_that_does_not_exist(name: Any) -> None:
-    wrong = pytest.raises(whorl.InputError, match=f"engine is {name!r}: write one of 'auto', 'cudnn', 'onednn'")
+    wrong = pytest.raises(whorl.InputError, match=f"engine is {name!r}: write one of 'auto', 'persistent', 'cudnn'")
     layer = whorl.LSTM(5, 7)
     with wrong:
         layer.engine = name

@@ -25,6 +25,7 @@ from whorl.cells.expr import (
 from whorl.errors import (
     CellError,
     InputError,
+    KernelError,
     SettingError,
     SlowError,
     SlowWarning,
@@ -38,8 +39,9 @@ from whorl.steps import GRUCell, LSTMCell, RNNCell
 
 __version__ = "0.1.0.dev0"
 __all__ = [
-    "GRU", "LSTM", "RNN", "AdoptionReport", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "LSTMCell",
-    "LayerReport", "Plan", "RNNCell", "Recurrent", "SettingError", "SlowError", "SlowWarning", "UnsupportedError",
-    "accelerate", "cell", "clip", "cos", "erf", "exp", "explain", "expm1", "log", "log1p", "maximum", "mean", "minimum",
-    "relu", "restore", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt", "tanh", "where",
+    "GRU", "LSTM", "RNN", "AdoptionReport", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "KernelError",
+    "LSTMCell", "LayerReport", "Plan", "RNNCell", "Recurrent", "SettingError", "SlowError", "SlowWarning",
+    "UnsupportedError", "accelerate", "cell", "clip", "cos", "erf", "exp", "explain", "expm1", "log", "log1p",
+    "maximum", "mean", "minimum", "relu", "restore", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt", "tanh",
+    "where",
 ]  # fmt: skip

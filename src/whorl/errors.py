@@ -23,3 +23,7 @@ class SlowError(UnsupportedError):
 
 class SlowWarning(UserWarning):
     """A layer runs as a loop over time in Python; the message lists the reasons against every faster engine."""
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled, stored, loaded or launched; the message has what the compiler or driver says."""

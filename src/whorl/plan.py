@@ -31,6 +31,8 @@ def decide(problem: Problem, engine: str = "auto") -> Plan:
     refusals: list[Refusal] = []
     for name in ENGINES if engine == "auto" else [engine]:
         reasons = tuple(ENGINES[name].obstacles(problem))
+        if engine == "auto" and not reasons:
+            reasons = tuple(ENGINES[name].slower(problem))
         if not reasons:
             return Plan(problem, name, engine, tuple(refusals))
         refusals.append(Refusal(name, reasons))

@@ -62,7 +62,7 @@ class Target:
 HOST = Target(0, "real({!r})", sys.float_info.max, "real(__builtin_huge_val())", 'real(__builtin_nan(""))')
 """C++17 with <cmath>; `real` is float or double."""
 CUDA = Target(1, "{!r}f", 3.4028234663852886e38, "__int_as_float(0x7f800000)", "__int_as_float(0x7fffffff)")
-"""CUDA C++ as NVRTC takes it without headers; `real` is float."""
+"""CUDA C++ as NVRTC takes it without headers; `real` is float, and `logistic` is what a kernel makes of the sigmoid."""
 
 # {0}, {1} and {2} are names or numbers, so a spelling may repeat them.  A NaN goes through each, as in torch.
 SPELLINGS: dict[str, tuple[str, str]] = {
@@ -93,7 +93,7 @@ SPELLINGS: dict[str, tuple[str, str]] = {
     "erf": ("std::erf({0})", "erff({0})"),
     "sin": ("std::sin({0})", "sinf({0})"),
     "cos": ("std::cos({0})", "cosf({0})"),
-    "sigmoid": ("real(1) / (real(1) + std::exp(-{0}))", "1.f / (1.f + expf(-{0}))"),
+    "sigmoid": ("real(1) / (real(1) + std::exp(-{0}))", "logistic({0})"),
     "tanh": ("std::tanh({0})", "tanhf({0})"),
     "relu": ("{0} < real(0) ? real(0) : {0}", "{0} < 0.f ? 0.f : {0}"),
     "softplus": (

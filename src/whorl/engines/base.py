@@ -24,6 +24,10 @@ class Engine(ABC):
     def obstacles(self, problem: Problem) -> list[str]:
         """Every reason why this engine cannot run the problem, each a sentence; empty where it can.  Pure."""
 
+    def slower(self, problem: Problem) -> list[str]:
+        """Reasons to leave a problem that it can run to an engine that comes later, unless it is asked for by name."""
+        return []
+
     @abstractmethod
     def forward(self, plan: Plan, call: Call) -> Outcome:
         """The outputs, the final states, and what backward reads."""

@@ -1,0 +1,85 @@
+"""`whorl warm`: compile the CUDA kernels of a layer ahead of time, on any machine."""
+
+import argparse
+import re
+from typing import NamedTuple
+
+import torch
+
+from whorl.cells import library
+from whorl.engines.cuda.persistent import warm
+from whorl.engines.cuda.tiling import Chip
+from whorl.errors import InputError, KernelError
+from whorl.problem import Device, Form, Problem
+from whorl.settings import settings
+
+CELLS = {
+    "lstm": library.lstm,
+    "gru": library.gru,
+    "rnn_tanh": library.rnn_tanh,
+    "rnn_relu": library.rnn_relu,
+}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Gpu(NamedTuple):
+    """A GPU to compile for."""
+
+    name: str
+    chip: Chip
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the arguments."""
+    text = "Compile the CUDA kernels of a layer ahead of time into the folder of compiled kernels (WHORL_CACHE)."
+    parser = commands.add_parser("warm", help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("cell", choices=CELLS, help="the layer's cell")
+    parser.add_argument("--units", type=int, nargs="+", required=True, help="its units; several compile several")
+    parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences side by side (32)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"], help="bfloat16 unless given")
+    parser.add_argument("--bidirectional", action="store_true", help="both directions")
+    parser.add_argument("--no-bias", action="store_true", help="a layer without bias")
+    parser.add_argument("--inference", action="store_true", help="the forward kernel alone, which saves nothing")
+    parser.add_argument(
+        "--gpu",
+        type=_gpu,
+        help="compute capability and multiprocessors of the GPU, as in 9.0:132; this machine's own unless given",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile, and print the name of each kernel."""
+    gpu = arguments.gpu or _own()
+    device = Device("cuda", gpu.name, gpu.chip.capability)
+    problems = [
+        Problem(
+            form=Form(CELLS[arguments.cell].graph, units, units, directions=1 + arguments.bidirectional,
+                      bias=not arguments.no_bias),
+            device=device, dtype=DTYPES[dtype], time=1, batch=batch, gradient=not arguments.inference,
+        )
+        for units in arguments.units for batch in arguments.batch for dtype in arguments.dtype
+    ]  # fmt: skip
+    try:
+        names = dict.fromkeys(name for problem in problems for name in warm(problem, gpu.chip))
+    except KernelError as error:
+        raise InputError(str(error)) from error
+    for name in names:
+        print(name)
+    print(f"{len(names)} kernels for {gpu.name} are in {settings.cache}")
+    return 0
+
+
+def _gpu(text: str) -> Gpu:
+    found = re.fullmatch(r"(\d+)\.(\d):(\d+)", text)
+    if found is None or int(found[3]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write compute capability and multiprocessors, as in 9.0:132")
+    major, minor, multiprocessors = map(int, found.groups())
+    return Gpu(f"a GPU of compute capability {major}.{minor}", Chip((major, minor), multiprocessors))
+
+
+def _own() -> Gpu:
+    if not torch.cuda.is_available():
+        raise InputError("torch sees no NVIDIA GPU here: say which one to compile for, as in --gpu 9.0:132.")
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(seen.name, Chip((seen.major, seen.minor), seen.multi_processor_count))

@@ -1,0 +1,401 @@
+// All steps of a recurrent layer, backward, in one launch: the gradients of the gates, of the initial states, and sums
+// over the batch for the bias and the vectors.  What is left (dx, dW) are products of whole matrices.
+//
+// A cluster owns ROWS = 8 x TILES sequences, a block the units from rank x SLICE on, as in the forward kernel.  At each
+// step a block computes the gradient of the cell for its own units, multiplies it with its own slice of the recurrent
+// weights, transposed, and sends to each block what concerns that block's units: a float32 sum from each source, added
+// by the receiver in the order of the sources.
+//
+// The product's rows are all units, 16 in each of CLUSTER x GROUPS strips; warp w owns SHARE strips from w x SHARE on.
+// The cell is computed in CELLS items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has
+// two neighbouring units of two neighbouring sequences of each.
+//
+//   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
+//   shared     gradients of the gates twice (a warp may still multiply while another begins the next step), arrived
+//              sums twice, two barriers, more weights
+//   global     gates, saved states, y and its gradient in; gradients of the gates out
+//
+// A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+
+// @generated
+
+constexpr int ROWS = 8 * TILES, GROUPS = SLICE / 16, CELLS = GROUPS * TILES, OWN = (CELLS + WARPS - 1) / WARPS;
+constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
+constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
+constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
+constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
+constexpr unsigned ARRIVING = SUM_WORDS * 4;
+constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
+static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS) + 16 == SHARED, "tiling and kernel disagree");
+
+struct Arguments {
+  const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
+  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Element* vectors[2][MOST(VECTORS)];
+  const Element* initial[STATES];  // [directions, batch, UNITS], all or null
+  const Element* y;                // [time, batch, directions x UNITS]
+  const Gate* apart[2];            // [time, batch, APART x UNITS]
+  const float* states[2];          // [STATES - 1, time, batch, UNITS]
+  const Element* y_gradient;       // [time, batch, directions x UNITS] or null
+  const Element* final_gradients[STATES];  // [directions, batch, UNITS] or null
+  Element* gate_gradients[2];              // [time, batch, GATES x UNITS]
+  Element* apart_gradients[2];             // [time, batch, APART x UNITS]
+  Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
+  float* sums[2];                          // [clusters x TILES, SUMMED x UNITS]
+  long long time, batch;
+};
+
+struct Item {  // what one thread reads for an item at a step: two units of each of two sequences
+  GatePair gates[2][GATES], apart[2][MOST(APART)];
+  Pair y_gradient[2], before[2];
+  float2 states[2][MOST(STATES - 1)];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) unsigned memory[];
+  uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
+  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, lane]
+  unsigned* const gradients = memory + WEIGHT_WORDS + 2 * SUM_WORDS;  // [2, sequence, gate, unit]
+  const unsigned base = shared_address(memory), barriers = shared_address(gradients + 2 * GRADIENT_WORDS);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const unsigned rank = rank_in_cluster();
+  const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER;
+  const Element* const weights = a.weights[direction];
+
+  // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
+  uint4 resident[MOST(RESIDENT)];
+#pragma unroll
+  for (int i = 0; i < SHARE * DEPTHS; ++i) {
+    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
+    uint4 word = {0, 0, 0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * WORD_ELEMENTS, own = rank * SLICE + depth % SLICE;
+      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
+      const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
+      const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
+#if ELEMENT_BYTES == 2
+      const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
+      const unsigned even = __byte_perm(upper, lower, 0x5410), odd = __byte_perm(upper, lower, 0x7632);
+#else
+      const unsigned even = operand(upper.x), odd = operand(upper.y);
+#endif
+      if (half == 0) word.x = even, word.y = odd;
+      if (half == 1) word.z = even, word.w = odd;
+    }
+    if (i < RESIDENT)
+      resident[i < RESIDENT ? i : 0] = word;
+    else
+      streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
+  }
+
+  const int time = (int)a.time, width = gridDim.y * UNITS;
+  const bool reverse = direction == 1;
+  const long long row_step = reverse ? batch : -batch, begin = reverse ? 0 : (a.time - 1) * batch;
+  const long long state_stride = a.time * batch * UNITS;
+  const bool has_output_gradient = a.y_gradient != nullptr;
+
+  float carried[OWN][STATES][2][2], vectors[OWN][MOST(VECTORS)][2], summed[OWN][MOST(SUMMED)][2] = {};
+  Item item[OWN];
+  bool in[OWN][2][2];  // whether the value of this sequence and unit is there
+  const Gate* gates_at[OWN];
+  Element *gradients_at[OWN], *apart_gradients_at[OWN];
+  long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
+  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) / TILES * 16 + lane / 4 * 2; };
+  const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
+    const int row = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2 + b;
+    return ((long long)direction * batch + row) * UNITS + unit_of(j);
+  };
+  // what the item reads at the step that the places above have come to; `last`: nothing came before it
+  const auto load = [&](int j, bool last) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const bool first = in[j][b][0], second = in[j][b][1];
+#pragma unroll
+      for (int g = 0; g < GATES; ++g)
+        item[j].gates[b][g] = load_gates(gates_at[j] + (b * GATES + g) * UNITS, first, second);
+#pragma unroll
+      for (int i = 0; i < APART; ++i)
+        item[j].apart[b][i] = load_gates(a.apart[direction] + apart_at[j] + (b * APART + i) * UNITS, first, second);
+      item[j].y_gradient[b] = load_pair(a.y_gradient + outputs_at[j] + b * width, first && has_output_gradient,
+                                        second && has_output_gradient);
+      if (last) {
+        const bool given = a.initial[0] != nullptr;
+        item[j].before[b] = load_pair(a.initial[0] + start_of(j, b), first && given, second && given);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          item[j].states[b][s - 1] =
+              wide_pair(load_pair(a.initial[s] + start_of(j, b), first && given, second && given));
+      } else {
+        item[j].before[b] = load_pair(a.y + outputs_at[j] + (row_step + b) * width, first, second);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          item[j].states[b][s - 1] = load_wide_pair(
+              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + b) * UNITS, first, second);
+      }
+    }
+  };
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) {
+    const int unit = unit_of(j), row = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2;
+    const bool own = warp + j * WARPS < CELLS;
+    gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
+    gradients_at[j] = a.gate_gradients[direction] + (begin + row) * GATES * UNITS + unit;
+    apart_gradients_at[j] = a.apart_gradients[direction] + (begin + row) * APART * UNITS + unit;
+    outputs_at[j] = (begin + row) * width + direction * UNITS + unit;
+    apart_at[j] = (begin + row) * APART * UNITS + unit;
+    states_at[j] = (begin + row) * UNITS + unit;
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      vectors[j][v][0] = own && unit < UNITS ? wide(a.vectors[direction][v][unit]) : 0.f;
+      vectors[j][v][1] = own && unit + 1 < UNITS ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
+    }
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      in[j][b][0] = own && row + b < batch && unit < UNITS;
+      in[j][b][1] = own && row + b < batch && unit + 1 < UNITS;
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.final_gradients[s] != nullptr;
+        const float2 value =
+            wide_pair(load_pair(a.final_gradients[s] + start_of(j, b), given && in[j][b][0], given && in[j][b][1]));
+        carried[j][s][b][0] = value.x;
+        carried[j][s][b][1] = value.y;
+      }
+    }
+    load(j, time == 1);
+  }
+
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    start_barrier(barriers);
+    start_barrier(barriers + 8);
+    barriers_started();
+    expect(barriers, ARRIVING);
+    expect(barriers + 8, ARRIVING);
+  }
+  cluster_barrier();
+#endif
+
+  const auto arrive = [&](int t) {  // t: steps done before
+#if CLUSTER > 1
+    wait(barriers + 8 * (t % 2), (t - 1) / 2 % 2);
+    if (threadIdx.x == 0) expect(barriers + 8 * (t % 2), ARRIVING);
+#else
+    __syncthreads();
+#endif
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+      const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + lane;
+      float4 sum = from[0];
+#pragma unroll
+      for (int source = 1; source < CLUSTER; ++source) {
+        const float4 part = from[source * 32];
+        sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+      }
+      carried[j][0][0][0] += sum.x;
+      carried[j][0][0][1] += sum.y;
+      carried[j][0][1][0] += sum.z;
+      carried[j][0][1][1] += sum.w;
+    }
+  };
+
+  const unsigned columns = shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
+  const bool wants_initial = a.initial_gradients[0] != nullptr;
+  for (int t = 0; t < time; ++t) {
+    if (t > 0) arrive(t);
+
+    float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT];
+    if (warp < CELLS) {  // the same for the whole warp
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const float2 output = wide_pair(item[j].y_gradient[b]), h = wide_pair(item[j].before[b]);
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
+            float to_x[GATES], to_r[RECURRENT], to_s[STATES], to_v[MOST(VECTORS)];
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
+#pragma unroll
+            for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(item[j].apart[b][i]), u);
+            before[0] = half_of(h, u);
+#pragma unroll
+            for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) d[s] = carried[j][s][b][u];
+            d[0] += half_of(output, u);
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[j][i][u];
+            step_backward(x, r, before, v, d, to_x, to_r, to_s, to_v);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) carried[j][s][b][u] = to_s[s];
+            const bool there = in[j][b][u];  // a sum never takes what the cell makes of nothing
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g) {
+              const float value = there ? to_r[g] : 0.f;
+              if (u == 0) dr[j][b][g].x = value;
+              if (u == 1) dr[j][b][g].y = value;
+            }
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) {
+              if (u == 0) dx[j][b][g].x = to_x[g];
+              if (u == 1) dx[j][b][g].y = to_x[g];
+              if constexpr (BIAS) summed[j][g][u] += there ? to_x[g] : 0.f;
+            }
+#pragma unroll
+            for (int i = 0; i < APART; ++i)
+              if constexpr (BIAS) summed[j][GATES + i][u] += there ? to_r[apart(i)] : 0.f;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) summed[j][SUMMED - VECTORS + i][u] += there ? to_v[i] : 0.f;
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const int group = (warp + j * WARPS) / TILES, tile = (warp + j * WARPS) % TILES;
+        if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+#pragma unroll
+        for (int b = 0; b < 2; ++b)
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            unsigned* const to = gradients + t % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE +
+                                 (g * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
+#if ELEMENT_BYTES == 2
+            *to = narrow_pair(dr[j][b][g].x, dr[j][b][g].y);
+#else
+            to[0] = operand(dr[j][b][g].x), to[1] = operand(dr[j][b][g].y);
+#endif
+          }
+      }
+    }
+    const bool goes_on = t + 1 < time || wants_initial;
+    if (goes_on) __syncthreads();
+    if (warp < CELLS && t + 1 < time) {
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        gates_at[j] += row_step * GATES * UNITS;
+        outputs_at[j] += row_step * width;
+        apart_at[j] += row_step * APART * UNITS;
+        states_at[j] += row_step * UNITS;
+        load(j, t + 2 == time);
+      }
+    }
+
+    if (goes_on) {
+#pragma unroll
+      for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
+        float sums[CHUNK][TILES][4] = {};
+#pragma unroll
+        for (int d = 0; d < DEPTHS; d += 2) {
+          uint4 b[TILES];
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const unsigned at = columns + (unsigned)(t % 2) * GRADIENT_WORDS * 4 + (n * 8 * STRIDE + d * 8) * 4;
+            b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (d + half < DEPTHS)
+#pragma unroll
+              for (int c = 0; c < CHUNK; ++c)
+                if (i0 + c < SHARE) {
+                  const int i = (i0 + c) * DEPTHS + d + half;
+                  const uint4 weight = i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                    : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane];
+#pragma unroll
+                  for (int n = 0; n < TILES; ++n)
+                    multiply(sums[c][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+                }
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNK; ++c) {
+          const int strip = warp * SHARE + i0 + c;
+          if (i0 + c >= SHARE || strip >= STRIPS) break;
+#if CLUSTER > 1
+          const unsigned target = at_rank(base, strip / GROUPS);
+#endif
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
+            const float(&sum)[4] = sums[c][n];
+            const int slot = (((t + 1) % 2 * CELLS + strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + lane;
+#if CLUSTER > 1
+            const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
+                                __float_as_uint(sum[3])};
+            send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * ((t + 1) % 2), data);
+#else
+            arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
+#endif
+          }
+        }
+      }
+    }
+
+    if (warp < CELLS) {  // what nobody waits for
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const bool first = in[j][b][0], second = in[j][b][1];
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            store_pair(gradients_at[j] + (b * GATES + g) * UNITS, dx[j][b][g].x, dx[j][b][g].y, first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_pair(apart_gradients_at[j] + (b * APART + i) * UNITS, dr[j][b][apart(i)].x, dr[j][b][apart(i)].y,
+                       first, second);
+          if (t + 1 + AHEAD < time && first) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + ((AHEAD * row_step + b) * GATES + g) * UNITS);
+#pragma unroll
+            for (int i = 0; i < APART; ++i)
+              prefetch(a.apart[direction] + apart_at[j] + ((AHEAD * row_step + b) * APART + i) * UNITS);
+            if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + (AHEAD * row_step + b) * width);
+            prefetch(a.y + outputs_at[j] + (AHEAD * row_step + b) * width);
+#pragma unroll
+            for (int s = 1; s < STATES; ++s)
+              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + (AHEAD * row_step + b) * UNITS);
+          }
+        }
+        gradients_at[j] += row_step * GATES * UNITS;
+        apart_gradients_at[j] += row_step * APART * UNITS;
+      }
+    }
+  }
+
+  if (wants_initial) {
+    arrive(time);
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int b = 0; b < 2; ++b)
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) {
+          store_pair(a.initial_gradients[s] + start_of(j, b), carried[j][s][b][0], carried[j][s][b][1], in[j][b][0],
+                     in[j][b][1]);
+        }
+  }
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) {
+    const int unit = unit_of(j), tile = (warp + j * WARPS) % TILES;
+    const bool own = warp + j * WARPS < CELLS && lane % 4 == 0;
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) {
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        summed[j][i][u] += __shfl_xor_sync(0xffffffffu, summed[j][i][u], 1);
+        summed[j][i][u] += __shfl_xor_sync(0xffffffffu, summed[j][i][u], 2);
+      }
+      float* const to = a.sums[direction] + ((long long)(cluster * TILES + tile) * SUMMED + i) * UNITS + unit;
+      store_wide_pair(to, summed[j][i][0], summed[j][i][1], own && unit < UNITS, own && unit + 1 < UNITS);
+    }
+  }
+#if CLUSTER > 1
+  cluster_barrier();  // a block that has ended must not be sent to
+#endif
+}

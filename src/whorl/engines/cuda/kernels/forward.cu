@@ -1,0 +1,342 @@
+// All steps of a recurrent layer, forward, in one launch.
+//
+// A cluster of CLUSTER blocks (or one block alone) owns ROWS = 8 x TILES sequences.  Block `rank` owns the units from
+// rank x SLICE on, for every gate; its recurrent weights stay in registers, and past RESIDENT depths in shared memory.
+// At each step it multiplies them with the states of all units, which lie in its shared memory, computes the cell for
+// its own units, and sends their new states into the shared memory of every block of the cluster.
+//
+// Within a block, warp (group, split) owns 16 units and, of the depth of the product, the DEPTHS x 8 words from
+// split x DEPTHS x 8 on.  Where there are several splits, their partial sums meet in shared memory; then each warp
+// computes the cell for some of the group's items.  An item is, for a thread: two neighbouring units of one sequence.
+//
+//   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
+//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers, more weights
+//   global     x in, gates out in its place where they are saved; y, saved states, final states
+//
+// UNITS and the batch may be any number: what lies past them is computed as zero and never written.
+// A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+
+// @generated
+
+constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / SPLITS;
+constexpr int GROUPS = SLICE / 16, WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
+constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
+constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
+constexpr int STREAMED = DEPTHS - RESIDENT;
+constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
+constexpr unsigned ARRIVING = ROWS * CLUSTER * SLICE * ELEMENT_BYTES;
+constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS) + 16 == SHARED, "tiling and kernel disagree");
+
+struct Arguments {
+  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x; where saved, x + r
+  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Element* bias[2];     // [RECURRENT x UNITS] or null
+  const Element* vectors[2][MOST(VECTORS)];
+  const Element* initial[STATES];  // [directions, batch, UNITS], all or null
+  Element* finals[STATES];         // [directions, batch, UNITS]
+  Element* y;                      // [time, batch, directions x UNITS]
+  Gate* apart[2];                  // [time, batch, APART x UNITS]: r of gates that are not a sum
+  float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
+  long long time, batch;
+};
+
+// one word of the weights of unit `row`, from element `column` on; zero outside
+__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
+  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
+#if ELEMENT_BYTES == 2
+  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
+#else
+  return row < UNITS && column < UNITS ? operand(*at) : 0u;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) unsigned memory[];
+  uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]
+  unsigned* const states = memory + WEIGHT_WORDS;
+  float* const partial = (float*)(states + 2 * STATE_WORDS);  // [group, item, split, two gates, lane, gate, unit]
+  const unsigned barriers = shared_address(partial + PARTIAL_WORDS);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
+  const int direction = blockIdx.y;
+  const unsigned rank = rank_in_cluster();
+  const int unit = rank * SLICE + group * 16 + lane / 4 * 2;  // and unit + 1
+  const bool has_first = unit < UNITS, has_second = unit + 1 < UNITS;
+  const int batch = (int)a.batch, row0 = blockIdx.x / CLUSTER * ROWS + lane % 4 * 2;
+  const Element* const weights = a.weights[direction];
+
+  // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
+  uint4 resident[MOST(RESIDENT)][RECURRENT];
+#pragma unroll
+  for (int d = 0; d < DEPTHS; ++d)
+#pragma unroll
+    for (int g = 0; g < RECURRENT; ++g) {
+      const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
+      const uint4 word = {weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
+                          weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)};
+      if (d < RESIDENT)
+        resident[d < RESIDENT ? d : 0][g] = word;
+      else
+        streamed[((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * 32 + lane] = word;
+    }
+
+  for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
+  __syncthreads();
+  if (a.initial[0] != nullptr) {
+    const Element* const initial = a.initial[0] + (long long)direction * batch * UNITS;
+    for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
+      const int row = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
+      if (row < batch) {
+        const Element value = initial[(long long)row * UNITS + column];
+        unsigned* const at = states + i / UNITS * STRIDE;
+#if ELEMENT_BYTES == 2
+        ((Element*)at)[column] = value;
+#else
+        at[column] = operand(value);
+#endif
+      }
+    }
+  }
+
+  // what a thread computes: its items.  Of two groups, different warps have one more item than the others.
+  const int position = (split + SPLITS - group * (ITEMS % SPLITS) % SPLITS) % SPLITS;
+  float bias[RECURRENT][2], vectors[MOST(VECTORS)][2], state[OWN][STATES][2];
+#pragma unroll
+  for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
+    const Element* const at = a.bias[direction] + g * UNITS + unit;
+    bias[g][0] = split == 0 && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+    bias[g][1] = split == 0 && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+  }
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
+    vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
+  }
+
+  const int time = (int)a.time, width = gridDim.y * UNITS;
+  const long long row_step = direction == 0 ? batch : -batch, begin = direction == 0 ? 0 : (a.time - 1) * batch;
+  const long long state_stride = a.time * batch * UNITS;
+  // the thread's first item, and how many sequences further on the others are
+  const int row = row0 + position / 2 * 8 + position % 2;
+  const auto further = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
+  const auto is_there = [&](int j) {
+    return has_first && row + further(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
+  };
+  Gate* gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
+  Element* y_at = a.y + (begin + row) * width + direction * UNITS + unit;
+  Gate* apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
+  float* states_at = a.states[direction] + (begin + row) * UNITS + unit;
+  GatePair x[OWN][GATES];
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) {
+    const bool first = is_there(j), second = first && has_second;
+    const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      const bool given = a.initial[s] != nullptr;
+      const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
+      state[j][s][0] = value.x;
+      state[j][s][1] = value.y;
+    }
+#pragma unroll
+    for (int g = 0; g < GATES; ++g)
+      x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, first, second);
+  }
+
+#if CLUSTER > 1
+  const unsigned remote = shared_address(states) - shared_address(memory);
+  constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
+  const int sharer = lane / 4 % SHARERS;  // of the threads that hold the same 16 bytes, which one
+  unsigned peer[PEERS];
+#pragma unroll
+  for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+  const unsigned barrier_offset = barriers - shared_address(memory);
+  if (threadIdx.x == 0) {
+    start_barrier(barriers);
+    start_barrier(barriers + 8);
+    barriers_started();
+    expect(barriers, ARRIVING);
+    expect(barriers + 8, ARRIVING);
+  }
+  cluster_barrier();
+#else
+  __syncthreads();
+#endif
+
+  const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
+  for (int t = 0; t < time; ++t) {
+    const int now = t % 2;
+#if CLUSTER > 1
+    if (t > 0) {
+      wait(barriers + 8 * now, (t - 1) / 2 % 2);
+      if (threadIdx.x == 0) expect(barriers + 8 * now, ARRIVING);
+    }
+#endif
+
+    float sums[RECURRENT][TILES][4];
+#pragma unroll
+    for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        sums[g][n][0] = sums[g][n][1] = bias[g][0];
+        sums[g][n][2] = sums[g][n][3] = bias[g][1];
+      }
+    const unsigned from = columns + now * STATE_WORDS * 4;
+#pragma unroll
+    for (int d = 0; d < DEPTHS; d += 2) {
+      uint4 b[TILES];
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
+        b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (d + half < DEPTHS)
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            const int at = d + half;
+            const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+            const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+              multiply(sums[g][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+          }
+    }
+
+    if constexpr (SPLITS > 1) {
+#pragma unroll
+      for (int item = 0; item < ITEMS; ++item) {
+        float* const to = partial + ((group * ITEMS + item) * SPLITS + split) * RECURRENT * 64;
+        const int n = item / 2, e = item % 2;
+#pragma unroll
+        for (int g = 0; g + 1 < RECURRENT; g += 2)
+          *(float4*)(to + g * 64 + lane * 4) = {sums[g][n][e], sums[g][n][e + 2], sums[g + 1][n][e],
+                                                sums[g + 1][n][e + 2]};
+        if constexpr (RECURRENT % 2)
+          *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
+      }
+      named_barrier(1 + group, 32 * SPLITS);
+    }
+
+    if (position < ITEMS) {  // the same for the whole warp
+      float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const int item = min(position + j * SPLITS, ITEMS - 1);
+        if constexpr (SPLITS > 1) {
+#pragma unroll
+          for (int s = 0; s < SPLITS; ++s) {
+            const float* const part = partial + ((group * ITEMS + item) * SPLITS + s) * RECURRENT * 64;
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g) {
+              float2 value;
+              if (g + 1 == RECURRENT && RECURRENT % 2) {
+                value = *(const float2*)(part + g * 64 + lane * 2);
+              } else {
+                const float4 two = *(const float4*)(part + g / 2 * 128 + lane * 4);
+                value = g % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
+              }
+              r[j][0][g] = s == 0 ? value.x : r[j][0][g] + value.x;
+              r[j][1][g] = s == 0 ? value.y : r[j][1][g] + value.y;
+            }
+          }
+        } else {
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            r[j][0][g] = sums[g][j / 2][j % 2];
+            r[j][1][g] = sums[g][j / 2][j % 2 + 2];
+          }
+        }
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) {
+          const float2 value = wide_gates(x[j][g]);
+          given[j][0][g] = value.x;
+          given[j][1][g] = value.y;
+        }
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          float v[MOST(VECTORS)], before[STATES];
+#pragma unroll
+          for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
+          step(given[j][u], r[j][u], before, v, after[j][u]);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) state[j][s][u] = after[j][u][s];
+        }
+      }
+
+      if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
+        uint4 data[OWN];
+#pragma unroll
+        for (int j = 0; j < OWN; ++j)
+          data[j] = gathered(has_first ? after[j][0][0] : 0.f, has_second ? after[j][1][0] : 0.f, lane);
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+          const int item = position + j * SPLITS;
+          if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
+          const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
+          const unsigned offset = ((1 - now) * STATE_WORDS + (lane % 4 * 2 + item / 2 * 8 + item % 2) * STRIDE +
+                                   (rank * SLICE + chunk) / WORD_ELEMENTS) * 4;
+#if CLUSTER > 1
+#pragma unroll
+          for (int p = 0; p < PEERS; ++p)
+            if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
+              send(peer[p] + remote + offset, peer[p] + barrier_offset + 8 * (1 - now), data[j]);
+#else
+          if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
+#endif
+        }
+      }
+
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const bool first = is_there(j), second = first && has_second;
+        Gate* const now_at = gates_at + further(j) * GATES * UNITS;
+        if (t + 1 < time) {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, first, second);
+        }
+        if (t + AHEAD < time && first) {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
+        }
+        store_pair(y_at + further(j) * width, after[j][0][0], after[j][1][0], first, second);
+        if constexpr (SAVED) {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            if (sum_of(g) >= 0)
+              store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
+                         first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
+                       second);
+#pragma unroll
+          for (int s = 1; s < STATES; ++s)
+            store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
+                            after[j][1][s], first, second);
+        }
+        if (t + 1 == time) {
+          const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], first, second);
+        }
+      }
+    }
+    gates_at += row_step * GATES * UNITS;
+    y_at += row_step * width;
+    apart_at += row_step * APART * UNITS;
+    states_at += row_step * UNITS;
+#if CLUSTER == 1
+    __syncthreads();
+#endif
+  }
+#if CLUSTER > 1
+  cluster_barrier();  // a block that has ended must not be sent to
+#endif
+}

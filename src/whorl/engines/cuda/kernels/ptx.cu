@@ -1,0 +1,246 @@
+// What the kernels use of PTX, in the words of this file.  A "word" is the 4 bytes of a tensor core's operand: two
+// elements of two bytes, or one of four.
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+#if ELEMENT_BYTES == 2
+typedef unsigned short Element;
+typedef unsigned Pair;  // two neighbours in memory
+
+#if BFLOAT16
+__device__ __forceinline__ float wide(Element value) { return __uint_as_float((unsigned)value << 16); }
+__device__ __forceinline__ Element narrow(float value) {
+  Element result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float2 wide_pair(Pair pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+__device__ __forceinline__ Pair narrow_pair(float low, float high) {
+  Pair result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+__device__ __forceinline__ float wide(Element value) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
+  return result;
+}
+__device__ __forceinline__ Element narrow(float value) {
+  Element result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float2 wide_pair(Pair pair) {
+  return {wide((Element)(pair & 0xffffu)), wide((Element)(pair >> 16))};
+}
+__device__ __forceinline__ Pair narrow_pair(float low, float high) {
+  Pair result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+
+__device__ __forceinline__ Pair joined(Element low, Element high) { return low | (unsigned)high << 16; }
+
+#else  // four bytes: float32, rounded to tf32 where it enters a product
+
+typedef float Element;
+typedef float2 Pair;
+
+__device__ __forceinline__ float wide(Element value) { return value; }
+__device__ __forceinline__ Element narrow(float value) { return value; }
+__device__ __forceinline__ float2 wide_pair(Pair pair) { return pair; }
+__device__ __forceinline__ Pair narrow_pair(float low, float high) { return {low, high}; }
+__device__ __forceinline__ Pair joined(Element low, Element high) { return {low, high}; }
+__device__ __forceinline__ unsigned operand(float value) {
+  unsigned result;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
+  return result;
+}
+#define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+#endif
+
+constexpr int WORD_ELEMENTS = 4 / ELEMENT_BYTES;
+constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make 16 bytes together
+
+// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each: each of them gets all
+__device__ __forceinline__ uint4 gathered(float first, float second, int lane) {
+#if ELEMENT_BYTES == 2
+  const unsigned mine = narrow_pair(first, second), other = __shfl_xor_sync(0xffffffffu, mine, 4);
+  const unsigned low = lane & 4 ? other : mine, high = lane & 4 ? mine : other;
+  const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 8), far_high = __shfl_xor_sync(0xffffffffu, high, 8);
+  return lane & 8 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+#else
+  const unsigned low = operand(first), high = operand(second);
+  const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 4), far_high = __shfl_xor_sync(0xffffffffu, high, 4);
+  return lane & 4 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+#endif
+}
+
+// What the gates are kept in: the layer's own dtype, or float32 for a cell with a kink, where a rounded sum would take
+// the other side.
+#if WIDE_GATES
+typedef float Gate;
+typedef float2 GatePair;
+__device__ __forceinline__ float2 wide_gates(GatePair pair) { return pair; }
+#define load_gates load_wide_pair
+#define store_gates store_wide_pair
+#else
+typedef Element Gate;
+typedef Pair GatePair;
+__device__ __forceinline__ float2 wide_gates(GatePair pair) { return wide_pair(pair); }
+#define load_gates load_pair
+#define store_gates store_pair
+#endif
+
+// two neighbouring values in memory, where they are there, and zero where not
+__device__ __forceinline__ Pair load_pair(const Element* at, bool first, bool second) {
+  if constexpr (UNITS % 2 == 0) return first ? *(const Pair*)at : Pair{};
+  return joined(first ? at[0] : Element{}, second ? at[1] : Element{});
+}
+__device__ __forceinline__ float2 load_wide_pair(const float* at, bool first, bool second) {
+  if constexpr (UNITS % 2 == 0) return first ? *(const float2*)at : float2{};
+  return {first ? at[0] : 0.f, second ? at[1] : 0.f};
+}
+__device__ __forceinline__ void store_pair(Element* at, float low, float high, bool first, bool second) {
+  if constexpr (UNITS % 2 == 0) {
+    if (first) *(Pair*)at = narrow_pair(low, high);
+  } else {
+    if (first) at[0] = narrow(low);
+    if (second) at[1] = narrow(high);
+  }
+}
+__device__ __forceinline__ void store_wide_pair(float* at, float low, float high, bool first, bool second) {
+  if constexpr (UNITS % 2 == 0) {
+    if (first) *(float2*)at = {low, high};
+  } else {
+    if (first) at[0] = low;
+    if (second) at[1] = high;
+  }
+}
+
+// sums += a x b, for 16 rows, 8 columns and 8 words of depth
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint4& a, unsigned b0, unsigned b1) {
+  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// b of 16 words of depth: rows of 8 x 16 bytes, one row's address from each thread
+__device__ __forceinline__ uint4 load_columns(unsigned address) {
+  uint4 b;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b.x), "=r"(b.y), "=r"(b.z), "=r"(b.w)
+               : "r"(address)
+               : "memory");
+  return b;
+}
+
+// and of 8 words, from the addresses of the first 16 threads
+__device__ __forceinline__ uint4 load_half_columns(unsigned address) {
+  uint4 b = {0, 0, 0, 0};
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(b.x), "=r"(b.y)
+               : "r"(address)
+               : "memory");
+  return b;
+}
+
+__device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
+
+__device__ __forceinline__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ float logistic(float value) { return 1.f / (1.f + expf(-value)); }
+
+#if ELEMENT_BYTES == 2 && FORWARD  // good to 2^-11, which is finer than what is kept of the result
+__device__ __forceinline__ float fast_tanh(float value) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float fast_logistic(float value) { return 0.5f * fast_tanh(0.5f * value) + 0.5f; }
+#define tanhf fast_tanh
+#define logistic fast_logistic
+#elif ELEMENT_BYTES == 2  // 1 - tanh^2 and s (1 - s) must be good where they are small
+__device__ __forceinline__ float fast_exp(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+  return result;
+}
+__device__ __forceinline__ float reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+__device__ __forceinline__ float fast_tanh(float value) { return 1.f - 2.f * reciprocal(1.f + fast_exp(2.f * value)); }
+__device__ __forceinline__ float fast_logistic(float value) { return reciprocal(1.f + fast_exp(-value)); }
+#define tanhf fast_tanh
+#define logistic fast_logistic
+#endif
+
+#if CLUSTER > 1
+__device__ __forceinline__ unsigned rank_in_cluster() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// where a shared address of this block lies in the block of this rank
+__device__ __forceinline__ unsigned at_rank(unsigned address, unsigned rank) {
+  unsigned result;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+  return result;
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// An mbarrier that completes when `expect` was called once and so many bytes have arrived.
+__device__ __forceinline__ void start_barrier(unsigned barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barriers_started() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// The data came through the barrier itself, so nothing else has to be made visible: with `.acquire.cluster` the L1
+// cache would be emptied at every step.
+__device__ __forceinline__ void wait(unsigned barrier, unsigned phase) {
+  unsigned done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(phase)
+        : "memory");
+  } while (!done);
+}
+
+// 16 bytes to another block's shared memory, counted by its barrier; addresses as `at_rank` gives them
+__device__ __forceinline__ void send(unsigned address, unsigned barrier, uint4 data) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(data.x), "r"(data.y), "r"(data.z), "r"(data.w), "r"(barrier)
+      : "memory");
+}
+#else
+__device__ __forceinline__ unsigned rank_in_cluster() { return 0; }
+#endif

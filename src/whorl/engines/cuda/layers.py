@@ -1,0 +1,253 @@
+"""How a call runs through the kernels of a plan: products of whole matrices before and after, one launch a layer."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whorl.engines.base import Grads, as_bytes, from_bytes
+from whorl.engines.cuda import source, tiling
+from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.prepare import kernel, size_of
+from whorl.engines.cuda.tiling import Chip, Size, Tile
+from whorl.problem import Call, Outcome, Plan
+from whorl.weights import LayerWeights, join, split
+
+
+class Layers:
+    """A plan's kernels on one device, and how a call runs through them."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        problem, form = plan.problem, plan.problem.form
+        self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
+        self.index = device.index if device.index is not None else torch.cuda.current_device()
+        self.saving = source.saving(form.cell)
+        self.blocks = blocks_of(self.saving)
+        properties = torch.cuda.get_device_properties(self.index)
+        chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize)
+        self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
+        self.sizes = form.units, problem.batch, problem.time, form.directions
+        with torch.cuda.device(self.index):
+            self.ahead, self.ahead_tile = self._kernel("forward", size, chip, problem.gradient)
+            if problem.gradient:
+                self.back, self.back_tile = self._kernel("backward", size, chip, form.bias)
+
+    def _kernel(self, kind: str, size: Size, chip: Chip, flag: bool) -> tuple[Kernel, Tile]:
+        tile = tiling.choose(size, chip, self.problem.batch, self.form.directions, kind)
+        assert tile is not None, "the obstacles say that it fits"
+        return kernel(kind, self.cell, self.form.units, self.problem.dtype, tile, flag, chip, self.index), tile
+
+    def forward(self, call: Call) -> Outcome:
+        units, batch, time, directions = self.sizes
+        form, cell, dtype = self.form, self.cell, self.problem.dtype
+        keep, x = self.problem.gradient, call.x
+        starts = [_plain(state.to(dtype)) for state in call.states]
+        finals = [x.new_empty(form.layers * directions, batch, units) for _ in cell.states]
+        saved: list[Tensor] = []
+        per_layer = [_plain_weights(own) for own in split(form, call.weights)]
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        for layer in range(form.layers):
+            rows, weights = x.reshape(time * batch, -1), per_layer[layer * directions : (layer + 1) * directions]
+            gates = [self._projected(rows, own) for own in weights]
+            y = x.new_empty(time, batch, directions * units)
+            spaces = [self._space(x) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
+            self.ahead(
+                stream, -(-batch // self.ahead_tile.rows) * self.ahead_tile.cluster, directions,
+                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
+                *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
+                *self._spaces(spaces), time, batch,
+            )  # fmt: skip
+            if keep:
+                saved += [as_bytes(gate) for gate in gates] + spaces
+                saved += [as_bytes(y)] if layer < form.layers - 1 else []
+            x = _with_dropout(y, call, layer)
+        return Outcome(y, tuple(finals), tuple(saved))
+
+    def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        units, batch, time, directions = self.sizes
+        form, cell, dtype = self.form, self.cell, self.problem.dtype
+        grad_y, *grad_finals = (None if grad is None else _plain(grad.to(dtype)) for grad in grads)
+        starts = [_plain(state.to(dtype)) for state in call.states]
+        grad_starts = [torch.empty_like(state) for state in starts]
+        per_layer = [_plain_weights(own) for own in split(form, call.weights)]
+        grad_weights: list[LayerWeights] = list(per_layer)
+        grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        tile, each = self.back_tile, 2 * directions + 1
+        clusters, width = -(-batch // tile.rows), (time, batch, directions * units)
+        summed = (len(cell.gates) + len(self.saving.apart) if form.bias else 0) + len(cell.vectors)
+        rows = time * batch
+        for layer in reversed(range(form.layers)):
+            weights = per_layer[layer * directions : (layer + 1) * directions]
+            kept = saved[layer * each : (layer + 1) * each]
+            out = y if layer == form.layers - 1 else from_bytes(kept[-1], width, dtype)
+            below = from_bytes(saved[layer * each - 1], width, dtype) if layer else call.x
+            x = (_with_dropout(below, call, layer - 1) if layer else below).reshape(rows, -1)
+            to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
+            to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
+            sums = [
+                x.new_empty(clusters * tile.tiles, summed * units, dtype=torch.float32) if summed else None
+                for _ in weights
+            ]
+            out = _plain(out)
+            self.back(
+                stream, clusters * tile.cluster, directions,
+                *_pair([gate.data_ptr() for gate in kept[:directions]]),
+                *_pair([_hidden(own).data_ptr() for own in weights]),
+                *self._vectors(weights), *self._places(starts, layer), out.data_ptr(),
+                *self._spaces(kept[directions : 2 * directions]),
+                0 if grad_y is None else grad_y.data_ptr(), *self._places(grad_finals, layer),
+                *_pair([gate.data_ptr() for gate in to_gates]), *_pair([gate.data_ptr() for gate in to_apart]),
+                *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
+                time, batch,
+            )  # fmt: skip
+            for direction, own in enumerate(weights):
+                index = layer * directions + direction
+                hidden = out if directions == 1 else out.narrow(2, direction * units, units)
+                start = starts[0][index] if starts else None
+                grad_weights[index] = self._weight_gradients(
+                    own, x, hidden, start, to_gates[direction], to_apart[direction], sums[direction], direction == 1
+                )
+            grad_x = torch.mm(to_gates[0], weights[0].ih)
+            if directions == 2:
+                grad_x = torch.addmm(grad_x, to_gates[1], weights[1].ih)
+            grad_x = grad_x.view(time, batch, -1)
+            if layer and call.dropout:
+                grad_dropout[layer - 1] = grad_x * below
+                grad_x = grad_x * call.dropout[layer - 1]
+            grad_y = grad_x
+        none = [None] * (len(call.reset_to) + len(call.inputs) + len(call.noise))
+        return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout, *none]
+
+    def _weight_gradients(
+        self, own: LayerWeights, x: Tensor, hidden: Tensor, start: Tensor | None, to_gates: Tensor, to_apart: Tensor,
+        sums: Tensor | None, reverse: bool,
+    ) -> LayerWeights:  # fmt: skip
+        """Of one layer and direction, by products over all steps and rows."""
+        units, batch, time, _ = self.sizes
+        rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
+        # what entered each step's product: the output of the step before it, and the initial state
+        entered = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
+        hh = torch.empty_like(_hidden(own))
+        for apart, first, count, into in self.blocks:
+            matrix = to_apart if apart else to_gates
+            whole = matrix if count * units == matrix.shape[1] else matrix.narrow(1, first * units, count * units)
+            target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
+            if rest:
+                torch.mm(whole.narrow(0, at, rest).t(), entered, out=target)
+            else:
+                target.zero_()
+            if start is not None:
+                target.addmm_(whole.narrow(0, 0 if at else rest, batch).t(), start)
+        bias_ih = bias_hh = None
+        vectors: tuple[Tensor, ...] = ()
+        if sums is not None:
+            total = sums.sum(0).to(x.dtype)
+            if self.form.bias:
+                bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
+                for apart, first, count, into in self.blocks:
+                    place = (first + len(self.cell.gates) * apart) * units
+                    bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
+            vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
+        return LayerWeights(to_gates.t() @ x, hh, bias_ih, bias_hh, None, vectors)
+
+    def _projected(self, rows: Tensor, own: LayerWeights) -> Tensor:
+        """x of every gate at every step, with its bias, as the kernel reads it."""
+        if self.gate == rows.dtype:
+            return F.linear(rows, own.ih, own.bias_ih)
+        if own.bias_ih is None:
+            return torch.mm(rows, own.ih.T, out_dtype=self.gate)
+        return torch.addmm(own.bias_ih.to(self.gate), rows, own.ih.T, out_dtype=self.gate)
+
+    def _space(self, like: Tensor) -> Tensor:
+        """Room for what backward reads beside the gates: states in float32, then r of gates that are not a sum."""
+        units, batch, time, _ = self.sizes
+        states, apart = len(self.cell.states) - 1, len(self.saving.apart)
+        each = time * batch * units
+        return like.new_empty(each * (4 * states + apart * self.gate.itemsize), dtype=torch.uint8)
+
+    def _spaces(self, spaces: Sequence[Tensor]) -> tuple[int, int, int, int]:
+        """The addresses of r apart, then of the states, in each direction's room."""
+        units, batch, time, _ = self.sizes
+        states = 4 * (len(self.cell.states) - 1) * time * batch * units
+        return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
+
+    def _vectors(self, weights: Sequence[LayerWeights]) -> list[int]:
+        count = max(1, len(self.cell.vectors))
+        given = [[vector.data_ptr() for vector in own.vectors] or [0] * count for own in weights]
+        return [*given[0], *(given[1] if len(given) > 1 else [0] * count)]
+
+    def _places(self, states: Sequence[Tensor | None], layer: int) -> list[int]:
+        """The addresses of a layer's part of each state [layers x directions, batch, units]; 0 where there is none."""
+        units, batch, _, directions = self.sizes
+        offset = layer * directions * batch * units * self.problem.dtype.itemsize
+        given = [0 if state is None else state.data_ptr() + offset for state in states]
+        return given or [0] * len(self.cell.states)
+
+
+def blocks_of(saving: source.Saving) -> list[tuple[bool, int, int, int]]:
+    """Where the gradients of the recurrent gates lie, neighbours joined.
+
+    Each is: whether among those that are apart, the first gate there, how many, and the first recurrent gate.
+    """
+    found: list[tuple[bool, int, int, int]] = []
+    for recurrent in range(len(saving.apart) + sum(place >= 0 for place in saving.sums)):
+        apart = recurrent in saving.apart
+        place = (saving.apart if apart else saving.sums).index(recurrent)
+        if found and found[-1][0] == apart and found[-1][1] + found[-1][2] == place:
+            found[-1] = (apart, found[-1][1], found[-1][2] + 1, found[-1][3])
+        else:
+            found.append((apart, place, 1, recurrent))
+    return found
+
+
+_prepared: dict[tuple[int, torch.device], tuple[Plan, Layers]] = {}
+
+
+def layers(plan: Plan, device: torch.device) -> Layers:
+    """A plan made ready on a device, once: a plan is the same object as long as `plan.plan` keeps it."""
+    key = (id(plan), device)
+    found = _prepared.get(key)
+    if found is None or found[0] is not plan:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        found = _prepared[key] = (plan, Layers(plan, device))
+    return found[1]
+
+
+_MOST_PREPARED = 8192  # as many as `plan.plan` keeps
+
+
+def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, int, int, int]:
+    biases = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
+    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(biases)
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    """For each direction; 0 for one that is not there."""
+    return (values[0], values[1]) if len(values) == 2 else (values[0], 0)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor as kernels read it, in one piece and 8 bytes at a time: mostly the tensor itself."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+
+
+def _hidden(own: LayerWeights) -> Tensor:
+    assert own.hh is not None, "the obstacles say that there are recurrent weights"
+    return own.hh
+
+
+def _plain_weights(own: LayerWeights) -> LayerWeights:
+    bias = None if own.bias_hh is None else own.bias_hh.contiguous()
+    return own._replace(
+        hh=_plain(_hidden(own)), bias_hh=bias, vectors=tuple(vector.contiguous() for vector in own.vectors)
+    )
+
+
+def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:
+    """The input of the layer above: the output of this one, after dropout where there is any."""
+    return x * call.dropout[layer] if layer < len(call.dropout) else x

@@ -1,0 +1,123 @@
+"""Engine `persistent`: all steps of a layer in one launch, with the recurrent weights on the chip."""
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from whorl.cells import library
+from whorl.cells.cell import Graph
+from whorl.cells.expr import COLLECTIVES, topological
+from whorl.engines.base import Engine, Grads
+from whorl.engines.cuda import tiling
+from whorl.engines.cuda.compile import missing
+from whorl.engines.cuda.layers import layers
+from whorl.engines.cuda.prepare import code, size_of
+from whorl.engines.cuda.tiling import Chip
+from whorl.engines.native import CuDNN
+from whorl.errors import UnsupportedError
+from whorl.problem import Call, Outcome, Plan, Problem
+
+
+class Persistent(Engine):
+    name = "persistent"
+    summary = "whorl's CUDA kernels, all steps in one launch and the recurrent weights on the chip"
+
+    def obstacles(self, problem: Problem) -> list[str]:
+        form, device = problem.form, problem.device
+        cell = form.cell
+        found = []
+        if device.kind != "cuda":
+            return [f"the tensors are on {device.kind}, whorl's CUDA kernels run on cuda"]
+        if device.capability != (9, 0):
+            found.append(f"the GPU has compute capability {_dotted(device.capability)}, these kernels are made for 9.0")
+        found += [reason] if (reason := missing()) is not None else []
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            found.append(f"the dtype is {_name(problem.dtype)}, these kernels take float16 and bfloat16")
+        if any(node.op in COLLECTIVES for node in topological(cell.outputs)):
+            found.append(f"the step of {cell.name} has a mean or a product inside, these kernels take pointwise steps")
+        if not cell.recurrent:
+            found.append(f"the cell {cell.name} has no recurrent weights, these kernels are made for them")
+        if form.projection:
+            found.append(f"the projection is {form.projection} wide, these kernels take none")
+        if problem.packed:
+            found.append("the input is a PackedSequence, these kernels take padded input")
+        if problem.additions:
+            found.append(f"these kernels do not take {', '.join(problem.additions)}")
+        if problem.batch == 0:
+            found.append("the batch is 0, these kernels take 1 or more")
+        if not found and not _fits(cell, form.units, problem.dtype, device.capability):
+            most = _most_units(cell, problem.dtype, device.capability)
+            dtype = _name(problem.dtype)
+            found.append(f"{form.units} units of {cell.name} in {dtype} do not fit one cluster, at most {most} do")
+        return found
+
+    def slower(self, problem: Problem) -> list[str]:
+        """Where clusters come in rounds, since more rows are asked for than fit the chip at once.
+
+        On an H200, LSTM and GRU in bfloat16, 30 steps: from 3 rounds on, with 512 units and more, cuDNN took 0.48 to
+        1.13 of the time forward, and 0.57 to 1.52 of it in training; with fewer rounds or units never less than 1.13.
+        In float16 up to batch 128 its LSTM took 1.5 times the time all the same.
+        """
+        form = problem.form
+        if form.units < 512 or CuDNN().obstacles(problem):
+            return []
+        if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
+            return []
+        chip = Chip(problem.device.capability, 132)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize)
+        tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
+        assert tile is not None, "the obstacles say that it fits"
+        rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
+        if rounds < 3:
+            return []
+        rows = f"batch {problem.batch} of {form.units} units takes {rounds} rounds of clusters"
+        return [f"{rows}, and cuDNN was measured to be faster from 3 on"]
+
+    def forward(self, plan: Plan, call: Call) -> Outcome:
+        return layers(plan, call.x.device).forward(call)
+
+    def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        return layers(plan, call.x.device).backward(call, y, saved, grads)
+
+
+def warm(problem: Problem, chip: Chip) -> list[str]:
+    """Compile what a problem needs on a chip into the store: the names of its kernels, which need no GPU.
+
+    Raises:
+        UnsupportedError: this engine cannot run the problem; the message has every reason.
+    """
+    reasons = Persistent().obstacles(problem)
+    if reasons:
+        raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
+    form = problem.form
+    size, names = size_of(form.cell, form.units, problem.dtype.itemsize), []
+    wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
+    for kind, flag in wanted:
+        tile = tiling.choose(size, chip, problem.batch, form.directions, kind)
+        assert tile is not None, "the obstacles say that it fits"
+        names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip)[0])
+    return names
+
+
+@lru_cache(maxsize=8192)
+def _fits(cell: Graph, units: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    size, chip = size_of(cell, units, dtype.itemsize), Chip(capability, 1)
+    return all(tiling.fits(size, chip, kind) for kind in ("forward", "backward"))
+
+
+@lru_cache(maxsize=256)
+def _most_units(cell: Graph, dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """The most units for which both kernels fit."""
+    fitting = itertools.takewhile(lambda units: _fits(cell, units, dtype, capability), itertools.count(16, 16))
+    return max(fitting, default=0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

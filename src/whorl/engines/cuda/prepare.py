@@ -1,0 +1,48 @@
+"""A kernel made ready: its machine code from the store or the compiler, and loaded on a device."""
+
+from functools import lru_cache
+
+import torch
+
+from whorl.cells.cell import Graph
+from whorl.engines.cuda import source, store
+from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.tiling import Chip, Size, Tile
+
+TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
+"""Of NVRTC for float16 and bfloat16: what these round is far below what the dtype keeps."""
+
+
+@lru_cache(maxsize=256)
+def size_of(cell: Graph, units: int, element: int) -> Size:
+    """What of a layer decides its tiles."""
+    apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
+    return Size(units, len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors), apart, element, gate)
+
+
+def kernel(
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int
+) -> Kernel:
+    """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
+
+    def make() -> Kernel:
+        vectors, states = max(1, len(cell.vectors)), len(cell.states)
+        count = {"forward": 13 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        name, machine_code = code(kind, cell, units, dtype, tile, flag, chip)
+        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, f"{count}Q")
+
+    return loaded((kind, cell, units, dtype, tile, flag, index), make)
+
+
+def code(
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip
+) -> tuple[str, bytes]:
+    """Name and machine code of a kernel, from the store or compiled; needs no GPU.
+
+    Args:
+        flag: of the forward kernel, whether it saves for backward; of the backward kernel, whether there is a bias.
+    """
+    write = source.forward if kind == "forward" else source.backward
+    name = source.kernel_name(kind, cell, units, dtype, tile)
+    options = TWO_BYTES if dtype.itemsize == 2 else ()
+    return name, store.kernel(write(cell, units, dtype, tile, flag), name, chip.architecture, options)

@@ -1,0 +1,150 @@
+"""The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
+
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from whorl.cells.cell import Graph
+from whorl.cells.expr import Expr, topological
+from whorl.cells.lower import CUDA, Stage, identifier, stages
+from whorl.engines.cuda.tiling import Tile
+
+_KERNELS = Path(__file__).parent / "kernels"
+_MARK = "// @generated\n"
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "tf32"}
+
+
+class Saving(NamedTuple):
+    """How forward keeps each gate for backward."""
+
+    sums: tuple[int, ...]
+    """For each gate the place among the recurrent gates, where x and r occur only as x + r; -1 elsewhere."""
+    apart: tuple[int, ...]
+    """The recurrent gates whose r is kept beside x."""
+
+
+@lru_cache(maxsize=256)
+def saving(graph: Graph) -> Saving:
+    """What a kernel of this cell saves: x + r in one where nothing else is made of the two."""
+    parents: dict[str, list[Expr]] = {}
+    for node in topological(graph.outputs):
+        for arg in node.args:
+            if isinstance(arg, Expr) and arg.op == "var":
+                parents.setdefault(arg.args[0], []).append(node)
+    outputs = {node.args[0] for node in graph.outputs if node.op == "var"}
+    sums = []
+    for gate in graph.gates:
+        over = [parents.get(f"{kind}.{gate}", []) for kind in "xr"]
+        whole = all(len(nodes) == 1 and nodes[0].op == "add" for nodes in over)
+        whole = whole and over[0][0].digest == over[1][0].digest and not {f"x.{gate}", f"r.{gate}"} & outputs
+        sums.append(graph.recurrent.index(gate) if whole else -1)
+    return Saving(tuple(sums), tuple(index for index in range(len(graph.recurrent)) if index not in sums))
+
+
+_KINKS = {"abs", "clip", "eq", "le", "lt", "maximum", "minimum", "ne", "relu", "where"}
+
+
+@lru_cache(maxsize=256)
+def wide_gates(graph: Graph) -> bool:
+    """Whether a kernel of this cell is given x, and keeps x and r, in float32.
+
+    At a kink the gradient depends on the sign of a sum.  With sums in two bytes the gradients of rnn_relu broke the
+    error rule at 6 of 16 sizes on an H200 (up to 2.2e-2 where 2.0e-2 was allowed).
+    """
+    return any(node.op in _KINKS for node in topological(graph.outputs))
+
+
+def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile) -> str:
+    """What a profiler shows: cell, direction of the pass, units, dtype and tile."""
+    return f"{identifier(graph.name)}_{kind}_{units}_{NAMES[dtype]}_{tile.cluster}x{tile.rows}"
+
+
+def forward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, saved: bool) -> str:
+    """The source of the forward kernel."""
+    own = {
+        "SPLITS": tile.splits,
+        "DEPTHS": tile.depths,
+        "RESIDENT": tile.resident,
+        "SAVED": int(saved),
+    }
+    return _source("forward", graph, units, dtype, tile, own, _step(graph))
+
+
+def backward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, bias: bool) -> str:
+    """The source of the backward kernel."""
+    own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
+    return _source("backward", graph, units, dtype, tile, own, _step_backward(graph))
+
+
+def _source(
+    kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile, own: Mapping[str, int], step: str
+) -> str:
+    kept = saving(graph)
+    numbers = {
+        "UNITS": units, "SLICE": tile.slice, "TILES": tile.tiles, "SHARED": tile.shared, "GATES": len(graph.gates),
+        "RECURRENT": len(graph.recurrent), "STATES": len(graph.states), "VECTORS": len(graph.vectors),
+        "APART": len(kept.apart), **own,
+    }  # fmt: skip
+    words = [
+        f"#define KERNEL {kernel_name(kind, graph, units, dtype, tile)}",
+        f"#define CLUSTER {tile.cluster}",
+        f"#define ELEMENT_BYTES {dtype.itemsize}",
+        f"#define WIDE_GATES {int(wide_gates(graph))}",
+        f"#define FORWARD {int(kind == 'forward')}",
+        f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
+        "#define MOST(count) ((count) > 0 ? (count) : 1)",
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        _table("sum_of", kept.sums, "the recurrent gate that is saved with a gate's x, as their sum; -1: none"),
+        _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
+        _text("ptx.cu"),
+        step,
+    ]
+    return _text(f"{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+@cache
+def _text(name: str) -> str:
+    return (_KERNELS / name).read_text(encoding="utf-8")
+
+
+def _table(name: str, values: Iterable[int], meaning: str) -> str:
+    text = "".join(f"index == {index} ? {value} : " for index, value in enumerate(values))
+    return f"__device__ constexpr int {name}(int index) {{ return {text}-1; }}  // {meaning}"
+
+
+def _step(graph: Graph) -> str:
+    reads = {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors}
+    writes = {f"after.{state}": f"after[{index}]" for index, state in enumerate(graph.states)}
+    parameters = "const float* x, const float* r, const float* s, const float* v, float* after"
+    return _function("step", parameters, reads, writes, _only(stages(graph.named(), CUDA)))
+
+
+def _step_backward(graph: Graph) -> str:
+    reads = {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors, "d": graph.states}
+    kinds = {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors}
+    writes = {f"d{kind}.{name}": f"d{kind}[{i}]" for kind, names in kinds.items() for i, name in enumerate(names)}
+    parameters = "const float* x, const float* r, const float* s, const float* v, const float* d, "
+    parameters += "float* dx, float* dr, float* ds, float* dv"
+    return _function("step_backward", parameters, reads, writes, _only(stages(graph.backward.named(), CUDA)))
+
+
+def _function(
+    name: str, parameters: str, reads: Mapping[str, tuple[str, ...]], writes: Mapping[str, str], stage: Stage
+) -> str:
+    leaves = [(kind, i, leaf) for kind, names in reads.items() for i, leaf in enumerate(names)]
+    places = {identifier(f"{kind}.{leaf}"): f"{kind}[{i}]" for kind, i, leaf in leaves}
+    lines = [
+        *(f"const real {value.name} = {places[value.name]};" for value in stage.reads),
+        *stage.lines,
+        *(f"{place} = {identifier(value)};" for value, place in writes.items()),
+    ]
+    body = "\n  ".join(lines)
+    return f"typedef float real;\n__device__ __forceinline__ void {name}({parameters}) {{\n  {body}\n}}"
+
+
+def _only(made: list[Stage]) -> Stage:
+    assert len(made) == 1, "a cell with means or products in its step has no kernel yet, as the obstacles say"
+    return made[0]

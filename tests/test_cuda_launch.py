@@ -1,0 +1,188 @@
+"""What a launch hands to the driver, seen by a driver that only listens; on a GPU, by what the kernel computes."""
+
+import ctypes
+import struct
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from whorl.engines.cuda import compile, launch
+from whorl.errors import KernelError
+
+
+class Listener:
+    """A driver that notes each launch: grid, block, shared bytes, stream, attributes and the bytes of the argument."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.launches, self.attributes, self.status = size, [], {}, 0
+        self.cuLaunchKernelEx = self._launch
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        return 0
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        return 0 if name == b"twice" else 500
+
+    def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
+        self.attributes[attribute] = value
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        text._obj.value = {500: b"named symbol not found", 701: b"too many resources requested"}[status]
+        return 0
+
+    def _launch(self, config: Any, function: Any, arguments: Any, extra: Any) -> int:
+        seen = config._obj
+        rows = [(seen.attributes[i].id, *seen.attributes[i].value[:3]) for i in range(seen.count)]
+        data = ctypes.string_at(arguments[0], self.size)
+        self.launches.append((*seen.grid, *seen.block, seen.shared, seen.stream, rows, data))
+        return self.status
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
+    made = Listener(struct.calcsize("QQif"))
+    monkeypatch.setattr(launch, "driver", lambda: made)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    return made
+
+
+def make(shared: int = 50_000, cluster: int = 4, name: str = "twice") -> launch.Kernel:
+    return launch.Kernel(b"code", name, 0, block=256, shared=shared, cluster=cluster, layout="QQif")
+
+
+def test_a_launch_hands_over_every_number(listener: Listener) -> None:
+    kernel = make()
+    kernel(0x7000, 12, 2, 1 << 40, 3, -5, 0.5)
+    kernel(0, 8, 1, 0, 0, 0, 1.0)
+    assert listener.launches == [
+        (12, 2, 1, 256, 1, 1, 50_000, 0x7000, [(4, 4, 1, 1)], struct.pack("QQif", 1 << 40, 3, -5, 0.5)),
+        (8, 1, 1, 256, 1, 1, 50_000, None, [(4, 4, 1, 1)], struct.pack("QQif", 0, 0, 0, 1.0)),
+    ]
+
+
+def test_without_clusters_there_is_no_attribute(listener: Listener) -> None:
+    make(shared=0, cluster=1)(0, 1, 1, 0, 0, 0, 0.0)
+    assert listener.launches[0][8] == []
+    assert listener.attributes == {}
+
+
+def test_large_blocks_and_clusters_are_allowed_beforehand(listener: Listener) -> None:
+    make()
+    assert listener.attributes == {8: 50_000}
+    make(cluster=16)
+    assert listener.attributes == {8: 50_000, 14: 1}
+
+
+def test_a_refused_launch_says_what_and_why(listener: Listener) -> None:
+    kernel = make()
+    listener.status = 701
+    with pytest.raises(KernelError, match=r"cannot launch twice: too many resources requested \(701\)"):
+        kernel(0, 1, 1, 0, 0, 0, 0.0)
+    with pytest.raises(KernelError, match=r"cannot find thrice: named symbol not found \(500\)"):
+        make(name="thrice")
+
+
+def test_a_missing_field_is_our_own_mistake(listener: Listener) -> None:
+    with pytest.raises(struct.error):
+        make()(0, 1, 1, 0, 0)
+
+
+def test_nothing_is_loaded_during_a_capture(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(KernelError, match="run the layer once on input of these shapes first"):
+        make()
+
+
+def test_a_launch_within_a_launch_has_its_own_argument(listener: Listener) -> None:
+    """As a finalizer may, that the driver's call lets run: each launch must still hand over its own numbers."""
+    kernel, plain = make(), listener.cuLaunchKernelEx
+    kernel(0, 1, 1, 0, 0, 0, 0.0)  # leaves a frame that the next launches take
+    listener.launches.clear()
+    depth: list[int] = []
+
+    def within(*arguments: Any) -> int:
+        depth.append(1)
+        if len(depth) == 1:
+            kernel(1, 1, 1, 111, 0, 0, 0.0)
+        return plain(*arguments)
+
+    kernel._launch = within
+    kernel(2, 2, 2, 222, 0, 0, 0.0)
+    assert [struct.unpack("QQif", row[-1])[0] for row in listener.launches] == [111, 222]
+    assert [row[0] for row in listener.launches] == [1, 2]
+
+
+def test_a_kernel_is_made_once_by_many_threads() -> None:
+    made: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def ask() -> None:
+        barrier.wait()
+        launch.loaded("key of this test", make)
+
+    def make() -> str:
+        made.append(1)
+        time.sleep(0.05)  # long enough for every thread to ask
+        return "kernel"
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]
+
+
+def test_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    with pytest.raises(KernelError, match="NVIDIA's driver is not here"):
+        launch.driver.__wrapped__()
+
+
+SOURCE = """
+struct Arguments { float* out; long long offset; int add; float times; };
+extern "C" __global__ void twice(const __grid_constant__ Arguments a) {
+  a.out[a.offset + blockIdx.x * blockDim.x + threadIdx.x + blockIdx.y * gridDim.x * blockDim.x] =
+      a.times * threadIdx.x + a.add;
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(compile.missing() is not None, reason=f"{compile.missing()}")
+def test_launches_on_streams_in_threads_and_graphs() -> None:
+    major, minor = torch.cuda.get_device_capability()
+    code = compile.cubin(SOURCE, "twice", f"sm_{major}{minor}")
+    kernel = launch.Kernel(code, "twice", torch.cuda.current_device(), 32, 0, 1, "Qqif")
+    wanted = 2.0 * torch.arange(32.0, device="cuda").repeat(6) + 7
+    outs = [torch.full((192,), torch.nan, device="cuda") for _ in range(8)]
+
+    def fill(out: torch.Tensor) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(100):
+                kernel(torch.cuda.current_stream().cuda_stream, 3, 2, out.data_ptr(), 0, 7, 2.0)
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=fill, args=(out,)) for out in outs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(out, wanted) for out in outs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(torch.cuda.current_stream().cuda_stream, 3, 2, outs[0].data_ptr(), 0, 9, 2.0)
+    graph.replay()
+    assert torch.equal(outs[0], wanted + 2)
+    assert kernel.resources()["local"] == 0

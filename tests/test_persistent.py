@@ -1,0 +1,440 @@
+"""Engine `persistent` on an NVIDIA GPU: right by the error rule, and what usual tests pass."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import whorl
+from comparison import PlainLoop, error, flat, make, twin
+from whorl.engines.cuda import compile, launch, layers, source
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16]
+Results = dict[str, Tensor]
+
+
+def results(layer: torch.nn.Module, x: Tensor, hx: Any, loss: Callable, dtype: torch.dtype) -> Results:
+    """Outputs, final states and every gradient; memory is filled with NaN beforehand."""
+    poison = [torch.full((2**k,), torch.nan, device="cuda") for k in range(6, 24, 2) for _ in range(4)]
+    del poison
+    data = x.to(dtype).detach().requires_grad_()
+    states = [state.to(dtype).detach().requires_grad_() for state in flat(hx)] if hx is not None else []
+    given = None if hx is None else tuple(states) if isinstance(hx, tuple) else states[0]
+    outputs = flat(layer(data, given))
+    wanted = [*layer.parameters(), data, *states]
+    grads = torch.autograd.grad(loss(outputs), wanted)
+    names = [name for name, _ in layer.named_parameters()] + ["x"] + [f"state {i}" for i in range(len(states))]
+    found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    return found | {f"grad of {name}": grad for name, grad in zip(names, grads, strict=True)}
+
+
+def weighted(outputs: list[Tensor]) -> Tensor:
+    """Each element of each output with a gradient of its own, the same in every dtype."""
+    draw = torch.Generator().manual_seed(1)
+    grads = [torch.randn(out.shape, generator=draw).to(out.device).to(torch.bfloat16) for out in outputs]
+    return sum((out * grad.to(out.dtype)).sum().double() for out, grad in zip(outputs, grads, strict=True))
+
+
+def check(
+    layer: torch.nn.Module, time: int, batch: int, initial: bool = True, loss: Callable = weighted, scale: float = 1.0
+) -> dict[str, tuple[float, float]]:
+    """Each tensor's error and its bound: what is above it fails."""
+    dtype = next(layer.parameters()).dtype
+    x = (scale * torch.randn(time, batch, layer.input_size, device="cuda")).to(dtype).double()
+    rows = layer.num_layers * (1 + layer.bidirectional)
+    states = [torch.randn(rows, batch, layer.hidden_size, device="cuda").to(dtype).double() for _ in range(2)]
+    hx = None if not initial else tuple(states) if layer.mode == "LSTM" else states[0]
+    truth = results(twin(layer).to("cuda").double(), x, hx, loss, torch.float64)
+    plain = results(PlainLoop(layer), x, hx, loss, torch.float32)
+    got = results(layer, x, hx, loss, dtype)
+    again = results(layer, x, hx, loss, dtype)
+    assert all(torch.equal(got[name], again[name]) for name in got), "two runs differ"
+    eps = torch.finfo(dtype).eps
+    plain = {("grad of " + name[8:] if name.startswith("grad of ") else name): value for name, value in plain.items()}
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
+    return {name: (error(got[name], truth[name]), bound) for name, bound in bounds.items()}
+
+
+def assert_right(*args: Any, **kwargs: Any) -> None:
+    found = check(*args, **kwargs)
+    assert {name: e for name, e in found.items() if not e[0] <= e[1]} == {}
+
+
+def build(cell: str, units: int, dtype: torch.dtype, inputs: int = 0, **kwargs: Any) -> torch.nn.Module:
+    return make(whorl, cell, inputs or units, units, device="cuda", dtype=dtype, engine="persistent", **kwargs)
+
+
+# One sequence of one unit is not here: its gradients are single numbers that cancel, and have no norm to measure by.
+SIZES = [
+    (1, 4, 1), (1, 3, 2), (2, 5, 3), (7, 9, 17), (16, 8, 8), (31, 24, 13), (64, 33, 9), (127, 40, 6), (128, 32, 30),
+    (200, 17, 11), (256, 128, 5), (320, 7, 12), (509, 25, 7), (512, 128, 12), (512, 1, 40), (513, 30, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh", "RNN relu"])
+@pytest.mark.parametrize("units, batch, time", SIZES)
+def test_it_is_right(cell: str, units: int, batch: int, time: int, dtype: torch.dtype) -> None:
+    assert_right(build(cell, units, dtype, inputs=units + 3), time, batch)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_it_is_right_at_random_sizes(seed: int) -> None:
+    draw = random.Random(seed)
+    cell, dtype = draw.choice(["LSTM", "GRU", "RNN tanh", "RNN relu"]), draw.choice(DTYPES)
+    layer = build(
+        cell, draw.randint(1, 700), dtype, inputs=draw.randint(1, 300), num_layers=draw.randint(1, 3),
+        bidirectional=draw.random() < 0.5, bias=draw.random() < 0.8,
+    )  # fmt: skip
+    assert_right(layer, draw.randint(1, 12), draw.randint(2, 140), initial=draw.random() < 0.5)
+
+
+FORMS = {
+    "no bias": dict(bias=False),
+    "both directions": dict(bidirectional=True),
+    "3 layers": dict(num_layers=3),
+    "2 layers, both directions": dict(num_layers=2, bidirectional=True),
+}
+
+
+@pytest.mark.parametrize("initial", [False, True], ids=["zero states", "given states"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("units", [40, 300])
+def test_it_is_right_in_every_form(form: str, cell: str, units: int, initial: bool) -> None:
+    assert_right(build(cell, units, torch.bfloat16, inputs=13, **FORMS[form]), 9, 21, initial)
+
+
+# --- cells of a user --------------------------------------------------------------------------------------------------
+
+
+@whorl.cell(gates="a b k", states="h c n", vectors={"w": 0.5, "q": -0.3}, x_only="k")
+def three_states(x: Any, r: Any, s: Any, v: Any) -> dict[str, Any]:
+    """One gate as a sum, one whose x and r are apart, one without r; vectors; a state that only grows."""
+    c = whorl.sigmoid(x.a + r.a + v.q) * s.c + v.w * whorl.tanh(x.b * r.b)
+    n = 0.9 * s.n + s.h * whorl.softplus(x.k)
+    return dict(h=whorl.tanh(c) * whorl.sigmoid(x.k) / (1.0 + abs(n)), c=c, n=n)
+
+
+@whorl.cell(gates="a", states="h c")
+def late(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Padded units, of which all values are zero, would be not a number: 0 / 0."""
+    c = 0.5 * s.c + x.a + r.a
+    return dict(h=c / abs(c), c=c)
+
+
+def parity(layer: torch.nn.Module, time: int, batch: int, states: int) -> None:
+    """With the same layer on `reference` in float64, and plain torch that rounds only what enters a product."""
+    dtype = next(layer.parameters()).dtype
+    rows = layer.num_layers * (1 + layer.bidirectional)
+    x = torch.randn(time, batch, layer.input_size, device="cuda").to(dtype).double()
+    hx = tuple(torch.randn(rows, batch, layer.hidden_size, device="cuda").to(dtype).double() for _ in range(states))
+    found = {}
+    for engine, kind in (("reference", torch.float64), ("reference", dtype), ("persistent", dtype)):
+        layer.to(kind)
+        layer.engine = engine
+        found[engine, kind] = results(layer, x, hx, weighted, kind)
+    layer.to(dtype)
+    truth, plain, got = found.values()
+    eps = torch.finfo(dtype).eps
+    errors = {name: (error(got[name], truth[name]), 2 * error(plain[name], truth[name]) + 4 * eps) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("units, batch, time", [(5, 3, 4), (48, 17, 9), (301, 40, 5)])
+def test_a_users_cell_is_right(units: int, batch: int, time: int, dtype: torch.dtype) -> None:
+    layer = whorl.Recurrent(
+        three_states, 11, units, num_layers=2, bidirectional=True, device="cuda", dtype=dtype, engine="persistent"
+    )
+    parity(layer, time, batch, 3)
+
+
+def test_what_is_not_a_number_past_the_units_stays_there() -> None:
+    layer = whorl.Recurrent(late, 11, 21, device="cuda", dtype=torch.bfloat16, engine="persistent")
+    y, _ = layer(torch.randn(5, 9, 11, device="cuda", dtype=torch.bfloat16))
+    assert y.isfinite().all()
+    grads = torch.autograd.grad(y.float().square().sum(), list(layer.parameters()))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+# --- what usual tests pass --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_a_graph_replays_with_new_input_states_and_weights(cell: str) -> None:
+    layer = build(cell, 200, torch.bfloat16, num_layers=2)
+    x = torch.randn(7, 20, 200, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    states = [torch.randn(2, 20, 200, device="cuda", dtype=torch.bfloat16) for _ in range(1 + (cell == "LSTM"))]
+    tensors = [x, *layer.parameters()]
+
+    def step() -> list[Tensor]:
+        outputs = flat(layer(x, tuple(states) if cell == "LSTM" else states[0]))
+        return [*outputs, *torch.autograd.grad(weighted_on_gpu(outputs), tensors)]
+
+    def weighted_on_gpu(outputs: list[Tensor]) -> Tensor:
+        return sum(((out.float() + 0.5) ** 2).sum() for out in outputs)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(100):
+        with torch.no_grad():
+            for tensor in (*tensors, *states):
+                tensor.copy_(torch.randn_like(tensor) * (0.1 if tensor.dim() < 3 else 1.0))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("exponent", [-24, -12, 0, 12])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
+def test_gradients_of_any_size(cell: str, exponent: int) -> None:
+    assert_right(build(cell, 100, torch.bfloat16), 8, 20, loss=lambda outputs: 2.0**exponent * weighted(outputs))
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
+def test_weights_times_ten(cell: str) -> None:
+    layer = build(cell, 100, torch.bfloat16)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.mul_(10)
+    assert_right(layer, 4, 20)
+
+
+def test_large_states_of_relu_and_of_the_cell() -> None:
+    relu = build("RNN relu", 64, torch.bfloat16)
+    with torch.no_grad():
+        relu.weight_hh_l0.abs_()
+    assert_right(relu, 10, 9, scale=1000.0)
+    lstm = build("LSTM", 64, torch.bfloat16)
+    states = tuple(v * torch.ones(1, 9, 64, device="cuda", dtype=torch.bfloat16) for v in (0.5, 1000.0))
+    x = torch.randn(10, 9, 64, device="cuda", dtype=torch.bfloat16)
+    y, (_, c) = lstm(x, states)
+    true, (_, true_c) = twin(lstm).to("cuda").double()(x.double(), tuple(state.double() for state in states))
+    for got, wanted in ((y, true), (c, true_c)):
+        assert error(got, wanted) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+LOSSES = {
+    "sum of y": lambda outputs: outputs[0].sum(),
+    "only h": lambda outputs: outputs[1].square().sum(),
+    "only c": lambda outputs: outputs[2].square().sum(),
+    "one step of y": lambda outputs: outputs[0][2].square().sum(),
+    "every second row": lambda outputs: outputs[0][:, ::2].square().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_whatever_the_loss_takes(loss: str) -> None:
+    assert_right(build("LSTM", 48, torch.bfloat16, bidirectional=True), 6, 10, loss=LOSSES[loss])
+
+
+def test_backward_twice_and_in_another_order() -> None:
+    layer = build("GRU", 48, torch.bfloat16)
+    x, z = torch.randn(2, 6, 10, 48, device="cuda", dtype=torch.bfloat16)
+    wanted = [torch.autograd.grad(layer(data)[0].float().square().sum(), list(layer.parameters())) for data in (x, z)]
+    first, second = layer(x)[0].float().square().sum(), layer(z)[0].float().square().sum()
+    for loss, grads in ((second, wanted[1]), (first, wanted[0]), (second, wanted[1])):
+        got = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True))
+
+
+@pytest.mark.parametrize("time", [1, 2, 5])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
+def test_gradients_of_weights_with_initial_states(cell: str, bidirectional: bool, time: int) -> None:
+    assert_right(build(cell, 33, torch.bfloat16, bidirectional=bidirectional), time, 5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_sequence_that_is_not_a_number_spoils_no_other(bad: float) -> None:
+    layer = build("LSTM", 40, torch.bfloat16)
+    x = torch.randn(6, 19, 40, device="cuda", dtype=torch.bfloat16)
+    wanted, _ = layer(x)
+    x[2, 5] = bad
+    got, _ = layer(x)
+    others = [row for row in range(19) if row != 5]
+    assert torch.equal(got[:, others], wanted[:, others])
+    assert got[2:, 5].isnan().any()
+
+
+def test_layouts_of_memory() -> None:
+    """x, initial states, weights and gradients that do not lie as kernels like it."""
+    layer = build("LSTM", 36, torch.bfloat16)
+    x = torch.randn(9, 6, 36, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    state = torch.randn(9 * 36 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(1, 9, 36)
+    plain = layer(x.contiguous(), (state.clone(), state.clone()))[0]
+    assert torch.equal(layer(x, (state, state))[0], plain)
+    odd = torch.empty(4 * 36 * 36 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(4 * 36, 36)
+    odd.copy_(layer.weight_hh_l0.detach())
+    moved = torch.func.functional_call(layer, {"weight_hh_l0": odd}, (x, (state, state)))[0]
+    assert torch.equal(moved, plain)
+    y = layer(x, (state, state))[0]
+    shifted = torch.randn(y.numel() + 1, device="cuda", dtype=torch.bfloat16)[1:].view(y.shape)
+    grads = [
+        torch.autograd.grad(layer(x, (state, state))[0], list(layer.parameters()), g)
+        for g in (shifted, shifted.clone())
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_streams_threads_and_save_on_cpu() -> None:
+    layer = build("LSTM", 128, torch.bfloat16)
+    x = torch.randn(30, 64, 128, device="cuda", dtype=torch.bfloat16)
+    parameters = list(layer.parameters())
+
+    def step() -> list[Tensor]:
+        y, _ = layer(x)
+        return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
+
+    wanted = step()
+    torch.cuda.synchronize()
+    found: list[list[Tensor]] = []
+
+    def work() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            mine = [step() for _ in range(20)]
+            stream.synchronize()
+        found.extend(mine)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80
+    with torch.autograd.graph.save_on_cpu():
+        found.append(step())
+    assert all(torch.equal(a, b) for got in found for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_profiler_sees_the_kernel() -> None:
+    layer = build("GRU", 128, torch.float16)
+    x = torch.randn(5, 8, 128, device="cuda", dtype=torch.float16)
+    layer(x)[0].sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        layer(x)[0].sum().backward()
+        torch.cuda.synchronize()
+    seen = {event.key for event in profile.key_averages()}
+    assert any(name.startswith("gru_forward_128_float16") for name in seen)
+    assert any(name.startswith("gru_backward_128_float16") for name in seen)
+
+
+def test_a_first_call_inside_a_capture_is_a_clear_error() -> None:
+    layer = build("LSTM", 72, torch.bfloat16)
+    x = torch.randn(5, 8, 72, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(whorl.KernelError, match="run the layer once"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x)
+
+
+def test_long_sequences() -> None:
+    layer = build("GRU", 8, torch.bfloat16)
+    x = torch.randn(70_000, 2, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y, _ = layer(x)
+    y.float().square().sum().backward()
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+    with torch.no_grad():
+        true = twin(layer).to("cuda").double()(x[:50].double())[0]
+    assert error(y[:50], true) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+# --- when others do not keep pace -------------------------------------------------------------------------------------
+
+DELAY = """
+__device__ __forceinline__ void delay() {
+  const unsigned draw = (unsigned)clock() * 2654435761u ^ (blockIdx.x * 40503u + threadIdx.x / 32 * 9973u);
+  if ((draw >> 24) % 8 == 0) __nanosleep((draw >> 8) % 2048);
+}
+"""
+SLOWED = [
+    ("for (int t = 0; t < time; ++t) {", "for (int t = 0; t < time; ++t) {\n    delay();"),
+    ("      named_barrier(1 + group", "      delay();\n      named_barrier(1 + group"),
+    ("if (goes_on) __syncthreads();", "delay();\n    if (goes_on) __syncthreads();"),
+    ("    const unsigned target = at_rank", "    delay();\n        const unsigned target = at_rank"),
+    ("      if (t + 1 < time) {  // send", "      delay();\n      if (t + 1 < time) {  // send"),
+]
+
+
+def slowed(write: Callable) -> Callable:
+    """A kernel whose warps sleep at random for up to 2 us at random places."""
+
+    def written(*args: Any) -> str:
+        text = write(*args)
+        changed = text.replace('extern "C" __global__', DELAY + 'extern "C" __global__', 1)
+        for place, instead in SLOWED:
+            changed = changed.replace(place, instead)
+        assert changed.count("delay();") >= 3
+        return changed
+
+    return written
+
+
+@pytest.mark.parametrize(
+    "cell, units, batch", [("LSTM", 512, 48), ("GRU", 128, 20), ("LSTM", 40, 9), ("LSTM", 300, 64)]
+)
+def test_warps_that_sleep_at_random_change_nothing(
+    cell: str, units: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = build(cell, units, torch.bfloat16, bidirectional=True)
+    x = torch.randn(11, batch, units, device="cuda", dtype=torch.bfloat16)
+    parameters = list(layer.parameters())
+
+    def step() -> list[Tensor]:
+        y, _ = layer(x)
+        return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
+
+    wanted = step()
+    monkeypatch.setattr(layers, "_prepared", {})
+    monkeypatch.setattr(launch, "_loaded", {})
+    monkeypatch.setattr(source, "forward", slowed(source.forward))
+    monkeypatch.setattr(source, "backward", slowed(source.backward))
+    for _ in range(250):
+        assert all(torch.equal(a, b) for a, b in zip(step(), wanted, strict=True))
+
+
+HOG = """
+struct Arguments { long long cycles; };
+extern "C" __global__ void hog(const __grid_constant__ Arguments a) {
+  extern __shared__ int memory[];
+  const long long begin = clock64();
+  while (clock64() - begin < a.cycles) memory[threadIdx.x] = 1;
+}
+"""
+
+
+@pytest.mark.parametrize("blocks", [1, 40, 100, 131, 400])
+def test_a_gpu_that_is_busy_with_something_else(blocks: int) -> None:
+    """Multiprocessors held by another kernel: clusters come later, and nothing waits for ever."""
+    layer = build("LSTM", 512, torch.bfloat16, bidirectional=True)
+    x = torch.randn(20, 100, 512, device="cuda", dtype=torch.bfloat16)
+    parameters = list(layer.parameters())
+
+    def step() -> list[Tensor]:
+        y, _ = layer(x)
+        return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
+
+    wanted = step()
+    major, minor = torch.cuda.get_device_capability()
+    hog = launch.Kernel(compile.cubin(HOG, "hog", f"sm_{major}{minor}"), "hog", 0, 64, 200_000, 1, "q")
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    hog(other.cuda_stream, blocks, 1, 20_000_000)  # about 10 ms
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found.append(step())
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for got in found for a, b in zip(got, wanted, strict=True))

@@ -1,0 +1,128 @@
+"""The numbers of a kernel for every architecture, without a GPU: they fit, they are complete, and the kernel agrees."""
+
+import pytest
+import torch
+
+from cells_for_tests import CELLS
+from whorl.cells import library
+from whorl.engines.cuda import source, tiling
+from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.layers import blocks_of
+from whorl.engines.cuda.prepare import TWO_BYTES, size_of
+from whorl.engines.cuda.tiling import LARGEST_CLUSTER, SHARED, Chip, Size, Tile
+
+H200 = Chip((9, 0), 132)
+CHIPS = [Chip(capability, multiprocessors) for capability in SHARED for multiprocessors in (1, 20, 132, 170)]
+KINDS = ("forward", "backward")
+LSTM = size_of(library.lstm.graph, 512, 2)
+SIZES = [
+    size_of(CELLS[name].graph, units, 2) for name in ("lstm", "gru", "rnn_tanh") for units in (1, 16, 100, 509, 640)
+]
+
+needs_nvrtc = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chip", CHIPS, ids=str)
+def test_every_tile_fits_the_chip_and_covers_the_layer(chip: Chip, kind: str) -> None:
+    for size in SIZES:
+        for tile in tiling.candidates(size, chip, kind):
+            assert tile.shared <= chip.shared
+            assert tile.cluster == 1 or chip.capability >= (9, 0)
+            assert tile.cluster <= LARGEST_CLUSTER
+            assert tile.cluster * tile.slice >= size.units
+            assert tile.slice % 16 == 0
+            assert 1 <= tile.warps <= 16
+            if kind == "forward":
+                assert tile.splits * tile.depths * 16 >= tile.cluster * tile.slice
+                assert tile.warps == tile.slice // 16 * tile.splits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_choice_is_pure_and_one_of_the_candidates(kind: str) -> None:
+    for size in SIZES:
+        for batch in (1, 7, 64, 300):
+            made = tiling.choose(size, H200, batch, 1, kind)
+            assert made == tiling.choose(size, H200, batch, 1, kind)
+            assert made in list(tiling.candidates(size, H200, kind))
+
+
+def test_what_does_not_fit_has_no_tile() -> None:
+    assert tiling.choose(LSTM._replace(units=1024), H200, 32, 1, "forward") is None
+    assert tiling.choose(LSTM, Chip((7, 0), 80), 32, 1, "forward") is None
+    assert not tiling.fits(LSTM, Chip((8, 0), 108), "backward")
+    assert tiling.fits(LSTM._replace(units=64), Chip((8, 0), 108), "backward")
+
+
+def test_clusters_resident_at_once_as_an_h200_says() -> None:
+    assert [H200.resident(cluster) for cluster in (1, 2, 4, 8, 16)] == [132, 66, 30, 15, 7]
+
+
+@pytest.mark.parametrize("units, batch, cluster", [(512, 32, 16), (128, 128, 4), (256, 512, 2), (16, 4, 1)])
+def test_clusters_as_measured(units: int, batch: int, cluster: int) -> None:
+    """The fastest of ten on an H200, or within a tenth of it."""
+    tile = tiling.choose(LSTM._replace(units=units), H200, batch, 1, "forward")
+    assert tile is not None
+    assert tile.cluster == cluster
+
+
+FIXED = [
+    ("lstm", 512, torch.bfloat16, 128), ("lstm", 127, torch.float16, 32), ("gru", 300, torch.bfloat16, 64),
+    ("rnn_tanh", 640, torch.float16, 8), ("rnn_relu", 1, torch.bfloat16, 1), ("lstm", 16, torch.bfloat16, 300),
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name, units, dtype, batch", FIXED, ids=str)
+def test_kernels_compile_without_a_gpu(name: str, units: int, dtype: torch.dtype, batch: int, kind: str) -> None:
+    """A static assertion in the kernel compares the tile's shared memory with the kernel's own."""
+    cell = CELLS[name].graph
+    tile = tiling.choose(size_of(cell, units, 2), H200, batch, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", TWO_BYTES)
+    assert source.kernel_name(kind, cell, units, dtype, tile).encode() in code
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100a", "sm_103a", "sm_120a"])
+def test_other_architectures_compile_as_far_as_they_have_clusters(architecture: str, kind: str) -> None:
+    """Kernels run on 9.0 alone so far; what is here keeps them from needing more than they must."""
+    cell, name = library.lstm.graph, architecture.removeprefix("sm_").removesuffix("a")
+    chip = Chip((int(name[:-1]), int(name[-1])), 100)
+    tile = tiling.choose(size_of(cell, 40, 2), chip, 8, 1, kind)
+    assert tile is not None
+    assert tile.cluster == 1 or chip.capability >= (9, 0)
+    write = source.forward if kind == "forward" else source.backward
+    cubin(write(cell, 40, torch.bfloat16, tile, True), "kernel", architecture, TWO_BYTES)
+
+
+@needs_nvrtc
+def test_a_tile_that_disagrees_with_its_kernel_does_not_compile() -> None:
+    tile = tiling.choose(LSTM, H200, 8, 1, "forward")
+    wrong = Tile(**{**vars(tile), "shared": tile.shared + 16})
+    with pytest.raises(Exception, match="tiling and kernel disagree"):
+        cubin(source.forward(library.lstm.graph, 512, torch.bfloat16, wrong, True), "kernel", "sm_90a", TWO_BYTES)
+
+
+def test_what_is_saved_of_each_gate() -> None:
+    assert source.saving(library.lstm.graph) == ((0, 1, 2, 3), ())
+    assert source.saving(library.gru.graph) == ((0, 1, -1), (2,))
+    assert source.saving(library.rnn_tanh.graph) == ((0,), ())
+    assert source.saving(CELLS["four_states"].graph).apart == ()
+
+
+def test_the_size_of_a_cell() -> None:
+    assert size_of(library.gru.graph, 5, 2) == Size(
+        5, gates=3, recurrent=3, states=1, vectors=0, apart=1, element=2, gate=2
+    )
+    assert size_of(library.rnn_relu.graph, 5, 2).gate == 4
+
+
+def test_where_the_gradients_of_recurrent_gates_lie() -> None:
+    assert blocks_of(source.saving(library.lstm.graph)) == [(False, 0, 4, 0)]
+    assert blocks_of(source.saving(library.gru.graph)) == [(False, 0, 2, 0), (True, 0, 1, 2)]
+    mixed = source.Saving(sums=(-1, 0, -1, 2, 3), apart=(1,))
+    assert blocks_of(mixed) == [(False, 1, 1, 0), (True, 0, 1, 1), (False, 3, 2, 2)]
