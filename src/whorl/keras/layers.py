@@ -10,6 +10,7 @@ import keras
 
 from whorl.errors import InputError
 from whorl.keras import loops
+from whorl.keras.explanation import Explanation, explain
 from whorl.plan import check_engine
 
 register = keras.saving.register_keras_serializable(package="whorl")
@@ -28,9 +29,14 @@ class Recurrent:
                 raise InputError(f"engine is {engine!r} and use_cudnn is True: leave one of them out.")
             self.engine = engine
 
+    @loops.of_whorl
     def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         """Keras' hook: the last output, all outputs and the final states."""
         return loops.inner_loop(self, super().inner_loop, sequences, initial_state, mask, training)  # type: ignore[misc]
+
+    def explain(self, x: Any = None, **kwargs: Any) -> Explanation:
+        """Which engine would run a call, and every reason against the faster ones: see `whorl.keras.explain`."""
+        return explain(self, x, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """Keras' config, which makes Keras' class too; with the engine where one is named."""
@@ -112,3 +118,77 @@ class SimpleRNN(Recurrent, keras.layers.SimpleRNN):
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "seed": self.cell.seed}
+
+
+@register
+class RNN(Recurrent, keras.layers.RNN):
+    """A `keras.layers.RNN` that runs on whorl's engines: of LSTMCell, GRUCell, SimpleRNNCell and `whorl.keras.Cell`.
+
+    Takes every argument of `keras.layers.RNN` (a list of cells, or StackedRNNCells, too), and by keyword:
+
+    Args:
+        engine: "auto" for the fastest that can run a call, or the name of the engine that is to run and no other.
+
+    A cell whose call is other code runs on Keras' own loop, and says so: see `whorl.settings.slow`.
+
+    >>> import keras, numpy, whorl.keras
+    >>> whorl.keras.RNN([keras.layers.LSTMCell(16), keras.layers.GRUCell(4)])(numpy.zeros((3, 5, 8))).shape
+    torch.Size([3, 4])
+    """
+
+
+@register
+class Bidirectional(keras.layers.Bidirectional):
+    """A `keras.layers.Bidirectional` that runs both directions at once on whorl's engines where they are alike.
+
+    Takes every argument of `keras.layers.Bidirectional`.  A layer of Keras' own inside it becomes whorl's.
+
+    >>> import numpy, whorl.keras
+    >>> wrapped = whorl.keras.Bidirectional(whorl.keras.LSTM(16, recurrent_dropout=0.2))
+    >>> wrapped(numpy.zeros((3, 5, 8)), mask=numpy.ones((3, 5), bool)).shape
+    torch.Size([3, 32])
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for layer in (self.forward_layer, self.backward_layer):
+            adopt(layer)
+
+    def call(self, sequences: Any, initial_state: Any = None, mask: Any = None, training: Any = None) -> Any:
+        """As Keras' own."""
+        return loops.bidirectional(self, super().call, sequences, initial_state, mask, training)
+
+    def explain(self, x: Any = None, **kwargs: Any) -> Explanation:
+        """Which engine would run a call, and every reason against the faster ones: see `whorl.keras.explain`."""
+        return explain(self, x, **kwargs)
+
+    def _can_attempt_fused_lstm(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # Keras' own kernels stay out
+
+    _can_attempt_fused_gru = _can_attempt_fused_lstm
+
+
+STOCK: dict[Any, Any] = {
+    kind: getattr(keras.layers, kind.__name__) for kind in (LSTM, GRU, SimpleRNN, RNN, Bidirectional)
+}
+"""The class of Keras that each is."""
+OURS: dict[Any, Any] = {stock: ours for ours, stock in STOCK.items()}
+
+
+def adopt(layer: Any) -> bool:
+    """Makes a layer of Keras' own class whorl's, in place: whether it was one."""
+    if type(layer) not in OURS:
+        return False
+    layer.__class__ = OURS[type(layer)]
+    if layer.__dict__.get("use_cudnn") is True:
+        layer.engine = "cudnn"
+    return True
+
+
+def abandon(layer: Any) -> bool:
+    """Makes a layer of whorl Keras' own again, in place, without its engine: whether it was one."""
+    if type(layer) not in STOCK:
+        return False
+    layer.__dict__.pop("engine", None)
+    layer.__class__ = STOCK[type(layer)]
+    return True

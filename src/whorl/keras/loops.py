@@ -2,17 +2,22 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import keras
+import torch
 
 from whorl.errors import SlowError, SlowWarning, UnsupportedError
-from whorl.keras.cells import masks_of, part_of, weights_of
-from whorl.keras.sweep import Part, Tensors, sweep
+from whorl.keras.cells import part_of, tensors_of
+from whorl.keras.path import BACKEND, both_ways, sweep
+from whorl.keras.sweep import Part
+from whorl.problem import Plan
 from whorl.settings import settings
 
-BACKEND: str = keras.backend.backend()
 KERAS_LOOP = keras.layers.RNN.inner_loop
 """Keras' own loop, step by step in Python, for any cell."""
 
@@ -31,19 +36,21 @@ def inner_loop(
     parts, reasons = parts_of(layer, sequences)
     if reasons:
         _announce(layer, reasons)
-        loop = own if BACKEND not in ("torch", "jax") else lambda *args, **kwargs: KERAS_LOOP(layer, *args, **kwargs)
+        loop = own if BACKEND not in ("torch", "jax") else partial(KERAS_LOOP, layer)
         return loop(sequences, initial_state, mask=mask, training=training)
     cells, grouped = cells_of(layer), initial_state if is_stacked(layer) else [initial_state]
-    tensors = []
+    entering, tensors = sequences[:, 0, :], []
     for cell, given in zip(cells, grouped, strict=True):
         states = tuple(keras.tree.flatten(given))
         if layer.stateful:  # these are the variables that the final states are assigned to, in place
             states = tuple([keras.ops.copy(state) for state in states])
-        masks = masks_of(cell, sequences, states[0]) if training else ((), ())
-        tensors.append(Tensors(weights_of(cell), states, *masks))
+        tensors.append(tensors_of(cell, entering, states, training))
+        entering = states[0]  # of the shape of what the next cell reads
     x = keras.ops.cast(sequences, cells[0].compute_dtype)
-    last, outputs, finals = sweep(parts, x, tensors, mask, layer.go_backwards, layer.zero_output_for_mask)
-    return last, outputs, keras.tree.pack_sequence_as(initial_state, keras.tree.flatten(finals))
+    notes = notes_of_a_call()
+    swept = sweep(parts, x, tensors, mask, layer.go_backwards, layer.zero_output_for_mask, notes)
+    note(layer, notes)
+    return swept.last, swept.outputs, keras.tree.pack_sequence_as(initial_state, keras.tree.flatten(swept.states))
 
 
 def is_stacked(layer: Any) -> bool:
@@ -55,6 +62,18 @@ def cells_of(layer: Any) -> list[Any]:
     return list(layer.cell.cells) if is_stacked(layer) else [layer.cell]
 
 
+def engine_of(layer: Any) -> str:
+    """The engine that a layer asks for; of Keras' own layers what `use_cudnn=True` asks for."""
+    return getattr(layer, "engine", None) or ("cudnn" if getattr(layer, "use_cudnn", False) is True else "auto")
+
+
+def of_whorl(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks an `inner_loop` as whorl's."""
+    function.of_whorl = True  # type: ignore[attr-defined]
+    return function
+
+
+@torch.compiler.disable  # plain values come out: a compiled graph holds them, not how they are made
 def parts_of(layer: Any, sequences: Any) -> tuple[list[Part], list[str]]:
     """What each cell is to whorl, and every reason why only Keras' own loop can run the layer."""
     if BACKEND != "torch":
@@ -63,8 +82,35 @@ def parts_of(layer: Any, sequences: Any) -> tuple[list[Part], list[str]]:
         ]
     if len(sequences.shape) != 3:
         return [], [f"its input has {len(sequences.shape)} axes, and whorl's cells take [batch, time, features]"]
-    found = [part_of(cell, getattr(layer, "engine", "auto")) for cell in cells_of(layer)]
+    found = [part_of(cell, engine_of(layer)) for cell in cells_of(layer)]
     return [part for part in found if isinstance(part, Part)], [part for part in found if isinstance(part, str)]
+
+
+_noted: ContextVar[list[tuple[Any, Plan | str]] | None] = ContextVar("noted", default=None)
+"""Where it holds a list, each call of a layer adds its plan to it, or why Keras' own loop runs."""
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Any, Plan | str]]]:
+    """The calls of layers inside the block: each layer with its plan, or with why Keras' own loop runs."""
+    found: list[tuple[Any, Plan | str]] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def notes_of_a_call() -> list[Plan] | None:
+    """A list for the plans of one call; None where nobody asks."""
+    return None if torch.compiler.is_compiling() or _noted.get() is None else []
+
+
+def note(layer: Any, plans: list[Plan] | None) -> None:
+    """Keeps the plans of a call of a layer, where somebody asks."""
+    notes = _noted.get() if plans is not None else None
+    if notes is not None:
+        notes += [(layer, made) for made in plans or ()]
 
 
 _announced: set[tuple[str, ...]] = set()
@@ -77,7 +123,10 @@ def _announce(layer: Any, reasons: list[str]) -> None:
         UnsupportedError: the layer names an engine.
         SlowError: `settings.slow` is "error".
     """
-    who, engine, slow = type(layer).__name__, getattr(layer, "engine", "auto"), settings.slow
+    who, engine, slow = type(layer).__name__, engine_of(layer), settings.slow
+    notes = _noted.get()
+    if notes is not None:
+        notes.append((layer, f"Keras' own loop: {'; '.join(reasons)}"))
     if engine != "auto":
         raise UnsupportedError(f"the engine {engine!r} cannot run {layer.name} ({who}): {'; '.join(reasons)}.")
     if slow == "allow":
@@ -98,3 +147,72 @@ def _level_of_the_caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("whorl", "keras", "torch"):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def bidirectional(
+    layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any, mask: Any, training: Any
+) -> Any:
+    """What the call of a `keras.layers.Bidirectional` gives; both directions at once where they are alike.
+
+    Args:
+        own: the layer's own `call`, which calls its two layers one after the other.
+    """
+    there, back = layer.forward_layer, layer.backward_layer
+    part = _joint(layer, sequences)
+    if part is None or (initial_state is not None and len(initial_state) != 2 * len(there.state_size)):
+        return own(sequences, initial_state=initial_state, mask=mask, training=training)
+    if keras.tree.is_nested(mask):
+        mask = mask[0]
+    count, entering, tensors = len(there.state_size), sequences[:, 0, :], []
+    for place, one in enumerate((there, back)):
+        given = initial_state[place * count : (place + 1) * count] if initial_state is not None else None
+        given = one.get_initial_state(keras.ops.shape(sequences)[0]) if given is None else given
+        states = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
+        one._maybe_config_dropout_masks(one.cell, entering, states)  # in eval too, as the layer itself would
+        tensors.append(tensors_of(one.cell, entering, states, training))
+        one._maybe_reset_dropout_masks(one.cell)
+    notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)
+    found = both_ways(part, x, tensors[0], tensors[1], mask, there.zero_output_for_mask, notes)
+    note(layer, notes)
+    outputs = [
+        keras.ops.cast(one.outputs if there.return_sequences else one.last, layer.compute_dtype) for one in found
+    ]
+    merged = _MERGES[layer.merge_mode](*outputs)
+    if not layer.return_state:
+        return merged
+    states = tuple([keras.ops.cast(state, there.compute_dtype) for one in found for state in one.states[0]])
+    return (*merged, *states) if layer.merge_mode is None else (merged, *states)
+
+
+_MERGES: dict[str | None, Callable[[Any, Any], Any]] = {
+    "concat": lambda y, z: keras.ops.concatenate([y, z], axis=-1),
+    "sum": lambda y, z: y + z,
+    "ave": lambda y, z: (y + z) / 2,
+    "mul": lambda y, z: y * z,
+    None: lambda y, z: (y, z),
+}
+
+
+_CALLS = [getattr(keras.layers, name).call for name in ("RNN", "LSTM", "GRU", "SimpleRNN")]
+
+
+@torch.compiler.disable
+def _joint(layer: Any, sequences: Any) -> Part | None:
+    """What both directions of a Bidirectional are, where one sweep can be both."""
+    both = layer.forward_layer, layer.backward_layer
+    if not all(type(one).call in _CALLS and hasattr(type(one).inner_loop, "of_whorl") for one in both):
+        return None  # not recurrent, or of a class that adds to its call
+    if not all(one.built and not is_stacked(one) for one in both):
+        return None
+    if [one.go_backwards for one in both] != [False, True]:
+        return None
+    if any(one.stateful or one.activity_regularizer is not None for one in both):
+        return None
+    if len({(one.compute_dtype, one.cell.compute_dtype, one.zero_output_for_mask) for one in both}) > 1:
+        return None
+    if both[0].compute_dtype != layer.compute_dtype:
+        return None
+    found = [parts_of(one, sequences) for one in both]
+    if any(reasons for _, reasons in found) or found[0] != found[1]:
+        return None
+    return found[0][0][0]
