@@ -4,6 +4,7 @@ A layer holds what Keras' holds, by the same names and of the same shapes, and i
 over time is another.
 """
 
+import inspect
 from typing import Any
 
 import keras
@@ -13,7 +14,23 @@ from whorl.keras import loops
 from whorl.keras.explanation import Explanation, explain
 from whorl.plan import check_engine
 
-register = keras.saving.register_keras_serializable(package="whorl")
+
+def register(kind: Any) -> Any:
+    """Registers a layer for Keras' files, and shows the arguments of Keras' class and `engine` as its own.
+
+    Keras reads them, and `help`.
+    """
+    own, shown = kind.__init__, inspect.signature(getattr(keras.layers, kind.__name__).__init__)
+    *named, others = shown.parameters.values()
+    if issubclass(kind, Recurrent):
+        named.append(inspect.Parameter("engine", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str))
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+
+    __init__.__signature__ = shown.replace(parameters=[*named, others])  # type: ignore[attr-defined]
+    kind.__init__ = __init__
+    return keras.saving.register_keras_serializable(package="whorl")(kind)
 
 
 class Recurrent:
