@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,3 +140,27 @@ def _other_order(layer: str, rows: Tensor) -> Tensor:
     if layer not in _KERAS_GATES:
         return rows
     return torch.cat(reordered(layer, rows.chunk(len(_KERAS_GATES[layer]))))
+
+
+def from_cudnn_keras(kernel: Any, recurrent_kernel: Any, bias: Any) -> tuple[Any, Any, Any]:
+    """The weights of a Keras LSTM, or of a GRU with `reset_after`, from those of CuDNNLSTM or CuDNNGRU.
+
+    Theirs are cuDNN's own buffers: each gate of the kernels is a matrix the other way round, and there are two biases.
+    The formulas are those by which Keras 2 itself loads such a file into LSTM and GRU.
+
+    Args:
+        kernel: numpy [inputs, gates x units]; 4 gates of an LSTM, 3 of a GRU.
+        recurrent_kernel: numpy [units, gates x units].
+        bias: numpy [2 x gates x units].
+
+    >>> import numpy
+    >>> [part.shape for part in from_cudnn_keras(*map(numpy.zeros, ((3, 8), (2, 8), (16,))))]
+    [(3, 8), (2, 8), (8,)]
+    >>> from_cudnn_keras(*map(numpy.zeros, ((3, 6), (2, 6), (12,))))[2].shape
+    (2, 6)
+    """
+    gates = recurrent_kernel.shape[1] // recurrent_kernel.shape[0]
+    turned = [gate.T.reshape(gate.shape, order="F") for gate in np.split(kernel, gates, 1)]
+    recurrent = [gate.T for gate in np.split(recurrent_kernel, gates, 1)]
+    biases = bias.reshape(2, -1)
+    return np.concatenate(turned, 1), np.concatenate(recurrent, 1), biases.sum(0) if gates == 4 else biases

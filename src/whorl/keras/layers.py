@@ -185,6 +185,60 @@ class Bidirectional(keras.layers.Bidirectional):
     _can_attempt_fused_gru = _can_attempt_fused_lstm
 
 
+class _OldName(type):
+    """The type of a class of Keras 2 that is only a name: called it makes a modern layer, which is its instance."""
+
+    modern: Any
+    arguments: tuple[str, ...]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(cls.arguments):
+            raise InputError(f"{cls.__name__} takes {len(cls.arguments)} arguments by position, not {len(args)}.")
+        if kwargs.pop("time_major", False):
+            raise InputError(f"{cls.__name__} is time_major: Keras 3 takes [batch, time, features] alone.")
+        return cls.modern(**dict(zip(cls.arguments, args, strict=False)), **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.modern)
+
+
+_AFTER_UNITS = "kernel_initializer recurrent_initializer bias_initializer"
+_THEN = (
+    "kernel_regularizer recurrent_regularizer bias_regularizer activity_regularizer kernel_constraint "
+    "recurrent_constraint bias_constraint return_sequences return_state go_backwards stateful"
+)
+
+
+class CuDNNLSTM(metaclass=_OldName):
+    """The name of Keras 2, with its arguments: makes a `whorl.keras.LSTM`, which takes all that CuDNNLSTM refused.
+
+    >>> import whorl.keras
+    >>> layer = whorl.keras.CuDNNLSTM(16, return_sequences=True)
+    >>> type(layer).__name__, isinstance(layer, whorl.keras.CuDNNLSTM)
+    ('LSTM', True)
+    """
+
+    modern = LSTM
+    arguments = tuple(f"units {_AFTER_UNITS} unit_forget_bias {_THEN}".split())
+
+
+class CuDNNGRU(metaclass=_OldName):
+    """The name of Keras 2, with its arguments: makes a `whorl.keras.GRU`, which takes all that CuDNNGRU refused.
+
+    >>> import whorl.keras
+    >>> type(whorl.keras.CuDNNGRU(16)).__name__
+    'GRU'
+    """
+
+    modern = GRU
+    arguments = tuple(f"units {_AFTER_UNITS} {_THEN}".split())
+
+
+def __getattr__(name: str) -> Any:
+    """Every other layer is Keras' own: `from whorl.keras.layers import LSTM, Dense`."""
+    return getattr(keras.layers, name)
+
+
 STOCK: dict[Any, Any] = {
     kind: getattr(keras.layers, kind.__name__) for kind in (LSTM, GRU, SimpleRNN, RNN, Bidirectional)
 }
