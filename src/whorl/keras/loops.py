@@ -76,9 +76,10 @@ def of_whorl(function: Callable[..., Any]) -> Callable[..., Any]:
 @torch.compiler.disable  # plain values come out: a compiled graph holds them, not how they are made
 def parts_of(layer: Any, sequences: Any) -> tuple[list[Part], list[str]]:
     """What each cell is to whorl, and every reason why only Keras' own loop can run the layer."""
-    if BACKEND != "torch":
+    if BACKEND not in ("torch", "jax"):
         return [], [
-            f"Keras runs on {BACKEND} and whorl's engines on torch: set KERAS_BACKEND=torch before keras is imported"
+            f"Keras runs on {BACKEND} and whorl's engines on torch and jax: set KERAS_BACKEND=torch before keras is "
+            "imported"
         ]
     if len(sequences.shape) != 3:
         return [], [f"its input has {len(sequences.shape)} axes, and whorl's cells take [batch, time, features]"]

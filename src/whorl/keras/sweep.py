@@ -79,7 +79,7 @@ def sweep(
         notes: gets the plan of each cell, where it is given.
     """
     for place, (cell, own) in enumerate(zip(parts, tensors, strict=True)):
-        _check(cell, x, own, mask, first=place == 0)
+        check(cell, x, own, mask, first=place == 0)
     if x.is_meta:
         return _shapes(parts, x)
     y, valid = x.transpose(0, 1), None
@@ -111,7 +111,7 @@ def both_ways(
         What `sweep` gives forwards, and backwards; here the outputs of both are in the order of time.
     """
     for own in (forward, backward):
-        _check(cell, x, own, mask)
+        check(cell, x, own, mask)
     if x.is_meta:
         return _shapes([cell], x), _shapes([cell], x)
     valid = None if mask is None else mask.to(torch.bool).t()
@@ -146,7 +146,7 @@ def _run(
     return y, finals
 
 
-def _check(cell: Part, x: Tensor, own: Tensors, mask: Tensor | None, first: bool = True) -> None:
+def check(cell: Part, x: Tensor, own: Tensors, mask: Tensor | None, first: bool = True) -> None:
     """
     Args:
         first: this cell is the one that reads x.
