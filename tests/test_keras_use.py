@@ -241,6 +241,37 @@ def test_what_does_not_fit_is_refused() -> None:
         layer(x, mask=mask[:, :4])
 
 
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_dropout_by_gate_without_recurrent_dropout(name: str) -> None:
+    """Keras 3.15 crashes here: a mask for each gate, as with `recurrent_dropout`."""
+    arguments = dict(dropout=0.3, seed=5, implementation=1)
+    layer, other = getattr(whorl.keras, name)(4, **arguments), getattr(whorl.keras, name)(4, **arguments)
+    for one in (layer, other):
+        one.build(x.shape)
+    other.set_weights(layer.get_weights())
+    masks = other.cell.get_dropout_mask(torch.tensor(x[:, 0]))
+    gates = torch.cat(list(masks), -1).reshape(4, -1, 3)  # [batch, gates, inputs]
+    one_hot = torch.eye(3)[None].expand(4, 3, 3)  # each step reads one input, so each product shows one mask
+    kernel = layer.cell.kernel.value.detach().reshape(3, -1, 4)  # [inputs, gates, units]
+    projected = torch.einsum("bti,iGu,bGi->btGu", one_hot, kernel, gates)
+    first = layer(one_hot, training=True, mask=torch.tensor([[True, False, False]] * 4))
+    i, _, g, o = projected[:, 0].unbind(1) if name == "LSTM" else (projected[:, 0, 0],) * 4
+    z, n = projected[:, 0, 0], projected[:, 0, 2]
+    lstm = torch.sigmoid(o) * torch.tanh(torch.sigmoid(i) * torch.tanh(g))
+    torch.testing.assert_close(first, lstm if name == "LSTM" else (1 - torch.sigmoid(z)) * torch.tanh(n))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unroll_and_dropout_of_everything(name: str) -> None:
+    layer, rolled = getattr(whorl.keras, name)(4, unroll=True, go_backwards=True), getattr(whorl.keras, name)(4)
+    layer.build(x.shape)
+    rolled.build(x.shape)
+    rolled.set_weights(layer.get_weights())
+    torch.testing.assert_close(layer(x, mask=mask), rolled(x[:, ::-1].copy(), mask=mask[:, ::-1].copy()))
+    dropped = getattr(whorl.keras, name)(4, dropout=1.0, bias_initializer="ones", kernel_initializer="ones")
+    torch.testing.assert_close(dropped(x, training=True, mask=mask[:1].repeat(4, 0)), dropped(0 * x))
+
+
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
