@@ -7,15 +7,15 @@ directly and other backends through a callback.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from whorl.errors import InputError
+from whorl.errors import InputError, UnsupportedError
 from whorl.functional import planned, recurrent
 from whorl.problem import Call, Form, Plan
-from whorl.weights import from_keras, reordered
+from whorl.weights import NATIVE_MODES, from_keras, reordered
 
 
 class Part(NamedTuple):
@@ -140,9 +140,38 @@ def _run(
         masks = [(own.input_masks, own.recurrent_masks) for own in directions]
         rows = [[_by_gate(cell.kind, one, absent) for one in row] + [absent] * len(states) for row in masks]
         call = call._replace(noise=tuple([mask for row in rows for mask in row]))
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return _exported(form, call)
     if notes is not None:
         notes.append(planned(form, call, cell.engine))
     y, *finals = recurrent(form, call, cell.engine)
+    return y, finals
+
+
+_OPERATORS: dict[int, Any] = {0: torch._VF.rnn_relu, 1: torch._VF.rnn_tanh, 2: torch._VF.lstm, 3: torch._VF.gru}
+"""Torch's own operators by the numbers of `NATIVE_MODES`: what an export keeps as one node, for any length."""
+
+
+def _exported(form: str, call: Call) -> tuple[Tensor, list[Tensor]]:
+    """What a trace or an export records of a sweep: torch's own operator, else every step of the example.
+
+    Raises:
+        UnsupportedError: steps that would be those of an example of one step, which is how Keras shows an open length.
+    """
+    made = Form.from_json(form)
+    mode = NATIVE_MODES.get(made.cell.fingerprint)
+    if mode is None or call.marks.mask is not None or call.marks.seed is not None or call.noise:
+        if int(call.x.shape[0]) == 1:
+            raise UnsupportedError(
+                f"an export of {made.cell.name} with this call writes out every step, and the length is open: give the "
+                "model a fixed one, keras.Input((time, features)). Plain LSTM, GRU and SimpleRNN without a mask stay "
+                "one operator, of any length."
+            )
+        y, *finals = recurrent(form, call, "reference")
+        return y, finals
+    states = call.states if len(call.states) > 1 else call.states[0]
+    weights = list(call.weights)
+    y, *finals = _OPERATORS[mode](call.x, states, weights, made.bias, 1, 0.0, False, made.directions == 2, False)
     return y, finals
 
 
