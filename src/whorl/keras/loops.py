@@ -128,7 +128,8 @@ def _announce(layer: Any, reasons: list[str]) -> None:
     notes = _noted.get()
     if notes is not None:
         notes.append((layer, f"Keras' own loop: {'; '.join(reasons)}"))
-    if engine != "auto":
+    enforced = BACKEND == "tensorflow" and getattr(layer, "use_cudnn", False) is True  # by Keras itself
+    if engine != "auto" and not enforced:
         raise UnsupportedError(f"the engine {engine!r} cannot run {layer.name} ({who}): {'; '.join(reasons)}.")
     if slow == "allow":
         return

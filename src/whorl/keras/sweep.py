@@ -89,6 +89,7 @@ def sweep(
         y, valid = y.flip(0), None if valid is None else valid.flip(0)
     states = []
     for cell, own in zip(parts, tensors, strict=True):
+        y = y.to(own.weights[0].dtype)  # cells may compute in different ones
         y, finals = _run(cell, cell.form, y, [own], valid, notes)
         states.append(tuple([final[0] for final in finals]))
     if zero_output and valid is not None:
