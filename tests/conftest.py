@@ -12,6 +12,8 @@ from whorl import settings
 pytest.register_assert_rewrite("comparison", "plain_loops", "loops", "option_cases")  # so that failures show values
 
 os.environ.pop("WHORL_SLOW", None)  # tests begin with whorl's own defaults
+# Read when Keras is imported: tests of another backend have a process of their own.
+os.environ["KERAS_BACKEND"] = os.environ.get("WHORL_TEST_KERAS", "torch")
 torch.set_num_threads(1)  # small tensors, and workers that share the cores
 
 hypothesis.settings.register_profile("whorl", deadline=None, derandomize="CI" in os.environ)

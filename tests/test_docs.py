@@ -24,6 +24,8 @@ CODE_THEN_OUTPUT = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```
 def test_a_page_does_what_it_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks run from top to bottom, as a reader would type them; a `text` block below one is what it prints."""
     text = page.read_text(encoding="utf-8")
+    if "import whorl.keras" in text:
+        pytest.importorskip("keras")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page.stem}
     for block in CODE_THEN_OUTPUT.finditer(text):
@@ -48,6 +50,10 @@ def test_the_readme_has_code_and_output() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_hold(name: str) -> None:
+    if name.startswith("whorl.keras"):
+        pytest.importorskip("keras")
+    if name == "whorl.keras.on_jax":
+        pytest.importorskip("jax")
     public = {name: getattr(whorl, name) for name in whorl.__all__}
     result = doctest.testmod(
         importlib.import_module(name),

@@ -1,9 +1,11 @@
-"""Names and orders of weights: the only file that knows how torch and cuDNN order what a layer holds."""
+"""Names and orders of weights: the only file that knows how torch, cuDNN and Keras order what a layer holds."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from whorl.cells import library
@@ -84,3 +86,81 @@ def split(form: Form, weights: Sequence[Tensor]) -> list[LayerWeights]:
 def join(parts: Sequence[LayerWeights]) -> list[Tensor]:
     """The flat order of `names`, from the weights of each layer and direction."""
     return [tensor for part in parts for tensor in (*part[:5], *part.vectors) if tensor is not None]
+
+
+_KERAS_GATES = {"GRU": (1, 0, 2)}
+"""The place in Keras' order of each gate here, where they differ: its z r h are r z n.  Back again it is the same."""
+
+
+def reordered(layer: str, gates: Sequence[Tensor]) -> list[Tensor]:
+    """One tensor for each gate, from Keras' order to the cell's, or back.
+
+    Args:
+        layer: the class of Keras whose order it is: "LSTM", "GRU", "SimpleRNN", or another that has the cell's own.
+    """
+    return [gates[place] for place in _KERAS_GATES[layer]] if layer in _KERAS_GATES else list(gates)
+
+
+def from_keras(layer: str, kernel: Tensor, recurrent_kernel: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What `kinds` lists of a layer and direction, from the weights of a layer of Keras; differentiable.
+
+    Args:
+        layer: the class of Keras: "LSTM", "GRU" or "SimpleRNN".
+        kernel: [inputs, gates x units].
+        recurrent_kernel: [units, gates x units].
+        bias: [gates x units], or [2, gates x units] of a GRU with `reset_after`; None where there is none.
+
+    >>> [tuple(part.shape) for part in from_keras("LSTM", torch.zeros(3, 8), torch.zeros(2, 8), torch.zeros(8))]
+    [(8, 3), (8, 2), (8,), (8,)]
+    """
+    parts = [kernel.t(), recurrent_kernel.t()]
+    if bias is not None:
+        parts += bias.unbind(0) if bias.dim() == 2 else (bias, torch.zeros_like(bias))
+    return tuple([_other_order(layer, part) for part in parts])
+
+
+def to_keras(layer: str, weights: Sequence[Tensor], reset_after: bool = True) -> list[Tensor]:
+    """The weights of a layer of Keras in its own order, from `weight_ih`, `weight_hh` and, where it has them, biases.
+
+    Args:
+        layer: "LSTM", "GRU" or "SimpleRNN".
+        reset_after: of a GRU: whether it has a bias for each product; the others have the sum of both.
+
+    >>> lstm = whorl.LSTM(3, 2)
+    >>> [tuple(part.shape) for part in to_keras("LSTM", list(lstm.parameters()))]
+    [(3, 8), (2, 8), (8,)]
+    """
+    ih, hh, *biases = [_other_order(layer, part) for part in weights]
+    bias = [torch.stack(biases) if layer == "GRU" and reset_after else biases[0] + biases[1]] if biases else []
+    return [ih.t(), hh.t(), *bias]
+
+
+def _other_order(layer: str, rows: Tensor) -> Tensor:
+    """[gates x units, ...] in the cell's order from Keras', or back."""
+    if layer not in _KERAS_GATES:
+        return rows
+    return torch.cat(reordered(layer, rows.chunk(len(_KERAS_GATES[layer]))))
+
+
+def from_cudnn_keras(kernel: Any, recurrent_kernel: Any, bias: Any) -> tuple[Any, Any, Any]:
+    """The weights of a Keras LSTM, or of a GRU with `reset_after`, from those of CuDNNLSTM or CuDNNGRU.
+
+    Theirs are cuDNN's own buffers: each gate of the kernels is a matrix the other way round, and there are two biases.
+    The formulas are those by which Keras 2 itself loads such a file into LSTM and GRU.
+
+    Args:
+        kernel: numpy [inputs, gates x units]; 4 gates of an LSTM, 3 of a GRU.
+        recurrent_kernel: numpy [units, gates x units].
+        bias: numpy [2 x gates x units].
+
+    >>> import numpy
+    >>> [part.shape for part in from_cudnn_keras(*map(numpy.zeros, ((3, 8), (2, 8), (16,))))]
+    [(3, 8), (2, 8), (8,)]
+    >>> from_cudnn_keras(*map(numpy.zeros, ((3, 6), (2, 6), (12,))))[2].shape
+    (2, 6)
+    """
+    gates = recurrent_kernel.shape[1] // recurrent_kernel.shape[0]
+    turned = [gate.T.reshape(gate.shape, order="F") for gate in np.split(kernel, gates, 1)]
+    recurrent = [gate.T for gate in np.split(recurrent_kernel, gates, 1)]
+    biases = bias.reshape(2, -1)
+    return np.concatenate(turned, 1), np.concatenate(recurrent, 1), biases.sum(0) if gates == 4 else biases

@@ -1,0 +1,181 @@
+"""Files: whatever Keras 3 reads, and what Keras 2 wrote, CuDNNLSTM and CuDNNGRU included."""
+
+import json
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+
+from whorl.errors import InputError
+from whorl.keras.adoption import accelerate
+from whorl.weights import from_cudnn_keras
+
+_RECURRENT = ("LSTM", "GRU", "SimpleRNN", "RNN")
+_CUDNN = {"CuDNNLSTM": "LSTM", "CuDNNGRU": "GRU"}
+_GONE = ("time_major", "implementation", "input_length", "ragged", "optional")
+"""Arguments of Keras 2 that are without effect, or have none in Keras 3."""
+
+
+@keras.saving.register_keras_serializable(package="whorl")
+def hard_sigmoid_of_keras_2(x: Any) -> Any:
+    """0.2 x + 0.5 between 0 and 1: `hard_sigmoid` until Keras 3, where it is relu6(x + 3) / 6."""
+    return keras.ops.clip(0.2 * x + 0.5, 0.0, 1.0)
+
+
+def load_model(path: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True) -> Any:
+    """The model of a `.keras` or `.h5` file, with whorl's layers in the place of Keras' own recurrent ones.
+
+    Files of Keras 2 are read too: CuDNNLSTM and CuDNNGRU become LSTM and GRU with their weights converted, arguments
+    that Keras 3 has no more are left out, and `hard_sigmoid` means what it meant.  Such a model is not compiled: what
+    Keras 2 wrote of its optimizer has no meaning in Keras 3.
+
+    Args:
+        path: of the file.
+        custom_objects, compile, safe_mode: as in `keras.models.load_model`.
+
+    Raises:
+        InputError: a Keras 2 file with a layer that Keras 3 cannot be.
+
+    >>> import keras, tempfile, whorl.keras
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     keras.Sequential([keras.Input((5, 8)), keras.layers.LSTM(4)]).save(f"{folder}/model.keras")
+    ...     type(whorl.keras.load_model(f"{folder}/model.keras").layers[0])
+    <class 'whorl.keras.layers.LSTM'>
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path} is no file: give the path of a .keras or .h5 file.")
+    convert = _h5_of_keras_2 if h5py.is_hdf5(path) else _archive_of_keras_2 if zipfile.is_zipfile(path) else None
+    with tempfile.TemporaryDirectory() as folder:
+        converted = convert(path, Path(folder)) if convert is not None else None
+        model = keras.models.load_model(
+            converted or path, custom_objects, compile=compile and converted is None, safe_mode=safe_mode
+        )
+    accelerate(model)
+    return model
+
+
+def _h5_of_keras_2(path: Path, folder: Path) -> Path | None:
+    """The file as Keras 3 reads it, or None where Keras 3 wrote it."""
+    with h5py.File(path) as file:
+        if not _is_old(_text(file.attrs.get("keras_version", b""))):
+            return None
+    made = folder / "model.h5"
+    shutil.copyfile(path, made)
+    with h5py.File(made, "r+") as file:
+        config = modern(json.loads(_text(file.attrs["model_config"])))
+        file.attrs["model_config"] = json.dumps(config)
+        for name in ("training_config", "optimizer_weights"):
+            file.attrs.pop(name, None)
+        for layer in file["model_weights"].values():
+            names = [_text(name) for name in layer.attrs.get("weight_names", [])]
+            _convert_cudnn(layer, [name for name in names if name.endswith("kernel:0")])
+    return made
+
+
+def _archive_of_keras_2(path: Path, folder: Path) -> Path | None:
+    """The same for a `.keras` file."""
+    with zipfile.ZipFile(path) as old:
+        if not _is_old(json.loads(old.read("metadata.json")).get("keras_version", "")):
+            return None
+        made = folder / "model.keras"
+        config = json.loads(old.read("config.json"))
+        if any(_finds(config, name) for name in _CUDNN):
+            raise InputError(f"{path.name} has CuDNN layers in a .keras file of Keras 2: save it as .h5 there.")
+        with zipfile.ZipFile(made, "w") as new:
+            for name in old.namelist():
+                new.writestr(name, json.dumps(modern(config)) if name == "config.json" else old.read(name))
+    return made
+
+
+def _is_old(version: str) -> bool:
+    return version.split(".")[0] in ("1", "2")
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _finds(config: Any, name: str) -> bool:
+    if isinstance(config, dict):
+        return config.get("class_name") == name or any(_finds(part, name) for part in config.values())
+    return isinstance(config, list) and any(_finds(part, name) for part in config)
+
+
+def modern(config: Any) -> Any:
+    """A config of Keras 2, of a model or any part of it, as Keras 3 means it.
+
+    Raises:
+        InputError: a layer that is `time_major`.
+    """
+    if isinstance(config, list):
+        return [modern(part) for part in config]
+    if not isinstance(config, dict):
+        return config
+    config = {name: modern(part) for name, part in config.items()}
+    kind, inner = config.get("class_name"), config.get("config")
+    if str(config.get("module", "")).startswith(("tf_keras.", "keras.engine", "keras.src.engine")):
+        config["module"] = "keras.src.models.functional"
+    config.pop("compile_config", None)
+    if not isinstance(inner, dict):
+        return config
+    if inner.get("time_major"):
+        raise InputError(f"{inner.get('name')} is time_major: Keras 3 takes [batch, time, features] alone.")
+    for name in _GONE:
+        if kind in (*_RECURRENT, *_CUDNN, "Embedding", "InputLayer"):
+            inner.pop(name, None)
+    shape = inner.pop("batch_input_shape", None)
+    if kind == "InputLayer" and shape is not None:
+        inner["batch_shape"] = shape
+    elif shape is not None and "registered_name" not in config:  # the first layer of a Sequential in an old h5 file
+        inner["batch_input_shape"] = shape
+    for name in ("activation", "recurrent_activation"):
+        if inner.get(name) == "hard_sigmoid":
+            inner[name] = keras.saving.serialize_keras_object(hard_sigmoid_of_keras_2)
+    if "output_layers" in inner:
+        _renumber(inner)
+    if kind in _CUDNN:
+        config["class_name"] = _CUDNN[kind]
+        inner.update(modern_arguments(kind))
+    return config
+
+
+def _renumber(model: dict[str, Any]) -> None:
+    """Calls of a model inside a model, in place: Keras 2 counts its making as call 0, Keras 3 does not."""
+    inside = [layer["config"]["name"] for layer in model["layers"] if "layers" in layer["config"]]
+
+    def change(part: Any) -> None:
+        if not isinstance(part, list):
+            return
+        if len(part) >= 3 and part[0] in inside and type(part[1]) is int:
+            part[1] = max(part[1] - 1, 0)
+        for one in part:
+            change(one)
+
+    change([layer.get("inbound_nodes") for layer in model["layers"]])
+    change([model["input_layers"], model["output_layers"]])
+
+
+def modern_arguments(kind: str) -> dict[str, Any]:
+    """What CuDNNLSTM and CuDNNGRU are, in the arguments of LSTM and GRU."""
+    fixed = {"activation": "tanh", "recurrent_activation": "sigmoid", "use_bias": True}
+    return fixed if kind == "CuDNNLSTM" else {**fixed, "reset_after": True}
+
+
+def _convert_cudnn(group: Any, kernels: list[str]) -> None:
+    """Weights of CuDNN layers inside a group of an h5 file, in place; known by their long bias."""
+    for name in kernels:
+        folder = name.removesuffix("kernel:0")
+        names = [f"{folder}{kind}:0" for kind in ("kernel", "recurrent_kernel", "bias")]
+        if folder.endswith("recurrent_") or not all(part in group for part in names):
+            continue
+        weights = [group[part][()] for part in names]
+        if weights[2].ndim != 1 or len(weights[2]) != 2 * weights[1].shape[1]:
+            continue
+        for part, value in zip(names, from_cudnn_keras(*weights), strict=True):
+            del group[part]
+            group[part] = value

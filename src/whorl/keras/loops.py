@@ -1,0 +1,220 @@
+"""The loop of a layer of Keras: by whorl's engines, or by Keras' own where only that can run it, which is announced."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import keras
+import torch
+
+from whorl.errors import SlowError, SlowWarning, UnsupportedError
+from whorl.keras.cells import part_of, tensors_of
+from whorl.keras.path import BACKEND, both_ways, sweep
+from whorl.keras.sweep import Part
+from whorl.problem import Plan
+from whorl.settings import settings
+
+KERAS_LOOP = keras.layers.RNN.inner_loop
+"""Keras' own loop, step by step in Python, for any cell."""
+
+
+def inner_loop(
+    layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any, mask: Any, training: Any
+) -> Any:
+    """What `inner_loop` of a layer of Keras gives: the last output, all outputs [batch, time, units], the states.
+
+    Args:
+        layer: a `keras.layers.RNN`, or a subclass.
+        own: the layer's own `inner_loop`, for backends that whorl has no engines for.
+    """
+    if keras.tree.is_nested(mask):
+        mask = mask[0]
+    parts, reasons = parts_of(layer, sequences)
+    if reasons:
+        _announce(layer, reasons)
+        loop = own if BACKEND not in ("torch", "jax") else partial(KERAS_LOOP, layer)
+        return loop(sequences, initial_state, mask=mask, training=training)
+    cells, grouped = cells_of(layer), initial_state if is_stacked(layer) else [initial_state]
+    entering, tensors = sequences[:, 0, :], []
+    for cell, given in zip(cells, grouped, strict=True):
+        states = tuple(keras.tree.flatten(given))
+        if layer.stateful:  # these are the variables that the final states are assigned to, in place
+            states = tuple([keras.ops.copy(state) for state in states])
+        tensors.append(tensors_of(cell, entering, states, training))
+        entering = states[0]  # of the shape of what the next cell reads
+    x = keras.ops.cast(sequences, cells[0].compute_dtype)
+    notes = notes_of_a_call()
+    swept = sweep(parts, x, tensors, mask, layer.go_backwards, layer.zero_output_for_mask, notes)
+    note(layer, notes)
+    return swept.last, swept.outputs, keras.tree.pack_sequence_as(initial_state, keras.tree.flatten(swept.states))
+
+
+def is_stacked(layer: Any) -> bool:
+    return isinstance(layer.cell, keras.layers.StackedRNNCells)
+
+
+def cells_of(layer: Any) -> list[Any]:
+    """The cells of a layer, from the one that reads x to the one that gives the output."""
+    return list(layer.cell.cells) if is_stacked(layer) else [layer.cell]
+
+
+def engine_of(layer: Any) -> str:
+    """The engine that a layer asks for; of Keras' own layers what `use_cudnn=True` asks for."""
+    return getattr(layer, "engine", None) or ("cudnn" if getattr(layer, "use_cudnn", False) is True else "auto")
+
+
+def of_whorl(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks an `inner_loop` as whorl's."""
+    function.of_whorl = True  # type: ignore[attr-defined]
+    return function
+
+
+@torch.compiler.disable  # plain values come out: a compiled graph holds them, not how they are made
+def parts_of(layer: Any, sequences: Any) -> tuple[list[Part], list[str]]:
+    """What each cell is to whorl, and every reason why only Keras' own loop can run the layer."""
+    if BACKEND not in ("torch", "jax"):
+        return [], [
+            f"Keras runs on {BACKEND} and whorl's engines on torch and jax: set KERAS_BACKEND=torch before keras is "
+            "imported"
+        ]
+    if len(sequences.shape) != 3:
+        return [], [f"its input has {len(sequences.shape)} axes, and whorl's cells take [batch, time, features]"]
+    found = [part_of(cell, engine_of(layer)) for cell in cells_of(layer)]
+    return [part for part in found if isinstance(part, Part)], [part for part in found if isinstance(part, str)]
+
+
+_noted: ContextVar[list[tuple[Any, Plan | str]] | None] = ContextVar("noted", default=None)
+"""Where it holds a list, each call of a layer adds its plan to it, or why Keras' own loop runs."""
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Any, Plan | str]]]:
+    """The calls of layers inside the block: each layer with its plan, or with why Keras' own loop runs."""
+    found: list[tuple[Any, Plan | str]] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def notes_of_a_call() -> list[Plan] | None:
+    """A list for the plans of one call; None where nobody asks."""
+    return None if torch.compiler.is_compiling() or _noted.get() is None else []
+
+
+def note(layer: Any, plans: list[Plan] | None) -> None:
+    """Keeps the plans of a call of a layer, where somebody asks."""
+    notes = _noted.get() if plans is not None else None
+    if notes is not None:
+        notes += [(layer, made) for made in plans or ()]
+
+
+_announced: set[tuple[str, ...]] = set()
+
+
+def _announce(layer: Any, reasons: list[str]) -> None:
+    """Warn that Keras' own loop runs, once for each kind of layer and reasons, or refuse it: see `whorl.settings`.
+
+    Raises:
+        UnsupportedError: the layer names an engine.
+        SlowError: `settings.slow` is "error".
+    """
+    who, engine, slow = type(layer).__name__, engine_of(layer), settings.slow
+    notes = _noted.get()
+    if notes is not None:
+        notes.append((layer, f"Keras' own loop: {'; '.join(reasons)}"))
+    enforced = BACKEND == "tensorflow" and getattr(layer, "use_cudnn", False) is True  # by Keras itself
+    if engine != "auto" and not enforced:
+        raise UnsupportedError(f"the engine {engine!r} cannot run {layer.name} ({who}): {'; '.join(reasons)}.")
+    if slow == "allow":
+        return
+    text = f"{layer.name} ({who}) runs on Keras' own loop: {'; '.join(reasons)}."
+    if slow == "error":
+        raise SlowError(f"{text}\nwhorl.settings.slow is 'error'; 'warn' or 'allow' would run it.")
+    key = (who, *reasons)
+    if key not in _announced:
+        text = f"{text}\nwhorl.settings.slow = 'allow' silences this, 'error' refuses it."
+        warnings.warn(text, SlowWarning, stacklevel=_level_of_the_caller())
+        _announced.add(key)  # after: where warnings are errors it is raised every time
+
+
+def _level_of_the_caller() -> int:
+    """The stack level, seen from `_announce`, of the first line that is neither whorl's nor Keras'."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("whorl", "keras", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def bidirectional(
+    layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any, mask: Any, training: Any
+) -> Any:
+    """What the call of a `keras.layers.Bidirectional` gives; both directions at once where they are alike.
+
+    Args:
+        own: the layer's own `call`, which calls its two layers one after the other.
+    """
+    there, back = layer.forward_layer, layer.backward_layer
+    part = _joint(layer, sequences)
+    if part is None or (initial_state is not None and len(initial_state) != 2 * len(there.state_size)):
+        return own(sequences, initial_state=initial_state, mask=mask, training=training)
+    if keras.tree.is_nested(mask):
+        mask = mask[0]
+    count, entering, tensors = len(there.state_size), sequences[:, 0, :], []
+    for place, one in enumerate((there, back)):
+        given = initial_state[place * count : (place + 1) * count] if initial_state is not None else None
+        given = one.get_initial_state(keras.ops.shape(sequences)[0]) if given is None else given
+        states = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
+        one._maybe_config_dropout_masks(one.cell, entering, states)  # in eval too, as the layer itself would
+        tensors.append(tensors_of(one.cell, entering, states, training))
+        one._maybe_reset_dropout_masks(one.cell)
+    notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)
+    found = both_ways(part, x, tensors[0], tensors[1], mask, there.zero_output_for_mask, notes)
+    note(layer, notes)
+    outputs = [
+        keras.ops.cast(one.outputs if there.return_sequences else one.last, layer.compute_dtype) for one in found
+    ]
+    merged = _MERGES[layer.merge_mode](*outputs)
+    if not layer.return_state:
+        return merged
+    states = tuple([keras.ops.cast(state, there.compute_dtype) for one in found for state in one.states[0]])
+    return (*merged, *states) if layer.merge_mode is None else (merged, *states)
+
+
+_MERGES: dict[str | None, Callable[[Any, Any], Any]] = {
+    "concat": lambda y, z: keras.ops.concatenate([y, z], axis=-1),
+    "sum": lambda y, z: y + z,
+    "ave": lambda y, z: (y + z) / 2,
+    "mul": lambda y, z: y * z,
+    None: lambda y, z: (y, z),
+}
+
+
+_CALLS = [getattr(keras.layers, name).call for name in ("RNN", "LSTM", "GRU", "SimpleRNN")]
+
+
+@torch.compiler.disable
+def _joint(layer: Any, sequences: Any) -> Part | None:
+    """What both directions of a Bidirectional are, where one sweep can be both."""
+    both = layer.forward_layer, layer.backward_layer
+    if not all(type(one).call in _CALLS and hasattr(type(one).inner_loop, "of_whorl") for one in both):
+        return None  # not recurrent, or of a class that adds to its call
+    if not all(one.built and not is_stacked(one) for one in both):
+        return None
+    if [one.go_backwards for one in both] != [False, True]:
+        return None
+    if any(one.stateful or one.activity_regularizer is not None for one in both):
+        return None
+    if len({(one.compute_dtype, one.cell.compute_dtype, one.zero_output_for_mask) for one in both}) > 1:
+        return None
+    if both[0].compute_dtype != layer.compute_dtype:
+        return None
+    found = [parts_of(one, sequences) for one in both]
+    if any(reasons for _, reasons in found) or found[0] != found[1]:
+        return None
+    return found[0][0][0]

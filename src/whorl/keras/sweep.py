@@ -1,0 +1,222 @@
+"""A sweep over a sequence as Keras means it, by whorl's engines: torch tensors in, torch tensors out.
+
+Plain values say what is to be done, and tensors lie as Keras lays them out: so the same sweep serves the torch backend
+directly and other backends through a callback.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.errors import InputError, UnsupportedError
+from whorl.functional import planned, recurrent
+from whorl.problem import Call, Form, Plan
+from whorl.weights import NATIVE_MODES, from_keras, reordered
+
+
+class Part(NamedTuple):
+    """One cell of a sweep, as plain values."""
+
+    kind: str
+    """The class of Keras whose weights it has: "LSTM", "GRU", "SimpleRNN", or "Cell" for whorl's own."""
+    form: str
+    """As `Form.to_json` writes it."""
+    engine: str
+    inputs: int
+    units: int
+    states: int
+
+
+class Tensors(NamedTuple):
+    """The tensors of one cell."""
+
+    weights: tuple[Tensor, ...]
+    """kernel, recurrent_kernel, bias; what of them it has.  Of a "Cell" also its recurrent bias and its vectors."""
+    states: tuple[Tensor, ...]
+    """Initial states, [batch, units] each."""
+    input_masks: tuple[Tensor, ...] = ()
+    """[batch, inputs]: none, one, or one for each gate in Keras' order; what dropout multiplies its input with."""
+    recurrent_masks: tuple[Tensor, ...] = ()
+    """[batch, units], likewise; of what enters the recurrent product."""
+    seed: Tensor | None = None
+    """An integer: what zoneout is drawn from; None where nothing is drawn."""
+
+
+def part(kind: str, form: Form, engine: str) -> Part:
+    """The plain values of a cell, as a layer of one direction."""
+    return Part(kind, form.to_json(), engine, form.inputs, form.units, len(form.cell.states))
+
+
+class Swept(NamedTuple):
+    last: Tensor
+    """[batch, units]: the output of the step that was processed last."""
+    outputs: Tensor
+    """[batch, time, units], in the order of processing."""
+    states: tuple[tuple[Tensor, ...], ...]
+    """Of each cell after the last step, [batch, units] each."""
+
+
+def sweep(
+    parts: Sequence[Part],
+    x: Tensor,
+    tensors: Sequence[Tensors],
+    mask: Tensor | None = None,
+    go_backwards: bool = False,
+    zero_output: bool = False,
+    notes: list[Plan] | None = None,
+) -> Swept:
+    """Cells one upon the other over a whole sequence.
+
+    Args:
+        x: [batch, time, inputs].
+        mask: [batch, time], true where a step counts: elsewhere states hold, and the output is the last one before.
+        go_backwards: from the last step to the first; outputs stay in that order.
+        zero_output: where a step does not count the output is zero instead.
+        notes: gets the plan of each cell, where it is given.
+    """
+    for place, (cell, own) in enumerate(zip(parts, tensors, strict=True)):
+        check(cell, x, own, mask, first=place == 0)
+    if x.is_meta:
+        return _shapes(parts, x)
+    y, valid = x.transpose(0, 1), None
+    if mask is not None:
+        valid = mask.to(torch.bool).t()
+    if go_backwards:
+        y, valid = y.flip(0), None if valid is None else valid.flip(0)
+    states = []
+    for cell, own in zip(parts, tensors, strict=True):
+        y = y.to(own.weights[0].dtype)  # cells may compute in different ones
+        y, finals = _run(cell, cell.form, y, [own], valid, notes)
+        states.append(tuple([final[0] for final in finals]))
+    if zero_output and valid is not None:
+        y = torch.where(valid.unsqueeze(-1), y, 0.0)
+    return Swept(y[-1], y.transpose(0, 1), tuple(states))
+
+
+def both_ways(
+    cell: Part,
+    x: Tensor,
+    forward: Tensors,
+    backward: Tensors,
+    mask: Tensor | None = None,
+    zero_output: bool = False,
+    notes: list[Plan] | None = None,
+) -> tuple[Swept, Swept]:
+    """A cell over a sequence in both directions at once, which an engine may run side by side.
+
+    Returns:
+        What `sweep` gives forwards, and backwards; here the outputs of both are in the order of time.
+    """
+    for own in (forward, backward):
+        check(cell, x, own, mask)
+    if x.is_meta:
+        return _shapes([cell], x), _shapes([cell], x)
+    valid = None if mask is None else mask.to(torch.bool).t()
+    y, finals = _run(cell, _two_directions(cell.form), x.transpose(0, 1), [forward, backward], valid, notes)
+    if zero_output and valid is not None:
+        y = torch.where(valid.unsqueeze(-1), y, 0.0)
+    there, back = y.chunk(2, -1)
+    ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
+    outputs = [half.transpose(0, 1) for half in (there, back)]
+    return Swept(there[-1], outputs[0], ends[0]), Swept(back[0], outputs[1], ends[1])
+
+
+def _run(
+    cell: Part, form: str, x: Tensor, directions: Sequence[Tensors], valid: Tensor | None, notes: list[Plan] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Outputs [time, batch, directions x units], and final states [directions, batch, units]."""
+    states = tuple([torch.stack(state) for state in zip(*(own.states for own in directions), strict=True)])
+    weights = tuple([weight for own in directions for weight in _weights(cell.kind, own.weights)])
+    call = Call(x, states, weights)
+    seed = directions[0].seed
+    if valid is not None or seed is not None:
+        seed = None if seed is None else seed.to(torch.int64)
+        call = call._replace(marks=call.marks._replace(mask=valid, seed=seed))
+    if any(own.input_masks or own.recurrent_masks for own in directions):
+        absent = x.new_empty(())
+        masks = [(own.input_masks, own.recurrent_masks) for own in directions]
+        rows = [[_by_gate(cell.kind, one, absent) for one in row] + [absent] * len(states) for row in masks]
+        call = call._replace(noise=tuple([mask for row in rows for mask in row]))
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return _exported(form, call)
+    if notes is not None:
+        notes.append(planned(form, call, cell.engine))
+    y, *finals = recurrent(form, call, cell.engine)
+    return y, finals
+
+
+_OPERATORS: dict[int, Any] = {0: torch._VF.rnn_relu, 1: torch._VF.rnn_tanh, 2: torch._VF.lstm, 3: torch._VF.gru}
+"""Torch's own operators by the numbers of `NATIVE_MODES`: what an export keeps as one node, for any length."""
+
+
+def _exported(form: str, call: Call) -> tuple[Tensor, list[Tensor]]:
+    """What a trace or an export records of a sweep: torch's own operator, else every step of the example.
+
+    Raises:
+        UnsupportedError: steps that would be those of an example of one step, which is how Keras shows an open length.
+    """
+    made = Form.from_json(form)
+    mode = NATIVE_MODES.get(made.cell.fingerprint)
+    if mode is None or call.marks.mask is not None or call.marks.seed is not None or call.noise:
+        if int(call.x.shape[0]) == 1:
+            raise UnsupportedError(
+                f"an export of {made.cell.name} with this call writes out every step, and the length is open: give the "
+                "model a fixed one, keras.Input((time, features)). Plain LSTM, GRU and SimpleRNN without a mask stay "
+                "one operator, of any length."
+            )
+        y, *finals = recurrent(form, call, "reference")
+        return y, finals
+    states = call.states if len(call.states) > 1 else call.states[0]
+    weights = list(call.weights)
+    y, *finals = _OPERATORS[mode](call.x, states, weights, made.bias, 1, 0.0, False, made.directions == 2, False)
+    return y, finals
+
+
+def check(cell: Part, x: Tensor, own: Tensors, mask: Tensor | None, first: bool = True) -> None:
+    """
+    Args:
+        first: this cell is the one that reads x.
+
+    Raises:
+        InputError: what does not fit the cell; an engine would read beside it.
+    """
+    batch, time, inputs = x.shape
+    if first and inputs != cell.inputs:
+        raise InputError(
+            f"x has {inputs} features in its last axis, this {cell.kind} was built for {cell.inputs}: build another."
+        )
+    for place, state in enumerate(own.states):
+        if state.shape != (batch, cell.units):
+            wanted = (batch, cell.units)
+            raise InputError(f"initial state {place} has shape {tuple(state.shape)}, this {cell.kind} takes {wanted}.")
+    if mask is not None and mask.shape != (batch, time):
+        raise InputError(f"the mask has shape {tuple(mask.shape)}, this {cell.kind} takes {(batch, time)} for this x.")
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=1024)
+def _two_directions(form: str) -> str:
+    return replace(Form.from_json(form), directions=2).to_json()
+
+
+def _weights(kind: str, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if kind == "Cell":
+        return tuple([weight.t() if weight.dim() == 2 else weight for weight in given])
+    return from_keras(kind, *given)
+
+
+def _by_gate(kind: str, masks: tuple[Tensor, ...], absent: Tensor) -> Tensor:
+    if not masks:
+        return absent
+    return masks[0] if len(masks) == 1 else torch.stack(reordered(kind, masks))
+
+
+def _shapes(parts: Sequence[Part], x: Tensor) -> Swept:
+    """Tensors without data, of the shapes that come out: what Keras asks for where a model is put together."""
+    outputs = x.new_empty((*x.shape[:2], parts[-1].units))
+    states = [tuple([x.new_empty((x.shape[0], cell.units))] * cell.states) for cell in parts]
+    return Swept(outputs[:, -1], outputs, tuple(states))

@@ -1,0 +1,103 @@
+"""whorl.keras on the JAX backend, against Keras' own layers: run by test_keras_jax in a process of its own."""
+
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import whorl
+import whorl.keras
+
+generator = np.random.default_rng(0)
+x = generator.standard_normal((4, 5, 3)).astype("float32")
+mask = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)
+whorl.settings.slow = "allow"
+
+
+def close(one: Any, other: Any) -> None:
+    np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
+
+
+def value_and_gradients(layer: Any, **call: Any) -> list[Any]:
+    """Outputs, and the gradient of x and of each weight, inside jit."""
+    trainable = [variable.value for variable in layer.trainable_variables]
+    others = [variable.value for variable in layer.non_trainable_variables]
+
+    def loss(trainable: Any, x: Any) -> Any:
+        outputs, _ = layer.stateless_call(trainable, others, x, **call)
+        flat = jax.tree.leaves(outputs)
+        return sum((out * (1 + place)).sum() ** 2 for place, out in enumerate(flat)), flat
+
+    grads, outputs = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(trainable, x)
+    return [*outputs, *jax.tree.leaves(grads)]
+
+
+OPTIONS = {
+    "plain": {},
+    "backwards": dict(go_backwards=True),
+    "relu": dict(activation="relu", use_bias=False),
+    "dropout": dict(dropout=0.2, recurrent_dropout=0.3, seed=3),
+    "zero": dict(zero_output_for_mask=True),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+def test_a_layer_is_keras_own(name: str, option: str, masked: bool) -> None:
+    made = []
+    for source in (whorl.keras, keras.layers):
+        layer = getattr(source, name)(2, return_sequences=True, return_state=True, **OPTIONS[option])
+        layer.build(x.shape)
+        made.append(layer)
+    made[0].set_weights(made[1].get_weights())
+    call = dict(mask=mask if masked else None, training=option == "dropout")
+    found = [value_and_gradients(layer, **call) for layer in made]
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+
+
+def test_training_gives_keras_losses() -> None:
+    tokens = generator.integers(0, 10, (24, 6))
+    targets = generator.standard_normal((24, 1)).astype("float32")
+    found = []
+    for source in (whorl.keras, keras.layers):
+        keras.utils.set_random_seed(4)
+        model = keras.Sequential([
+            keras.layers.Embedding(10, 4, mask_zero=True),
+            source.Bidirectional(source.LSTM(5, recurrent_dropout=0.2, seed=1, return_sequences=True)),
+            source.RNN([keras.layers.GRUCell(4), keras.layers.LSTMCell(3)]),
+            keras.layers.Dense(1),
+        ])  # fmt: skip
+        model.compile("adam", "mse")
+        history = model.fit(tokens, targets, epochs=3, batch_size=8, verbose=0).history["loss"]
+        found.append([*history, *model.predict(tokens, verbose=0).ravel()])
+    close(*found)
+    explained = whorl.keras.explain(whorl.keras.LSTM(2, engine="reference", name="rnn"), x, mask=mask)
+    assert "5 steps, batch 4, a mask; float32 on cpu, with gradient" in str(explained)
+
+
+def test_a_cell_of_whorl() -> None:
+    cell = whorl.keras.Cell(whorl.cells.library.make_lstm(peephole=True), 4, zoneout=0.2, layer_norm=True, seed=1)
+    ours, stock = whorl.keras.RNN(cell), keras.layers.RNN(cell)
+    ours.build(x.shape)
+    stock.build(x.shape)
+    close(ours(x, mask=mask), stock(x, mask=mask))
+    assert not np.array_equal(ours(x, training=True), ours(x, training=True))
+    assert all(np.abs(gradient).sum() > 0 for gradient in value_and_gradients(ours)[1:4])
+
+
+def test_vmap_runs_rows_one_after_the_other() -> None:
+    layer = whorl.keras.GRU(2)
+    layer.build(x.shape)
+    rows = np.stack([x, 2 * x])
+    close(jax.vmap(layer)(rows), [layer(row) for row in rows])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layer = whorl.keras.LSTM(4)
+    layer.build(x.shape)
+    with pytest.raises(whorl.InputError, match="has 2 features"):
+        layer(x[..., :2])

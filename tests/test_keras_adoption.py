@@ -1,0 +1,374 @@
+"""whorl.keras around cells and layers: Bidirectional, RNN, Cell, accelerate, enable, explain (torch backend)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+keras = pytest.importorskip("keras")
+if keras.backend.backend() != "torch":
+    pytest.skip("Keras was imported with another backend", allow_module_level=True)
+
+import whorl  # noqa: E402
+import whorl.keras  # noqa: E402
+from whorl.cells import library  # noqa: E402
+from whorl.keras import loops  # noqa: E402
+
+x = np.random.default_rng(0).standard_normal((4, 5, 3)).astype("float32")
+mask = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)
+NO_YES = (False, True)
+OPTIONS = {
+    "plain": {},
+    "relu": dict(activation="relu", use_bias=False),
+    "dropout": dict(dropout=0.2, recurrent_dropout=0.3, seed=3),
+    "states": dict(return_state=True),
+    "holds": dict(zero_output_for_mask=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def stock_again() -> Iterator[None]:
+    yield
+    whorl.keras.disable()
+
+
+def same(ours: Any, stock: Any, **call: Any) -> list[Any]:
+    """Asserts that both give the same output and the same gradients; gives what whorl noted of its call."""
+    for layer in (ours, stock):
+        if not layer.built:
+            layer.build(x.shape)
+    ours.set_weights(stock.get_weights())
+    found = []
+    for layer in (ours, stock):
+        at = torch.tensor(x, requires_grad=True)
+        with loops.recording() as notes:
+            outputs = keras.tree.flatten(layer(at, **call))
+        loss = sum((out * (1 + place)).square().sum() for place, out in enumerate(outputs))
+        leaves = [at, *(variable.value for variable in layer.trainable_variables)]
+        grads = torch.autograd.grad(loss, leaves)
+        found.append((notes, [*outputs, *grads]))
+    assert len(found[0][1]) == len(found[1][1])
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    return found[0][0]
+
+
+# --- Bidirectional ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", NO_YES, ids=["", "masked"])
+@pytest.mark.parametrize("sequences", NO_YES, ids=["last", "sequences"])
+@pytest.mark.parametrize(
+    "option, merge",
+    [*((option, "concat") for option in OPTIONS), *(("states", m) for m in ("sum", "ave", "mul", None))],
+)
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+def test_bidirectional(name: str, option: str, merge: str | None, sequences: bool, masked: bool) -> None:
+    made = []
+    for source in (whorl.keras, keras.layers):
+        layers = []
+        for backwards in NO_YES:  # both given: Keras loses the seed of a SimpleRNN that it makes from a config
+            layer = getattr(source, name)(2, return_sequences=sequences, go_backwards=backwards, **OPTIONS[option])
+            layers.append(layer)
+        made.append(source.Bidirectional(layers[0], merge, backward_layer=layers[1]))
+        made[-1].forward_layer.cell.seed_generator = keras.random.SeedGenerator(5)
+    notes = same(*made, mask=mask if masked else None, training=option == "dropout")
+    assert [plan.problem.form.directions for _, plan in notes] == [2]
+
+
+def test_bidirectional_with_initial_states() -> None:
+    states = [torch.randn(4, 2) for _ in range(4)]
+    made = [source.Bidirectional(source.LSTM(2, return_state=True)) for source in (whorl.keras, keras.layers)]
+    notes = same(*made, initial_state=states, mask=mask)
+    assert [plan.problem.form.directions for _, plan in notes] == [2]
+
+
+UNLIKE = {
+    "units": dict(units=3), "activation": dict(activation="relu"), "stateful": dict(stateful=True),
+    "activity": dict(activity_regularizer="l2"), "dtype": dict(dtype="float64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_directions_that_differ_run_one_after_the_other(what: str) -> None:
+    arguments = dict(units=2, stateful=what == "stateful")
+    made = []
+    for source in (whorl.keras, keras.layers):
+        other = source.GRU(go_backwards=True, **(arguments | UNLIKE[what]))
+        made.append(source.Bidirectional(source.GRU(**arguments), backward_layer=other, merge_mode=None))
+        made[-1].build(x.shape)
+    if what == "stateful":
+        made[1].forward_layer.use_cudnn = made[1].backward_layer.use_cudnn = False
+    notes = same(*made, mask=mask)
+    assert [plan.problem.form.directions for _, plan in notes] == [1, 1]
+
+
+def test_a_layer_with_a_call_of_its_own_is_called() -> None:
+    class Doubled(whorl.keras.LSTM):
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().call(*args, **kwargs)
+
+    wrapped = whorl.keras.Bidirectional(whorl.keras.LSTM(2), backward_layer=Doubled(2, go_backwards=True))
+    plain = whorl.keras.Bidirectional(whorl.keras.LSTM(2))
+    for layer in (wrapped, plain):
+        layer.build(x.shape)
+    wrapped.set_weights(plain.get_weights())
+    torch.testing.assert_close(wrapped(x), plain(x) * torch.tensor([1.0, 1.0, 2.0, 2.0]))
+
+
+# --- RNN and cells ----------------------------------------------------------------------------------------------------
+
+
+def cells(kind: str) -> Any:
+    if kind == "stacked":
+        return [keras.layers.LSTMCell(4, dropout=0.1, recurrent_dropout=0.2, seed=1), keras.layers.GRUCell(3),
+                keras.layers.SimpleRNNCell(2, dropout=0.2, seed=2)]  # fmt: skip
+    if kind == "one":
+        return keras.layers.StackedRNNCells([keras.layers.LSTMCell(4)])
+    return getattr(keras.layers, kind)(4, recurrent_dropout=0.2, seed=1)
+
+
+@pytest.mark.parametrize("backwards", NO_YES, ids=["", "backwards"])
+@pytest.mark.parametrize("masked", NO_YES, ids=["", "masked"])
+@pytest.mark.parametrize("sequences", NO_YES, ids=["last", "sequences"])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "SimpleRNNCell", "stacked", "one"])
+def test_rnn_of_cells(kind: str, sequences: bool, masked: bool, backwards: bool) -> None:
+    masked = masked and kind != "one"  # where Keras itself fails
+    arguments = dict(return_sequences=sequences, go_backwards=backwards)
+    ours, stock = (source.RNN(cells(kind), **arguments) for source in (whorl.keras, keras.layers))
+    for training in NO_YES:
+        notes = same(ours, stock, mask=mask if masked else None, training=training)
+        assert len(notes) == (3 if kind == "stacked" else 1)
+
+
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "stacked"])
+def test_states_of_cells_come_out_as_keras_gives_them(kind: str) -> None:
+    ours, stock = (source.RNN(cells(kind), return_state=True) for source in (whorl.keras, keras.layers))
+    same(ours, stock, mask=mask)
+    keras.tree.assert_same_structure(ours(x), stock(x))
+
+
+def test_cells_may_compute_in_different_dtypes() -> None:
+    dtypes = ("float32", "float64", "mixed_bfloat16")
+    layer = whorl.keras.RNN([keras.layers.GRUCell(4, dtype=dtype) for dtype in dtypes])
+    exact = whorl.keras.RNN([keras.layers.GRUCell(4, dtype="float32") for _ in dtypes])
+    layer.build(x.shape)
+    exact.build(x.shape)
+    exact.set_weights(layer.get_weights())
+    torch.testing.assert_close(layer(x, mask=mask), exact(x, mask=mask), rtol=0.03, atol=0.03)  # 4 eps of bfloat16
+
+
+class Own(keras.layers.Layer):
+    """A cell whose call is any code."""
+
+    state_size, output_size = 3, 3
+
+    def call(self, inputs: Any, states: Any) -> Any:
+        return inputs + states[0], [inputs + states[0]]
+
+
+def test_another_cell_runs_on_keras_loop_and_says_so() -> None:
+    loops._announced.clear()
+    with pytest.warns(whorl.SlowWarning, match=r"Own is a cell of Keras .* write its step as @whorl.cell"):
+        y = whorl.keras.RNN(Own())(x, mask=mask)
+    torch.testing.assert_close(y, keras.layers.RNN(Own())(x, mask=mask))
+
+
+CELLS = {
+    "peephole": lambda: whorl.keras.Cell(library.make_lstm(peephole=True), 4, layer_norm=True, zoneout={"c": 0.2}),
+    "clipped": lambda: whorl.keras.Cell(library.gru, 4, clip=0.5, use_bias=False),
+    "no recurrent weights": lambda: whorl.keras.Cell(library.ind_rnn, 4),
+    "four states": lambda: whorl.keras.Cell(library.slstm, 4, dropout=0.1, recurrent_dropout=0.2, seed=1),
+}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_a_cell_of_whorl_gives_the_same_in_one_sweep_and_step_by_step(kind: str) -> None:
+    cell = CELLS[kind]()
+    ours, stock = whorl.keras.RNN(cell, return_sequences=True), keras.layers.RNN(cell, return_sequences=True)
+    ours.build(x.shape)
+    stock.build(x.shape)
+    generator = np.random.default_rng(1)
+    weights = [generator.standard_normal(weight.shape) * 0.3 for weight in cell.trainable_variables]
+    for variable, weight in zip(cell.trainable_variables, weights, strict=True):
+        variable.assign(weight)
+    for given in (None, mask):
+        torch.testing.assert_close(ours(x, mask=given), stock(x, mask=given), rtol=1e-5, atol=1e-5)
+    y = ours(x, training=True)
+    y.sum().backward()
+    assert all(variable.value.grad is not None for variable in cell.trainable_variables)
+
+
+def test_a_cell_of_whorl_is_the_layer_of_whorl() -> None:
+    """Its weights mean what those of `whorl.Recurrent` mean."""
+    rnn = whorl.Recurrent(library.make_lstm(peephole=True), 3, 4)
+    cell = whorl.keras.Cell(library.make_lstm(peephole=True), 4)
+    layer = whorl.keras.RNN(cell, return_sequences=True)
+    layer.build(x.shape)
+    for variable, weight in zip(cell.variables_in_order, rnn.parameters(), strict=True):
+        variable.assign(weight.detach().t() if weight.dim() == 2 else weight.detach())
+    y, _ = rnn(torch.tensor(x).transpose(0, 1))
+    torch.testing.assert_close(layer(x), y.transpose(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_files_hold_cells_of_whorl(kind: str, tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((5, 3)), whorl.keras.RNN([CELLS[kind](), keras.layers.GRUCell(2)])])
+    model.save(tmp_path / "model.keras")
+    torch.testing.assert_close(keras.models.load_model(tmp_path / "model.keras")(x), model(x))
+
+
+def test_zoneout_is_repeated_by_its_seed() -> None:
+    def made(seed: int) -> Any:
+        keras.utils.set_random_seed(0)
+        return whorl.keras.RNN(whorl.keras.Cell(library.gru, 8, zoneout=0.5, seed=seed))
+
+    one, again, other = (layer(x, training=True) for layer in map(made, (1, 1, 2)))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    layer = made(1)
+    assert not torch.equal(layer(x, training=True), layer(x, training=True))
+
+
+def test_what_a_cell_cannot_take_is_refused() -> None:
+    with pytest.raises(whorl.InputError, match="gru_d reads gap beside x"):
+        whorl.keras.Cell(library.gru_d, 4)
+    with pytest.raises(whorl.InputError, match="the cell is 'lstm'"):
+        whorl.keras.Cell("lstm", 4)
+    with pytest.raises(whorl.InputError, match="units is 0"):
+        whorl.keras.Cell(library.gru, 0)
+    with pytest.raises(whorl.InputError, match="dropout is 2"):
+        whorl.keras.Cell(library.gru, 4, dropout=2)
+
+
+# --- accelerate, restore, enable --------------------------------------------------------------------------------------
+
+
+def built(source: Any = keras.layers) -> Any:
+    keras.utils.set_random_seed(0)
+    entering = keras.Input((6,))
+    y = keras.layers.Embedding(10, 4, mask_zero=True)(entering)
+    y = source.Bidirectional(source.LSTM(5, recurrent_dropout=0.2, seed=1, return_sequences=True))(y)
+    y = keras.Sequential([source.GRU(4, activation="relu", return_sequences=True)], name="inside")(y)
+    y = source.RNN([keras.layers.GRUCell(3), keras.layers.LSTMCell(2)], return_sequences=True)(y)
+    y = keras.layers.TimeDistributed(keras.layers.Dense(2))(y)
+    y = source.SimpleRNN(3)(y)
+    model = keras.Model(entering, keras.layers.Dense(1)(y))
+    model.compile("adam", "mse")
+    return model
+
+
+TOKENS = np.random.default_rng(1).integers(0, 10, (8, 6))
+TARGETS = np.random.default_rng(2).standard_normal((8, 1)).astype("float32")
+
+
+def fitted(model: Any, epochs: int = 1) -> list[float]:
+    return model.fit(TOKENS, TARGETS, epochs=epochs, batch_size=4, shuffle=False, verbose=0).history["loss"]
+
+
+def test_accelerate_keeps_all_that_a_model_has() -> None:
+    stock, model = built(), built()
+    before = fitted(stock) + fitted(stock, 2)
+    first, weights = fitted(model), model.get_weights()
+    slots = [np.asarray(slot) for slot in model.optimizer.variables]
+    report = whorl.keras.accelerate(model)
+    assert report.changed == 6
+    for one, other in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(slots, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other))
+    np.testing.assert_allclose(first + fitted(model, 2), before, rtol=1e-5)
+    kinds = {type(layer).__module__ for layer in model._flatten_layers() if "rnn" in type(layer).__module__}
+    assert kinds == {"keras.src.layers.rnn.gru", "keras.src.layers.rnn.lstm", "keras.src.layers.rnn.stacked_rnn_cells",
+                     "keras.src.layers.rnn.time_distributed", "keras.src.layers.rnn.simple_rnn"}  # fmt: skip
+    assert whorl.keras.accelerate(model).changed == 0
+
+
+def test_restore_gives_files_that_need_no_whorl(tmp_path: Path) -> None:
+    model = built(whorl.keras)
+    wanted = model(TOKENS)
+    assert whorl.keras.restore(model).changed == 6
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert not any(type(layer).__module__.startswith("whorl") for layer in loaded._flatten_layers())
+    torch.testing.assert_close(loaded(TOKENS), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_accelerate_leaves_subclasses_and_says_so() -> None:
+    class Mine(keras.layers.LSTM):
+        pass
+
+    model = keras.Sequential([keras.Input((5, 3)), Mine(2, name="mine"), keras.layers.Dense(1)], name="model")
+    assert str(whorl.keras.accelerate(model)) == f"model/mine (Mine): left as it is: a class of {__name__}"
+    assert type(model.layers[0]) is Mine
+    assert str(whorl.keras.accelerate(keras.layers.Dense(1))) == "no recurrent layers"
+
+
+def test_accelerate_takes_use_cudnn_at_its_word() -> None:
+    layer = keras.layers.LSTM(2, use_cudnn=True)
+    layer.build(x.shape)
+    whorl.keras.accelerate(layer)
+    with pytest.raises(whorl.UnsupportedError, match="cuDNN runs on cuda"):
+        layer(x)
+    whorl.keras.restore(layer)
+    assert layer.use_cudnn is True
+
+
+def test_enable_makes_stock_layers_run_on_whorl() -> None:
+    before = fitted(built())
+    with whorl.keras.enable():
+        whorl.keras.enable()  # twice is once
+        model = built()
+        with loops.recording() as notes:
+            model(TOKENS)
+        assert len(notes) == 5
+        np.testing.assert_allclose(fitted(built()), before, rtol=1e-5)
+    with loops.recording() as notes:
+        model(TOKENS)
+    assert notes == []
+    assert keras.layers.RNN.inner_loop is loops.KERAS_LOOP
+
+
+def test_enable_leaves_other_cells_to_keras() -> None:
+    images = np.zeros((2, 3, 6, 6, 1), "float32")
+    with whorl.keras.enable(), whorl.settings(slow="error"):
+        with pytest.raises(whorl.SlowError, match="its input has 5 axes"):
+            keras.layers.ConvLSTM2D(2, 3)(images)
+        with whorl.settings(slow="allow"):
+            assert keras.layers.ConvLSTM2D(2, 3)(images).shape == (2, 4, 4, 2)
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_lists_every_layer() -> None:
+    model = built(whorl.keras)
+    seeds = [np.asarray(variable) for variable in model.non_trainable_variables]
+    found = whorl.keras.explain(model)
+    for one, other in zip(seeds, model.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other))
+    assert [kind for _, kind, _ in found.rows] == ["Bidirectional", "GRU", "RNN", "RNN", "SimpleRNN"]
+    first = found.rows[0][2]
+    assert (first.problem.time, first.problem.batch, first.problem.gradient) == (6, 32, True)
+    assert first.problem.extras == ("mask", "dropout_masks")
+    assert not whorl.keras.explain(model, TOKENS, training=False).rows[0][2].problem.gradient
+    text = str(found)
+    assert "(GRU): reference, plain torch, a loop over time in Python" in text
+    assert "not onednn: the cell is relu_gru" in text
+
+
+def test_explain_says_what_whorl_does_not_run() -> None:
+    model = keras.Sequential([
+        keras.Input((None, 3)), keras.layers.LSTM(3, name="stock", return_sequences=True),
+        whorl.keras.RNN(Own(), name="own"),
+    ], name="model")  # fmt: skip
+    lines = str(whorl.keras.explain(model)).splitlines()
+    assert lines[0].startswith("model/own (RNN): Keras' own loop: Own is a cell of Keras")
+    assert lines[1] == "model/stock (LSTM): not a layer of whorl, Keras chooses what runs"
+    layer = whorl.keras.LSTM(4)
+    with pytest.raises(whorl.InputError, match="give x"):
+        layer.explain()
+    assert "for lstm, 3 inputs, 4 units; 5 steps, batch 4" in str(layer.explain(x))

@@ -1,0 +1,20 @@
+"""The tests of keras_on_jax.py, where JAX is installed, in a process whose Keras runs on it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("keras")
+pytest.importorskip("jax")
+
+
+def test_keras_on_jax() -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent / "src"), str(here)])
+    environment = os.environ | {"WHORL_TEST_KERAS": "jax", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "keras_on_jax.py")]
+    done = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
