@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 # The rooms of the package. "whorl" is the package's own __init__: what stands after it, `import whorl` never loads.
-ROOMS = "errors settings cells problem weights noise engines plan run compiled functional options arguments".split()
+ROOMS = "errors settings compiler cells problem weights noise engines plan run compiled functional options arguments".split()
 ROOMS += (
     "recurrence layer modules steps adoption explanation diagnosis whorl keras text bench commands __main__".split()
 )

@@ -1,7 +1,8 @@
 """The engines, in the order in which they are tried."""
 
 from whorl.engines.base import Engine
+from whorl.engines.cpu import CPU
 from whorl.engines.native import CuDNN, OneDNN
 from whorl.engines.reference import Reference
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (CuDNN(), OneDNN(), Reference())}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (CuDNN(), OneDNN(), CPU(), Reference())}
