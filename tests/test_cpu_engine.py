@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import whorl
 from cells_for_tests import USER
 from comparison import EXACT, error, weighted
 from whorl import compiler

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import whorl
-from whorl import compiler
 from cells_for_tests import four_states, gru_before, layer_norm_lstm
 from comparison import EXACT, assert_exact, error, flat
 from plain_loops import SIZES, Drawn, case_of, gradients, packed
+from whorl import compiler
 from whorl.cells import library
 
 

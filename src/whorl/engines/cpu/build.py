@@ -1,8 +1,8 @@
 """Kernels compiled by the host's compiler, kept in a private folder, and loaded.
 
-A kernel's key is its source, the compiler's version, the flags and the processor.  In the folder KEY.cpp is the source and
-KEY.txt names the library by the digest of its bytes: a library is loaded only where its bytes have the digest that its
-name says, so a damaged one is built again, and two processes that build at once do not disturb each other.
+A kernel's key is its source, the compiler's version, the flags and the processor.  In the folder KEY.cpp is the source
+and KEY.txt names the library by the digest of its bytes: a library is loaded only where its bytes have the digest that
+its name says, so a damaged one is built again, and two processes that build at once do not disturb each other.
 """
 
 import ctypes
@@ -82,7 +82,7 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """The private folder of kernels for the host, made where it is not there; one for this process where none can be."""
+    """The private folder of the host's kernels, made where it is not there; one for this process where none can be."""
     folder = settings.cache / "cpu"
     try:
         for part in (settings.cache, folder):

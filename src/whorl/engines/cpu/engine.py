@@ -72,7 +72,9 @@ class _Pass:
         ends = [torch.zeros(count, rows.batch, width, dtype=self.wide) for width in self.widths]
         for end, state in zip(ends, call.states, strict=False):
             end.copy_(state)
-        x, saved, sequences = call.x.reshape(rows.outer, -1), [], []
+        x = call.x.reshape(rows.outer, -1)
+        saved: list[Tensor] = []
+        sequences: list[Tensor] = []
         for layer in range(form.layers):
             if layer and call.dropout:
                 x = x * call.dropout[layer - 1].reshape(x.shape)
@@ -136,10 +138,10 @@ class _Pass:
             for to_extra, extra in zip(to_extras, call.inputs, strict=True)
         ]
         given_states = to_states if call.states else []
-        found = [grad, *given_states, *join(to_weights), *to_dropout, *to_reset, *to_inputs, *to_noise]
+        every = [grad, *given_states, *join(to_weights), *to_dropout, *to_reset, *to_inputs, *to_noise]
         return [
             None if one is None else one.to(tensor.dtype).view(tensor.shape)
-            for one, tensor in zip(found, call.tensors, strict=True)
+            for one, tensor in zip(every, call.tensors, strict=True)
         ]
 
     def _flat(self, grad: Tensor | None) -> Tensor | None:
@@ -152,9 +154,12 @@ class _One:
     def __init__(self, made: _Pass, index: int) -> None:
         self._pass, self._form, self._rows, self._index = made, made.form, made.rows, index
         self._source, self._direction = made.kernel.source, index % made.form.directions
-        self._weights = LayerWeights(
-            *(part if part is None else part.detach().contiguous() for part in made.weights[index][:5]),
-            tuple(made.widened(vector) for vector in made.weights[index].vectors),
+        weights = made.weights[index]
+        matrices = {name: getattr(weights, name) for name in ("ih", "hh", "hr")}
+        vectors = tuple(made.widened(vector) for vector in weights.vectors)
+        self._weights = weights._replace(
+            vectors=vectors,
+            **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
         )
         self._masks = Masks(made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide)
         marks = made.call.marks
@@ -246,13 +251,12 @@ class _One:
         made, form, rows, source = self._pass, self._form, self._rows, self._source
         cell, units, fields = form.cell, form.units, self._fields()
         _, kept = self._views(saved[0])
-        store, wide = {"dtype": made.dtype}, {"dtype": made.wide}
-        dx = torch.empty(rows.compact, len(cell.gates) * units, **store)
-        dr = dx if source.dr_is_dx else torch.empty(rows.compact, len(cell.recurrent) * units, **store)
-        dp = [torch.empty(rows.compact, units, **store) for _ in source.products]
-        dv = [torch.zeros(rows.batch, units, **wide) for _ in cell.vectors]
-        dprojected = torch.empty(rows.compact, form.width, **store) if form.projection else None
-        dheld = torch.zeros(rows.batch, form.width, **wide) if rows.mask is not None else None
+        dx = torch.empty(rows.compact, len(cell.gates) * units, dtype=made.dtype)
+        dr = dx if source.dr_is_dx else torch.empty(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
+        dp = [torch.empty(rows.compact, units, dtype=made.dtype) for _ in source.products]
+        dv = [torch.zeros(rows.batch, units, dtype=made.wide) for _ in cell.vectors]
+        dprojected = torch.empty(rows.compact, form.width, dtype=made.dtype) if form.projection else None
+        dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
         self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
         parts, strides = self._sides([to_y])
@@ -301,10 +305,7 @@ class _One:
         to_mask, to_hh = masks.given_gradient(), torch.zeros_like(hh)
         for first, count in self._runs():
             part = dr[:, first * units : (first + count) * units]
-            if self._shifted:
-                found = self._shifted_product(part, y)
-            else:
-                found = part.t() @ masks.enter(kept["entered"], first)
+            found = self._shifted_product(part, y) if self._shifted else part.t() @ masks.enter(kept["entered"], first)
             if count == len(source.leaves) and not dp:
                 to_hh = found
             else:

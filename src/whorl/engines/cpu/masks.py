@@ -148,7 +148,9 @@ class Masks:
 
     def given_gradient(self) -> Tensor | None:
         """Zeros for the gradient of the given mask of the recurrent product."""
-        return torch.zeros_like(self.recurrent) if self._given.recurrent is not None and self.kind else None
+        if self._given.recurrent is None or self.recurrent is None:
+            return None
+        return torch.zeros_like(self.recurrent)
 
     def add_gradient(self, to: Tensor, h: Tensor, gate: int, to_entered: Tensor) -> None:
         """Add to the given mask's gradient what one gate's product gives."""
