@@ -1,18 +1,28 @@
 """Engine `cpu` against `reference` in float64: every cell, option and dtype; and how its kernels are built and run."""
 
-from collections.abc import Sequence
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import whorl
 from cells_for_tests import USER
-from comparison import EXACT, error, weighted
+from comparison import EXACT, error, flat, weighted
 from whorl import compiler
 from whorl.cells import library, wrappers
 from whorl.cells.cell import Cell, Graph
+from whorl.engines.cpu import build, generate
+from whorl.errors import CompileError
 from whorl.functional import recurrent
 from whorl.problem import Call, Form, Marks
 from whorl.weights import kinds, shapes
@@ -197,9 +207,6 @@ def test_equals_the_reference(cell: str, case: Case) -> None:
     assert_agrees(CELLS[cell], case, torch.float64)
 
 
-EVERY = {"layers": 2, "directions": 2, "recurrent_dropout": 0.3, "input_dropout": 0.3, "zoneout": ()}
-
-
 @pytest.mark.parametrize("marks", [(), ("evaluated",), ("mask", "lengths", "reset_to")], ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_zoneout(cell: str, marks: tuple[str, ...]) -> None:
@@ -235,3 +242,243 @@ def test_options_of_cells(cell: str, name: str) -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_follows_the_error_rule(cell: str, name: str, dtype: torch.dtype) -> None:
     assert_agrees(CELLS[cell], FORMS[name], dtype)
+
+
+# --- threads and processes --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def sweeps(layer: torch.nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
+    """What the engine's own kernels make: outputs, final states, and the gradients that the loops hand to products."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    outputs = flat(layer(x, **options))
+    weighted(outputs).backward()
+    return [*outputs, x.grad, *(weight.grad for weight in layer.parameters())]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_the_number_of_threads_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+    """Nor does what lies beside a sequence in its batch."""
+    layer = getattr(whorl, kind)(40, 65, bidirectional=True, zoneout=0.1, dtype=dtype, engine="cpu")
+    x, lengths = torch.randn(9, 13, 40, dtype=dtype), torch.randint(0, 10, (13,))
+    found = []
+    for count in (1, 2, 3):
+        with threads(count):
+            torch.manual_seed(0)
+            found.append(sweeps(layer, x, lengths=lengths))
+    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
+    layer.eval()
+    alone = layer(x[:, 4:5], lengths=lengths[4:5])[0]
+    assert torch.equal(alone, layer(x, lengths=lengths)[0][:, 4:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_one_sequence_stays_there(dtype: torch.dtype) -> None:
+    layer = whorl.GRU(5, 33, engine="cpu", dtype=dtype)
+    x = torch.randn(6, 4, 5, dtype=dtype)
+    clean = layer(x)[0]
+    x[2, 1] = torch.nan
+    x[4, 2] = torch.inf
+    spoilt = layer(x)[0]
+    assert torch.equal(clean[:, [0, 3]], spoilt[:, [0, 3]])
+    assert torch.equal(clean[:2, 1], spoilt[:2, 1])
+    assert spoilt[2:, 1].isnan().all()
+    assert torch.equal(spoilt.isnan(), whorl_reference(layer, x).isnan())
+
+
+def whorl_reference(layer: torch.nn.Module, x: Tensor) -> Tensor:
+    layer.engine = "reference"
+    try:
+        return layer(x)[0]
+    finally:
+        layer.engine = "cpu"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_that_was_forked_can_go_on() -> None:
+    """As the workers of a DataLoader do: OpenMP's threads are gone there."""
+    script = """
+import os, torch, whorl
+torch.set_num_threads(2)
+layer, x = whorl.GRU(32, 64, engine="cpu"), torch.randn(20, 16, 32)
+with torch.no_grad():
+    before = layer(x)[0]
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(before, layer(x)[0]) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_engines_draw_the_same_masks() -> None:
+    """Drawn by counting: dropout and zoneout by `reference` and here, from the same seed."""
+    options = dict(recurrent_dropout=0.4, input_dropout=0.2, zoneout=0.3, dtype=torch.float64)
+    layer, x = whorl.LSTM(5, 7, 2, bidirectional=True, **options), torch.randn(6, 3, 5, dtype=torch.float64)
+    found = []
+    for engine in ("reference", "cpu"):
+        layer.engine = engine
+        torch.manual_seed(5)
+        found.append(layer(x)[0])
+    assert error(found[1], found[0]) <= EXACT
+
+
+def test_double_backward_tangents_and_mapped_calls() -> None:
+    layer, x = whorl.GRU(3, 4, dtype=torch.float64, engine="cpu"), torch.randn(5, 2, 3, dtype=torch.float64)
+    torch.autograd.gradcheck(lambda x: layer(x)[0], x.requires_grad_(), check_forward_ad=True, check_batched_grad=True)
+    with pytest.warns(whorl.SlowWarning, match="double backward"):
+        torch.autograd.gradgradcheck(lambda x: layer(x)[0].sum(0), x)
+
+
+def test_it_compiles_into_one_graph() -> None:
+    layer, x = whorl.GRU(3, 4, 2, bidirectional=True, engine="cpu"), torch.randn(5, 2, 3)
+    eager = sweeps(layer, x)
+    compiled = sweeps(torch.compile(layer, backend="aot_eager", fullgraph=True), x)
+    assert all(torch.equal(one, other) for one, other in zip(eager, compiled, strict=True))
+
+
+def test_recomputed_is_the_same() -> None:
+    layer, x = whorl.GRU(3, 4, 2, zoneout=0.2, engine="cpu"), torch.randn(5, 2, 3)
+    found = []
+    for memory in ("save", "recompute"):
+        layer.memory = memory
+        torch.manual_seed(0)
+        found.append(sweeps(layer, x))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "tanh": torch.tanh,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_in_float32_are_right_to_two_units_in_the_last_place(name: str) -> None:
+    """Every exponent and sign, each with 4,096 values of the rest, and the values around zero, infinity and NaN."""
+    library = build.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=32 -DWHORL_TESTED")
+    bits = (torch.arange(512)[:, None] << 23) + (torch.arange(4096) << 11) + torch.randint(0, 2048, (512, 4096))
+    bits[:, 0] = torch.arange(512) << 23
+    x = bits.flatten().to(torch.int32).view(torch.float32)
+    y = torch.full_like(x, 7.0)
+    place = list(FUNCTIONS).index(name)
+    library.whorl_maths(*map(ctypes.c_int64, (place, len(x))), *map(ctypes.c_void_p, (x.data_ptr(), y.data_ptr())))
+    wanted = FUNCTIONS[name](x.double())
+    assert torch.equal(y.isnan(), wanted.isnan())
+    close = wanted.float()
+    tiny, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    steps = 2.0 ** (wanted.abs().clamp(tiny, largest).log2().floor() - 23)  # a unit in the last place
+    apart = (y.double() - wanted).abs() / steps
+    same = (y == close) | wanted.isnan()
+    assert apart[~same].max() <= 2.0
+    assert torch.equal(y.isinf(), close.isinf() & ~y.isnan())
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+TINY = 'extern "C" int number() { return NUMBER; }'
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of kernels, and nothing loaded."""
+    monkeypatch.setattr(build, "_loaded", {})
+    whorl.settings.cache = tmp_path / "kernels"
+    return tmp_path / "kernels" / "cpu"
+
+
+def forget() -> None:
+    build._loaded.clear()
+
+
+def test_a_kernel_is_compiled_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build.load("tiny", TINY, "-DNUMBER=3").number() == 3
+    assert {path.suffix for path in cache.iterdir()} == {".cpp", ".so", ".txt"}
+    assert all(not path.stat().st_mode & 0o077 for path in (cache, cache.parent))
+    forget()
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("it was built already"))
+    assert build.load("tiny", TINY, "-DNUMBER=3").number() == 3
+
+
+def test_another_source_flag_compiler_or_processor_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {build._key(TINY, "-DNUMBER=3"), build._key(TINY + " ", "-DNUMBER=3"), build._key(TINY, "-DNUMBER=4")}
+    for name in ("_version", "_processor"):
+        monkeypatch.setattr(build, name, lambda: "another")
+        keys.add(build._key(TINY, "-DNUMBER=3"))
+    assert len(keys) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "no digest"])
+def test_a_damaged_kernel_is_built_again(cache: Path, damage: str) -> None:
+    build.load("tiny", TINY, "-DNUMBER=5")
+    (made,), (pointer,) = cache.glob("*.so"), cache.glob("*.txt")
+    whole = made.read_bytes()
+    made.unlink()  # it is mapped: written over, it would change under the process
+    if damage == "cut":
+        made.write_bytes(whole[: len(whole) // 2])
+    elif damage == "changed":
+        made.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif damage == "no digest":
+        pointer.write_bytes(b"\xff")
+    forget()
+    assert build.load("tiny", TINY, "-DNUMBER=5").number() == 5
+    assert hashlib.blake2b(made.read_bytes(), digest_size=16).hexdigest() == made.stem
+
+
+def test_processes_may_build_at_once(cache: Path) -> None:
+    script = (
+        "import whorl; from pathlib import Path; from whorl.engines.cpu import build; "
+        f"whorl.settings.cache = Path({str(cache.parent)!r}); "
+        f"assert build.load('tiny', {TINY!r}, '-DNUMBER=7').number() == 7"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
+    assert len(list(cache.glob("*.txt"))) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_a_folder_that_others_can_write_is_refused(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(CompileError, match="type `chmod 700"):
+        build.load("tiny", TINY, "-DNUMBER=8")
+
+
+def test_a_home_that_cannot_be_written_is_done_without(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "file").touch()
+    whorl.settings.cache = tmp_path / "file"
+    assert build.load("tiny", TINY, "-DNUMBER=9").number() == 9
+
+
+def test_what_the_compiler_says_is_told(cache: Path) -> None:
+    with pytest.raises(CompileError, match="NUMBER") as raised:
+        build.load("tiny", TINY, "")
+    assert "engine='reference'" in str(raised.value)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_the_plan_says_so_and_what_runs_instead() -> None:
+    layer, x = whorl.GRU(5, 7), torch.randn(6, 3, 5)
+    made = layer.plan(x)
+    assert made.engine == "reference"
+    assert f"no C++ compiler is found: {compiler.remedy()}" in made.refusals[-1].reasons
+    layer.engine = "cpu"
+    with pytest.raises(whorl.UnsupportedError, match="no C"):
+        layer(x)

@@ -16,7 +16,7 @@ from whorl import compiler
 from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import Fields, kernel
+from whorl.engines.cpu.sweep import Fields, Products, kernel
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, join, split
@@ -58,6 +58,7 @@ class _Pass:
         self.kernel = kernel(form.cell, problem.dtype)
         self.threads, self.dtype = torch.get_num_threads(), problem.dtype
         self.wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+        self.products = Products(self.kernel, self.wide, self.threads)
         self.widths = [form.state_width(index) for index in range(len(form.cell.states))]
         self.weights, self.given = split(form, call.weights), given(form, call)
         self.extras = [self.widened(extra).reshape(-1, extra.shape[-1]) for extra in call.inputs]
@@ -128,7 +129,8 @@ class _Pass:
                 if to_noise:
                     to_noise[index * len(masks) : (index + 1) * len(masks)] = masks
             assert to_x is not None
-            grad, y = rows.spread(to_x), below
+            grad, y = self._flat(rows.spread(to_x)), below
+            assert grad is not None
             if layer and call.dropout:
                 mask = call.dropout[layer - 1]
                 to_dropout[layer - 1] = (grad * below).view(mask.shape)
@@ -161,7 +163,9 @@ class _One:
             vectors=vectors,
             **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
         )
-        self._masks = Masks(made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide)
+        self._masks = Masks(
+            made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products
+        )
         marks = made.call.marks
         # What entered the product is the output of the step before, where nothing comes between them.
         plain = not made.rows.packed and marks.lengths is None and marks.mask is None and marks.reset is None
@@ -218,7 +222,7 @@ class _One:
             What backward reads: what forward keeps, and the input projection; empty where it is not wanted.
         """
         made, fields = self._pass, self._fields()
-        projected = self._masks.project(x, self._weights, made.threads)
+        projected = self._masks.project(x, self._weights)
         buffer = x.new_empty(0)
         apart: list[Tensor | None] = [None] * len(ends)
         if made.problem.gradient:
@@ -272,13 +276,16 @@ class _One:
         fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, dv=dv, de=to_extras)
         made.kernel.backward(fields.sweep)
 
-        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights)
-        to_hh, to_recurrent = self._recurrent(dr, dp, kept, y)
-        to_bias = dx.sum(0) if self._weights.bias_ih is not None else None
-        to_bias_hh = None
-        if self._weights.bias_hh is not None:
-            to_bias_hh = to_bias if source.dr_is_dx else self._bias(dr, dp)
-        to_hr = dprojected.t() @ kept["unprojected"] if dprojected is not None else None
+        has_bias = self._weights.bias_ih is not None
+        to_bias = torch.zeros(len(cell.gates) * units, dtype=made.wide) if has_bias else None
+        to_bias_hh = to_bias if source.dr_is_dx else torch.zeros(dr.shape[1], dtype=made.wide) if has_bias else None
+        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias)
+        to_hh, to_recurrent = self._recurrent(dr, dp, kept, y, None if source.dr_is_dx else to_bias_hh)
+        if not cell.recurrent:
+            to_bias_hh = None
+        to_hr = None
+        if dprojected is not None:
+            to_hr = made.products.outer(dprojected, kept["unprojected"])[:, :units]
         vectors = tuple(vector.sum(0) for vector in dv)
         return (
             to_x,
@@ -286,38 +293,37 @@ class _One:
             [to_input, to_recurrent, *zoneouts],
         )
 
-    def _bias(self, dr: Tensor, dp: Sequence[Tensor]) -> Tensor:
-        found = dr.sum(0)
-        for gate, grad in zip(self._source.products, dp, strict=True):
-            self._rows_of(found, gate).add_(grad.sum(0))
-        return found
-
     def _rows_of(self, tensor: Tensor, first: int, count: int = 1) -> Tensor:
         return tensor[first * self._form.units : (first + count) * self._form.units]
 
     def _recurrent(
-        self, dr: Tensor, dp: Sequence[Tensor], kept: dict[str, Tensor], y: Tensor
+        self, dr: Tensor, dp: Sequence[Tensor], kept: dict[str, Tensor], y: Tensor, sums: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the recurrent weights, and of the mask in their product where it is given."""
-        hh, masks, source, units = self._weights.hh, self._masks, self._source, self._form.units
+        """The gradients of the recurrent weights, and of the mask in their product where it is given.
+
+        Args:
+            sums: the gradient of the recurrent bias is added to it.
+        """
+        hh, masks, products, units = self._weights.hh, self._masks, self._pass.products, self._form.units
         if hh is None:
             return None, None
-        to_mask, to_hh = masks.given_gradient(), torch.zeros_like(hh)
+        to_mask = masks.given_gradient()
+        to_hh = torch.zeros(hh.shape[0], -(-hh.shape[1] // 64) * 64, dtype=self._pass.wide)
         for first, count in self._runs():
-            part = dr[:, first * units : (first + count) * units]
-            found = self._shifted_product(part, y) if self._shifted else part.t() @ masks.enter(kept["entered"], first)
-            if count == len(source.leaves) and not dp:
-                to_hh = found
-            else:
-                self._rows_of(to_hh, first, count).add_(found)
+            part, to = dr[:, first * units : (first + count) * units], self._rows_of(to_hh, first, count)
+            part_of_sums = None if sums is None else self._rows_of(sums, first, count)
+            if self._shifted:
+                self._shifted_product(part, y, to, part_of_sums)
+                continue
+            products.outer(part, masks.enter(kept["entered"], first), to, part_of_sums)
             if to_mask is not None:
                 masks.add_gradient(to_mask, kept["entered"], first, part @ self._rows_of(hh, first, count))
-        for index, (gate, grad) in enumerate(zip(source.products, dp, strict=True)):
-            operand = kept[f"operand {index}"]
-            self._rows_of(to_hh, gate).add_(grad.t() @ masks.enter(operand, gate))
+        for index, (gate, grad) in enumerate(zip(self._source.products, dp, strict=True)):
+            operand, part_of_sums = kept[f"operand {index}"], None if sums is None else self._rows_of(sums, gate)
+            products.outer(grad, masks.enter(operand, gate), self._rows_of(to_hh, gate), part_of_sums)
             if to_mask is not None:
                 masks.add_gradient(to_mask, operand, gate, grad @ self._rows_of(hh, gate))
-        return to_hh, to_mask
+        return to_hh[:, : hh.shape[1]], to_mask
 
     def _runs(self) -> list[tuple[int, int]]:
         """(first gate, gates) of what is one product: neighbours whose operand is the same."""
@@ -330,16 +336,19 @@ class _One:
                 runs.append((gate, 1))
         return runs
 
-    def _shifted_product(self, dr: Tensor, y: Tensor) -> Tensor:
-        """The transpose of dr times the states before each step, which are the initial ones and then y."""
-        rows, states = self._rows, self._pass.call.states
+    def _shifted_product(self, dr: Tensor, y: Tensor, to: Tensor, sums: Tensor | None) -> None:
+        """Add the transpose of dr times the states before each step, which are the initial ones and then y."""
+        rows, call, products = self._rows, self._pass.call, self._pass.products
         (side,), _ = self._sides([y])
-        step = rows.batch
-        reverse = self._direction == 1
-        begin = slice(rows.outer - step, rows.outer) if reverse else slice(0, step)
-        rest, before = (slice(0, rows.outer - step), slice(step, rows.outer))[:: 1 if reverse else -1]
         assert side is not None
-        found = dr[rest].t() @ side[before]
-        if states:
-            found.addmm_(dr[begin].t(), states[0][self._index].to(dr.dtype))
-        return found
+        begin, inner = slice(0, rows.batch), slice(rows.batch, rows.outer)
+        before = slice(0, rows.outer - rows.batch)
+        if self._direction == 1:
+            inner, before = before, inner
+            begin = slice(rows.outer - rows.batch, rows.outer)
+        if call.states:
+            initial = call.states[0][self._index].to(dr.dtype).contiguous()
+        else:
+            initial = dr.new_zeros(rows.batch, side.shape[1])
+        products.outer(dr[begin], initial, to, sums)
+        products.outer(dr[inner], side[before], to, sums)

@@ -1,7 +1,7 @@
 """A cell's step as C++: the lines of its forward and of its backward, for the marked place of `kernels/sweep.cpp`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +14,7 @@ _KERNELS = Path(__file__).with_name("kernels")
 _STEP = ("types.cpp", "step.cpp")
 _SWEEP = ("types.cpp", "product.cpp", "threads.cpp", "noise.cpp", "sweep.cpp")
 _PLACE = "//: generated\n"
+_TARGET = replace(HOST, functions=frozenset({"sigmoid"}))
 _DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus mean product".split())
 """Operations whose result is kept for backward; what is cheaper is computed again from what is kept."""
 
@@ -135,7 +136,7 @@ class _Printer:
     def __init__(self, graph: Graph, name: str, outputs: Mapping[str, Expr], levels: Sequence[Expr]) -> None:
         self._name, self._recurrent = name, graph.recurrent
         together = dict(outputs) | {f"level.{index}": node for index, node in enumerate(levels)}
-        self._stages = stages(together, HOST)
+        self._stages = stages(together, _TARGET)
         self._reads, self._writes = _leaves(graph), _places(graph)
         made = [collective for stage in self._stages for collective in stage.collectives]
         # results are numbered as they stand in the graph, and so are the graph's products

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import Fields, Kernel, address
+from whorl.engines.cpu.sweep import Fields, Kernel, Products, address
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, tag, threshold
 from whorl.problem import Call, Form
 from whorl.weights import LayerWeights
@@ -23,8 +23,10 @@ class Masks:
     """
 
     def __init__(
-        self, kernel: Kernel, form: Form, call: Call, given: Given, index: int, rows: Rows, wide: torch.dtype
-    ) -> None:
+        self, kernel: Kernel, form: Form, call: Call, given: Given, index: int, rows: Rows, wide: torch.dtype,
+        products: Products,
+    ) -> None:  # fmt: skip
+        self._products = products
         self._kernel, self._form, self._rows, self._wide = kernel, form, rows, wide
         self._place, self._given = divmod(index, form.directions), given
         seed = call.marks.seed
@@ -104,42 +106,44 @@ class Masks:
 
     # --- around the loop ----------------------------------------------------------------------------------------------
 
-    def project(self, x: Tensor, weights: LayerWeights, threads: int) -> Tensor:
+    def project(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """The input product of all steps, [compact rows, gates x units and more], in the dtype of sums."""
         bias = None if weights.bias_ih is None else weights.bias_ih.to(self._wide)
         if self.input is None:
-            return self._product(x, weights.ih, bias, threads)
+            return self._products.rows(x, weights.ih, bias)
         entered = self._entered(x)
         if entered.dim() == 2:
-            return self._product(entered, weights.ih, bias, threads)
+            return self._products.rows(entered, weights.ih, bias)
         units, count = self._form.units, len(entered)
         biases = bias.split(units) if bias is not None else [None] * count
         gates = zip(entered, weights.ih.split(units), biases, strict=True)
-        return torch.cat([self._product(*gate, threads)[:, :units] for gate in gates], -1)
+        return torch.cat([self._products.rows(*gate)[:, :units] for gate in gates], -1)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int) -> Tensor:
-        x, (outputs, inputs) = x.contiguous(), weight.shape
-        made = torch.empty(len(x), -(-outputs // 64) * 64, dtype=self._wide)
-        self._kernel.project(*map(address, (made, x, weight, bias)), len(x), inputs, outputs, made.shape[1], threads)
-        return made
+    def project_backward(
+        self, dx: Tensor, x: Tensor, weights: LayerWeights, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of x, of the weights and of the mask, where it is given, from that of the product.
 
-    def project_backward(self, dx: Tensor, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gradients of x, of the weights and of the mask, where it is given, from that of the product."""
-        if self.input is None:
-            return dx @ weights.ih, dx.t() @ x, None
-        entered, mask = self._entered(x), self._by_row(self.input)
-        if entered.dim() == 2:
-            to_entered = (dx @ weights.ih).to(self._wide)
-            to_x, to_ih, to_mask = to_entered * mask, dx.t() @ entered, to_entered * x
+        Args:
+            sums: the columns of dx are added to it.
+        """
+        products, inputs = self._products, x.shape[1]
+        if self.input is None or self.input.dim() == 2:
+            entered = x if self.input is None else self._entered(x)
+            to_entered = products.rows(dx, weights.ih, across=False)[:, :inputs]
+            to_ih = products.outer(dx, entered, sums=sums)[:, :inputs]
+            if self.input is None:
+                return to_entered, to_ih, None
+            to_x, to_mask = to_entered * self._by_row(self.input), to_entered * x
         else:
-            units = self._form.units
-            pairs = list(zip(dx.split(units, 1), weights.ih.split(units), entered, strict=True))
-            to_entered = torch.stack([d @ weight for d, weight, _ in pairs]).to(self._wide)
-            to_x, to_mask = (to_entered * mask).sum(0), to_entered * x
-            to_ih = torch.cat([d.t() @ operand for d, _, operand in pairs])
-        if self._given.input is None:
-            return to_x.to(x.dtype), to_ih, None
-        return to_x.to(x.dtype), to_ih, self._by_sequence(to_mask)
+            entered, units = self._entered(x), self._form.units
+            gates = list(zip(dx.split(units, 1), weights.ih.split(units), entered, strict=True))
+            each = torch.stack([products.rows(d, weight, across=False)[:, :inputs] for d, weight, _ in gates])
+            to_x, to_mask = (each * self._by_row(self.input)).sum(0), each * x
+            to_ih = torch.cat([products.outer(d, operand)[:, :inputs] for d, _, operand in gates])
+            if sums is not None:
+                sums += dx.sum(0)
+        return to_x, to_ih, None if self._given.input is None else self._by_sequence(to_mask)
 
     def enter(self, h: Tensor, gate: int) -> Tensor:
         """What entered the recurrent product of a gate, from what was kept of it, [compact rows, width]."""

@@ -58,6 +58,7 @@ class Kernel(NamedTuple):
     forward: Callable[..., None]
     backward: Callable[..., None]
     project: Callable[..., None]
+    outer: Callable[..., None]
     draw: Callable[..., None]
 
 
@@ -71,7 +72,8 @@ def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
     made, loop, defines = source(graph), _loop(dtype), f"-DWHORL_DTYPE={_BITS[dtype]}"
     step = load(f"the step of {graph.name}", made.text, defines)
     step.whorl_cell.restype = c_void_p
-    return Kernel(made, step.whorl_cell(), loop.whorl_forward, loop.whorl_backward, loop.whorl_project, loop.whorl_draw)
+    functions = ("forward", "backward", "project", "outer", "draw")
+    return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in functions))
 
 
 @lru_cache(maxsize=8)
@@ -86,14 +88,45 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
         function.argtypes, function.restype = (POINTER(_Sweep),), None
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
-    library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 5)
-    library.whorl_project.restype = None
+    library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
+    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 7)
+    library.whorl_project.restype = library.whorl_outer.restype = None
     return library
 
 
 def address(tensor: Tensor | None) -> int | None:
     """Of its first element; None of none."""
     return None if tensor is None else tensor.data_ptr()
+
+
+class Products:
+    """Products of many rows at once, to the bit the same with any number of threads."""
+
+    def __init__(self, made: Kernel, wide: torch.dtype, threads: int) -> None:
+        self._kernel, self._wide, self._threads = made, wide, threads
+
+    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = True) -> Tensor:
+        """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
+        x, weight = x.contiguous(), weight.contiguous()
+        columns = weight.shape[0 if across else 1]
+        made = torch.empty(len(x), -(-columns // 64) * 64, dtype=self._wide)
+        sizes = len(x), x.shape[1], columns, made.shape[1], across, self._threads
+        self._kernel.project(*map(address, (made, x, weight, bias)), *sizes)
+        return made
+
+    def outer(self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+        """a' b in the dtype of sums, [columns of a, columns of b filled up to 64]; added to `to` where it is given.
+
+        Args:
+            sums: the columns of a are added to it.
+        """
+        made = torch.zeros(a.shape[1], -(-b.shape[1] // 64) * 64, dtype=self._wide) if to is None else to
+        if not len(a):
+            return made
+        assert a.stride(1) == b.stride(1) == 1 or 1 in (a.shape[1], b.shape[1])
+        sizes = len(a), a.shape[1], b.shape[1], a.stride(0), b.stride(0), made.shape[1], self._threads
+        self._kernel.outer(*map(address, (made, sums, a, b)), *sizes)
+        return made
 
 
 class Fields:

@@ -7,8 +7,7 @@ namespace kernel {
 
 namespace std {
 
-// --- float: at most 2 units in the last place, tested over all exponents; results below the smallest normal number may
-// --- be zero in a sigmoid
+// --- float: at most 2 units in the last place, tested over all exponents ---------------------------------------------
 
 // e^r - 1 - r for |r| <= log(2) / 2 (coefficients of Cephes' expf).
 INLINE float rest_of_exp(float r) {
@@ -32,9 +31,11 @@ INLINE float power_of_two(int32_t n) { return bits_of<float>(uint32_t(n + 127) <
 
 INLINE float exp(float x) {
   const float held = x < -104.0f ? -104.0f : (x > 89.0f ? 89.0f : x);
-  float shifted;
-  const float r = reduced(held, shifted);
-  const float e = rest_of_exp(r) + r + 1.0f;
+  const float shifted = held * 1.44269504088896341f + 12582912.0f, whole = shifted - 12582912.0f;
+  const float most = held - whole * 0.693359375f, r = most - whole * -2.12194440e-4f;
+  const float lost = (most - r) - whole * -2.12194440e-4f;  // what was rounded away in r
+  const float most_of_e = 1.0f + r;
+  const float e = most_of_e + ((r - (most_of_e - 1.0f)) + (rest_of_exp(r) + lost));
   const int32_t n = int32_t(bits_of<uint32_t>(shifted) - 0x4b400000u), half = n >> 1;
   return e * power_of_two(half) * power_of_two(n - half);
 }
@@ -146,6 +147,12 @@ INLINE double fabs(double x) { return __builtin_fabs(x); }
 
 }  // namespace std
 
+template <typename T>
+INLINE T sigmoid(T x) {
+  const T z = std::exp(-std::fabs(x));
+  return (x < T(0) ? z : T(1)) / (T(1) + z);
+}
+
 // The sum of a row, in an order that its length alone decides.
 static inline real sum_of(const real* values, int64_t count) {
   real parts[32] = {};
@@ -171,6 +178,6 @@ extern "C" void whorl_maths(int64_t which, int64_t count, const kernel::real* x,
   for (int64_t u = 0; u < count; ++u)
     y[u] = which == 0 ? kernel::std::exp(x[u]) : which == 1 ? kernel::std::expm1(x[u]) : which == 2 ? kernel::std::tanh(x[u])
            : which == 3 ? kernel::std::log(x[u]) : which == 4 ? kernel::std::log1p(x[u])
-           : real(1) / (real(1) + kernel::std::exp(-x[u]));
+           : kernel::sigmoid(x[u]);
 }
 #endif

@@ -159,14 +159,16 @@ struct Projection {
   const store* x;
   const store* w;
   const real* bias;
-  int64_t rows, inputs, outputs, stride, next;
+  int64_t rows, inputs, outputs, stride;
+  bool across;  // w is [outputs, inputs]; else [inputs, outputs]
+  int64_t next;
   Packed packed;
 };
 
 static void pack_projection(void* data, int thread, int threads) {
   const Projection& p = *(Projection*)data;
   const int64_t panels = p.packed.panels();
-  pack(p.packed, p.w, p.inputs, true, panels * thread / threads, panels * (thread + 1) / threads);
+  pack(p.packed, p.w, p.across ? p.inputs : p.outputs, p.across, panels * thread / threads, panels * (thread + 1) / threads);
 }
 
 static void project_rows(void* data, int, int) {
@@ -202,6 +204,98 @@ static void project(Projection p, int threads) {
   parallel(p.inputs * p.outputs < 16384 ? 1 : threads, pack_projection, &p);
   parallel(p.rows * p.inputs * p.outputs < 200000 ? 1 : threads, project_rows, &p);
   free(memory);
+}
+
+// --- the weights' gradients -------------------------------------------------------------------------------------------
+
+// Rows are taken by blocks: each block's sum is made in registers and then added, so that rounding grows with the number
+// of blocks, not of rows, and does not depend on threads.
+struct Outer {
+  real *out, *sums;
+  const store *a, *b;
+  int64_t rows, n, m, lda, ldb, stride, next;
+  packed_t* packed;
+  real* zeros;
+
+  static constexpr int64_t DEEP = 256, WIDE = 8 * ROWS;
+  Packed block(int64_t begin) const {
+    Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
+    made.data = packed + begin / STEP * up(m, LANES);
+    return made;
+  }
+};
+
+template <int M, int N>
+static void outer_tile(const Outer& o, const Packed& b, int64_t panel, int64_t begin, int64_t column) {
+  vector sum[M][N] = {};
+  const int64_t place = b.column(panel), steps = b.steps();
+  const packed_t* weights = b.data + place * steps;
+  const store* from = o.a + begin * o.lda + column;
+  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, from += STEP * o.lda) {
+#if PAIRS
+    const int64_t second = 2 * k + 1 < b.k ? o.lda : 0;  // past the end its weight is zero
+    __m512bh w[N];
+    for (int j = 0; j < N; ++j) w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES);
+    for (int i = 0; i < M; ++i) {
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(int32_t(pair(from[i], from[second + i])));
+      for (int j = 0; j < N; ++j) sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]);
+    }
+#else
+    vector w[N];
+    for (int j = 0; j < N; ++j) w[j] = *(const loose*)(weights + j * LANES);
+    for (int i = 0; i < M; ++i) {
+      const vector x = widened(from[i]) - vector{};
+      for (int j = 0; j < N; ++j) sum[i][j] += x * w[j];
+    }
+#endif
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) *(loose*)(o.out + (column + i) * o.stride + place + j * LANES) += sum[i][j];
+}
+
+template <int N>
+static void outer_panel(const Outer& o, const Packed& b, int64_t panel, int64_t begin, int64_t column, int64_t end) {
+  for (; column + ROWS <= end; column += ROWS) outer_tile<ROWS, N>(o, b, panel, begin, column);
+  for (; column < end; ++column) outer_tile<1, N>(o, b, panel, begin, column);
+}
+
+static void pack_outer(void* data, int thread, int threads) {
+  const Outer& o = *(Outer*)data;
+  for (int64_t begin = thread * Outer::DEEP; begin < o.rows; begin += threads * Outer::DEEP) {
+    const Packed block = o.block(begin);
+    pack(block, o.b + begin * o.ldb, o.ldb, false, 0, block.panels());
+  }
+}
+
+static void outer_columns(void* data, int, int) {
+  Outer& o = *(Outer*)data;
+  for (;;) {
+    const int64_t column = __atomic_fetch_add(&o.next, Outer::WIDE, __ATOMIC_RELAXED);
+    if (column >= o.n) return;
+    const int64_t end = column + Outer::WIDE < o.n ? column + Outer::WIDE : o.n;
+    for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP) {
+      const Packed block = o.block(begin);
+      for (int64_t panel = 0; panel < block.panels(); ++panel)
+        if (panel < block.wide())
+          outer_panel<VECTORS>(o, block, panel, begin, column, end);
+        else
+          outer_panel<1>(o, block, panel, begin, column, end);
+      if (!o.sums) continue;
+      real part[Outer::WIDE] = {};
+      for (int64_t k = begin; k < begin + block.k; ++k)
+        for (int64_t i = column; i < end; ++i) part[i - column] += widened(o.a[k * o.lda + i]);
+      for (int64_t i = column; i < end; ++i) o.sums[i] += part[i - column];
+    }
+  }
+}
+
+static void outer(Outer o, int threads) {
+  const int64_t blocks = up(o.rows, Outer::DEEP);
+  o.packed = (packed_t*)aligned_alloc(64, size_t(up(up(o.m, LANES) * (blocks / STEP) * int64_t(sizeof(packed_t)), 64) + 64));
+  const int now = o.rows * o.n * o.m < 200000 ? 1 : threads;
+  parallel(now, pack_outer, &o);
+  parallel(now, outer_columns, &o);
+  free(o.packed);
 }
 
 // --- what forward and backward share ----------------------------------------------------------------------------------
@@ -763,11 +857,20 @@ int64_t whorl_size() { return int64_t(sizeof(kernel::Sweep)); }
 void whorl_forward(const kernel::Sweep* k) { kernel::run_all(*k, false); }
 void whorl_backward(const kernel::Sweep* k) { kernel::run_all(*k, true); }
 
-// y = x w' + bias of many rows: x [rows, inputs], w [outputs, inputs], y [rows, stride], the stride in whole vectors.
+// y = x w' + bias of many rows: x [rows, inputs], y [rows, stride], the stride in whole vectors; w is [outputs, inputs]
+// where `across`, else [inputs, outputs].
 void whorl_project(
     kernel::real* y, const kernel::store* x, const kernel::store* w, const kernel::real* bias, int64_t rows,
-    int64_t inputs, int64_t outputs, int64_t stride, int64_t threads) {
-  kernel::project({y, x, w, bias, rows, inputs, outputs, stride, 0, {}}, int(threads));
+    int64_t inputs, int64_t outputs, int64_t stride, int64_t across, int64_t threads) {
+  kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
+}
+
+// out [n, stride] += a' b over rows: a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] += those of a, where
+// wanted.
+void whorl_outer(
+    kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
+    int64_t m, int64_t lda, int64_t ldb, int64_t stride, int64_t threads) {
+  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, stride, 0, nullptr, nullptr}, int(threads));
 }
 
 // Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].
