@@ -31,8 +31,6 @@ GRID = [
     (2, 20, 35, 650), (1, 1, 100, 512),
 ]  # fmt: skip
 """Layers, batch, time, units."""
-SECONDS = 1.0
-"""For each case and side."""
 Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 """A name, the rival's call and ours; both give tensors that must agree."""
 
@@ -141,7 +139,7 @@ def options() -> Iterator[Case]:
 GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options}
 
 
-def measure(case: Case, clock: Callable[[], float]) -> dict[str, Any]:
+def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str, Any]:
     """Microseconds of both, in turns, after a check."""
     name, theirs, ours = case
     bound = 2e-2 if "bfloat16" in name else 1e-4
@@ -150,7 +148,7 @@ def measure(case: Case, clock: Callable[[], float]) -> dict[str, Any]:
         assert apart < bound or name.startswith("option"), f"{name}: the results are {apart} apart"
     begin = clock()
     theirs()
-    turns = max(5, min(300, int(SECONDS / max(1e-6, clock() - begin))))
+    turns = max(5, min(300, int(seconds / max(1e-6, clock() - begin))))
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns):
         for which, call in (((0, theirs), (1, ours)), ((1, ours), (0, theirs)))[turn % 2]:
@@ -164,8 +162,9 @@ def measure(case: Case, clock: Callable[[], float]) -> dict[str, Any]:
 def main() -> None:
     """Print one line for each case, and geometric means."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], default=[*GROUPS])
+    parser.add_argument("groups", nargs="*", metavar="GROUP", default=[*GROUPS])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case and side")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -174,7 +173,7 @@ def main() -> None:
     with whorl.settings(slow="allow"):
         for group in given.groups:
             for case in GROUPS[group]():
-                rows.append(measure(case, clock))
+                rows.append(measure(case, clock, given.seconds))
                 row = rows[-1]
                 print(f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}", flush=True)
     for kind in ("LSTM", "GRU", "RNN"):

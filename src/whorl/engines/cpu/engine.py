@@ -129,12 +129,12 @@ class _Pass:
                 if to_noise:
                     to_noise[index * len(masks) : (index + 1) * len(masks)] = masks
             assert to_x is not None
-            grad, y = self._flat(rows.spread(to_x)), below
-            assert grad is not None
-            if layer and call.dropout:
+            if layer and call.dropout:  # of the steps that count alone: a mask may hold anything elsewhere
                 mask = call.dropout[layer - 1]
-                to_dropout[layer - 1] = (grad * below).view(mask.shape)
-                grad = grad * mask.reshape(grad.shape)
+                factor = rows.choose(mask.reshape(below.shape))
+                to_dropout[layer - 1] = rows.spread(to_x * rows.choose(below)).view(mask.shape)
+                to_x = to_x * factor
+            grad, y = self._flat(rows.spread(to_x)), below
         to_inputs = [
             (to_extra.sum(-1) if extra.shape[-1] == 1 else to_extra).reshape(extra.shape)
             for to_extra, extra in zip(to_extras, call.inputs, strict=True)
