@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from whorl import settings
+from whorl import compiler, plan, problem, settings
 
 pytest.register_assert_rewrite("comparison", "plain_loops", "loops", "option_cases")  # so that failures show values
 
@@ -40,3 +40,15 @@ def fresh() -> Iterator[None]:
     yield
     settings._assigned.clear()
     settings._assigned.update(before)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without a C++ compiler: what only engine `cpu` could run fast is slow."""
+    monkeypatch.setattr(compiler, "found", lambda: "")
+    for cached in (problem._device, plan.plan):
+        cached.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cached in (problem._device, plan.plan):
+        cached.cache_clear()

@@ -76,6 +76,7 @@ def test_a_loop_of_steps_is_torchs_layer(cell: str) -> None:
     assert_exact(results(Loop(), x), results(layer, x))
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_a_cell_of_one_step_is_never_slow() -> None:
     with whorl.settings(slow="error"):
         whorl.GRUCell(5, 7)(torch.randn(3, 5))

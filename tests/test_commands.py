@@ -81,6 +81,7 @@ def test_what_the_model_writes_cannot_command_the_terminal(
     assert "  | a\ufffd]0;title\ufffd\ufffdb\n  | [red]c\n" in out
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_words_are_told_in_perplexity(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held_out = tmp_path / "valid"
     held_out.write_bytes(b"the quick red fox\n" * 5)

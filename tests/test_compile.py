@@ -97,6 +97,7 @@ def test_autocast_gives_the_autocast_dtype() -> None:
     assert torch.equal(ours, eager)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_a_compiled_call_is_refused_as_an_eager_one_is() -> None:
     with whorl.settings(slow="error"), pytest.raises(whorl.SlowError, match="onednn: the cell is gru"):
         torch.compile(whorl.GRU(4, 5), backend="aot_eager")(torch.randn(3, 2, 4))

@@ -84,6 +84,7 @@ class Model(torch.nn.Module):
         return self.step(y[0], (h, c))[0]
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_explain_of_a_module_has_a_plan_for_each_call_inside() -> None:
     model = Model()
     told = whorl.explain(model, X)
@@ -136,6 +137,7 @@ def test_explain_draws_no_numbers_for_a_layer_and_runs_nothing() -> None:
     assert str(whorl.explain(torch.nn.Linear(5, 5), X)).startswith("no recurrent layer was called")
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_explain_shows_what_settings_would_refuse() -> None:
     """To see why a layer is slow is most wanted where being slow is an error."""
     with settings(slow="error"):

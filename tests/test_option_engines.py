@@ -40,6 +40,7 @@ def engines(layer: torch.nn.Module, **options: Any) -> dict[str, Any]:
     return {"onednn": made, "cudnn": decide(replace(made.problem, device=H200))}
 
 
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("engine", TITLES)
 @pytest.mark.parametrize("words", ADDITIONS)
 def test_each_addition_is_a_reason_by_its_name(words: str, engine: str) -> None:
@@ -64,6 +65,7 @@ def test_all_additions_are_named_together() -> None:
         assert reason == f"{TITLES[name]} does not take {', '.join(ADDITIONS)}"
 
 
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("cell", CELLS)
 def test_an_option_of_the_cell_is_named_as_the_cell(cell: str) -> None:
     for name, plan in engines(whorl.LSTM(2, 5, **CELLS[cell])).items():
@@ -96,6 +98,7 @@ def test_what_is_not_active_costs_no_engine(name: str) -> None:
         assert torch.equal(y, plain(X)[0])
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_zoneout_is_active_in_eval() -> None:
     assert {plan.engine for plan in engines(whorl.LSTM(2, 5, zoneout=0.1).eval()).values()} == {"reference"}
 

@@ -241,6 +241,7 @@ def test_eval_draws_nothing(name: str) -> None:
         assert torch.equal(first, Case("LSTM", [], BOTH, time=5, batch=6).layer()(x)[0])
 
 
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_plan_and_an_explanation_draw_nothing(name: str) -> None:
     case, layer = _everything("LSTM", [name])

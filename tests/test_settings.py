@@ -44,6 +44,7 @@ def test_a_block_of_settings_ends_with_its_error() -> None:
     assert settings.slow == "warn"
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_a_bad_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("loud", None, True, 1):
         with pytest.raises(whorl.InputError, match=re.escape(f"settings.slow is {wrong!r}: write one of 'warn', 'err")):
@@ -104,7 +105,7 @@ def nothing_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whorl.plan._announced", set())
 
 
-@pytest.mark.usefixtures("nothing_announced")
+@pytest.mark.usefixtures("nothing_announced", "no_compiler")
 def test_a_slow_layer_is_announced_once_for_its_kind_and_reasons() -> None:
     gru, double = whorl.GRU(5, 7), whorl.LSTM(5, 7).double()
     (text,) = slow_calls(lambda: gru(X), lambda: gru(X), lambda: gru(X[:2]), lambda: whorl.GRU(5, 9)(X[:, :1]))
@@ -119,7 +120,7 @@ def test_a_slow_layer_is_announced_once_for_its_kind_and_reasons() -> None:
     assert len(slow_calls(*[lambda p=p: whorl.LSTM(5, 7)(p) for p in packed])) == 1
 
 
-@pytest.mark.usefixtures("nothing_announced")
+@pytest.mark.usefixtures("nothing_announced", "no_compiler")
 def test_what_is_fast_or_asked_for_is_not_announced() -> None:
     layers = [whorl.LSTM(5, 7), whorl.GRU(5, 7, engine="reference")]
     with settings(slow="error"):
@@ -129,14 +130,14 @@ def test_what_is_fast_or_asked_for_is_not_announced() -> None:
     assert len(slow_calls(lambda: whorl.GRU(5, 7)(X))) == 1, "what was allowed was not yet said"
 
 
-@pytest.mark.usefixtures("nothing_announced")
+@pytest.mark.usefixtures("nothing_announced", "no_compiler")
 def test_a_warning_names_the_line_of_the_user() -> None:
     with pytest.warns(whorl.SlowWarning) as seen:
         whorl.GRU(5, 7)(X)
     assert seen[0].filename == __file__
 
 
-@pytest.mark.usefixtures("nothing_announced")
+@pytest.mark.usefixtures("nothing_announced", "no_compiler")
 def test_a_warning_made_an_error_is_one_each_time() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", whorl.SlowWarning)
@@ -145,6 +146,7 @@ def test_a_warning_made_an_error_is_one_each_time() -> None:
                 whorl.GRU(5, 7)(X)
 
 
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize(
     "layer, given, reasons",
     [

@@ -11,9 +11,7 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import stat
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from ctypes.util import find_library
@@ -25,15 +23,11 @@ from typing import NamedTuple
 
 import torch
 
+from whorl import compiler
 from whorl.settings import settings
 
 PYTHON, TORCH = (3, 10), (2, 10)  # the oldest that whorl works with
 PACKAGES = ("whorl", "torch", "numpy", "rich", "safetensors", "cuda-core")
-COMPILERS = ("c++", "g++", "clang++", "cl")
-COMPILER_REMEDY = {
-    "darwin": "type `xcode-select --install`",
-    "win32": "type `winget install Microsoft.VisualStudio.2022.BuildTools`, choose C++, use the Native Tools prompt",
-}
 DRIVER_PAGE = "https://www.nvidia.com/drivers"
 REINSTALL = "pip install --force-reinstall torch"
 WHEELS = "https://download.pytorch.org/whl"
@@ -209,7 +203,7 @@ def _no_gpu(machine: Machine) -> Finding:
 
 
 def _compiler_finding(machine: Machine) -> Finding:
-    remedy = COMPILER_REMEDY.get(machine.platform, "type `sudo apt install g++` (Fedora: `sudo dnf install gcc-c++`)")
+    remedy = compiler.remedy(machine.platform)
     if machine.compiler is None:
         detail = "none found: whorl's own kernels for the CPU cannot be compiled"
         return Finding("C++ compiler", False, detail, remedy)
@@ -306,18 +300,9 @@ def _is_nvrtc(name: str) -> bool:
 
 
 def _compiler() -> tuple[str, str] | None:
-    """The command of the host's C++ compiler, $CXX first, and what it says about its version."""
-    candidates = [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]
-    words = next((words for words in candidates if words and shutil.which(words[0])), None)
-    if words is None:
-        return None
-    asked = words if Path(words[0]).stem == "cl" else [*words, "--version"]
-    try:
-        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return shlex.join(words), ""
-    lines = (done.stdout + done.stderr).strip().splitlines()
-    return shlex.join(words), lines[0].strip() if lines and done.returncode == 0 else ""
+    """The command of the host's C++ compiler, and the first line of what it says about its version."""
+    command = compiler.found()
+    return (command, compiler.version(command).partition("\n")[0].strip()) if command else None
 
 
 def _cache(folder: Path) -> Cache:

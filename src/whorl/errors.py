@@ -17,6 +17,10 @@ class UnsupportedError(RuntimeError):
     """The engine asked for by name cannot run this problem; the message lists every reason."""
 
 
+class CompileError(RuntimeError):
+    """A kernel could not be compiled or kept on this machine; the message has the compiler's own words."""
+
+
 class SlowError(UnsupportedError):
     """`whorl.settings.slow` is "error" and only a loop over time in Python could run this problem."""
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whorl import compiler
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
 from whorl.errors import InputError
@@ -96,6 +97,8 @@ class Device:
     """oneDNN takes float16 here."""
     bfloat16: bool = False
     """oneDNN or cuDNN takes bfloat16 here."""
+    compiler: str = ""
+    """The command of the host's C++ compiler, where the device is the host."""
 
 
 # What a call may have beside x, initial states and dropout between layers, and how a reason names it.
@@ -336,9 +339,10 @@ def autocast_is_on(kind: str) -> bool:
 def _device(kind: str, index: int | None, enabled: bool) -> Device:
     if kind == "cpu":
         if not (enabled and torch.backends.mkldnn.is_available()):
-            return Device("cpu", "cpu")
+            return Device("cpu", "cpu", compiler=compiler.found())
         ops = torch.ops.mkldnn
-        return Device("cpu", "cpu", (0, 0), 1, ops._is_mkldnn_fp16_supported(), ops._is_mkldnn_bf16_supported())
+        half, bfloat16 = ops._is_mkldnn_fp16_supported(), ops._is_mkldnn_bf16_supported()
+        return Device("cpu", "cpu", (0, 0), 1, half, bfloat16, compiler.found())
     if kind == "cuda":
         capability = torch.cuda.get_device_capability(index)
         version = (torch.backends.cudnn.version() or 0) if enabled and torch.backends.cudnn.is_available() else 0

@@ -222,6 +222,11 @@ def _backward(ctx: Any, grads: Row) -> Row:
     call, y, saved = _kept(layout, row)
     if all(grad is None for grad in grads):
         return [None] * len(call.tensors)
+    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        # torch.autograd.grad(is_grads_batched=True): many gradients in one tensor, which has no memory to read.
+        title = f"the backward of {made.problem.form.cell.name} runs on `reference` for batched gradients"
+        ctx.context.run(announce, made, title)
+        return gradients(made.problem.form, call, grads, made.problem.sequences)
     if not torch.is_grad_enabled():
         return backward(made, call, y, saved, grads)
     form, states = made.problem.form, len(made.problem.form.cell.states)

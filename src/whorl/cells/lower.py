@@ -51,6 +51,11 @@ class Target:
     """What is larger is infinite."""
     infinity: str
     nan: str
+    functions: frozenset[str] = frozenset()
+    """Operations that it has as functions of their own names, in place of what the column says."""
+
+    def spelling(self, op: str) -> str:
+        return f"{op}({{0}})" if op in self.functions else SPELLINGS[op][self.column]
 
     def number(self, value: float) -> str:
         if math.isnan(value):
@@ -163,7 +168,7 @@ def _stage(
                 used[arg.digest] = arg
         kind = "bool" if node.is_condition else "real"
         arguments = [name[arg.digest] for arg in node.args]
-        spelling = SPELLINGS[node.op][target.column].format(*arguments)
+        spelling = target.spelling(node.op).format(*arguments)
         lines.append(f"const {kind} {name[node.digest]} = {spelling};")
 
     writes: dict[str, Value] = {}

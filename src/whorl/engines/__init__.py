@@ -1,8 +1,9 @@
 """The engines, in the order in which they are tried."""
 
 from whorl.engines.base import Engine
+from whorl.engines.cpu import CPU
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.native import CuDNN, OneDNN
 from whorl.engines.reference import Reference
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Persistent(), CuDNN(), OneDNN(), Reference())}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Persistent(), CuDNN(), OneDNN(), CPU(), Reference())}

@@ -272,6 +272,8 @@ class _Step:
 
         def product(kind: str, gate: str, operand: Tensor) -> Tensor:
             assert kind == "product", "only a gradient has pulls, and autograd makes its own"
+            # a number is the same for every sequence, but what it is multiplied with is not
+            operand = operand.expand(*projected.shape[:-1], operand.shape[-1] if operand.dim() else 1)
             return self._product(gate, operand, noise, valid)
 
         after = self._evaluator(values, self._constants, product)

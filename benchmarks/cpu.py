@@ -1,0 +1,212 @@
+"""Engine `cpu` beside torch.nn on this processor: in turns, after a check of the numbers, as ratios.
+
+    python benchmarks/cpu.py                 every case, with torch's number of threads
+    python benchmarks/cpu.py --out FILE      and the results as JSON
+    python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options
+
+Each time is the least of several: wall time, and the processor's time of this thread where one thread runs (what others
+do on the machine then matters less).  A ratio is torch's time over whorl's; above 1 whorl is faster.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import whorl
+from whorl import compiler
+
+GRID = [
+    (1, 1, 30, 128), (1, 32, 30, 128), (1, 32, 30, 512), (1, 128, 30, 128), (1, 128, 30, 512), (1, 32, 30, 1024),
+    (2, 20, 35, 650), (1, 1, 100, 512),
+]  # fmt: skip
+"""Layers, batch, time, units."""
+Case = tuple[str, Callable[[], Any], Callable[[], Any]]
+"""A name, the rival's call and ours; both give tensors that must agree."""
+
+
+def train(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, layer: nn.Module) -> Callable[[], list[Tensor]]:
+    """A forward and a backward of new x; gives the output and dx."""
+
+    def step() -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        for weight in layer.parameters():
+            weight.grad = None
+        y = run(leaf)
+        y.backward(grad)
+        assert leaf.grad is not None
+        return [y.detach(), leaf.grad]
+
+    return step
+
+
+def forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], list[Tensor]]:
+    def call() -> list[Tensor]:
+        with torch.no_grad():
+            return [run(x)]
+
+    return call
+
+
+def pair(
+    kind: str, inputs: int, units: int, layers: int = 1, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
+    theirs = getattr(nn, kind)(inputs, units, layers, dtype=dtype)
+    ours = getattr(whorl, kind)(inputs, units, layers, dtype=dtype, engine="cpu", **options)
+    ours.load_state_dict(theirs.state_dict(), strict=False)
+    return theirs, ours
+
+
+def grid() -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in ("LSTM", "GRU", "RNN"):
+            for layers, batch, steps, units in GRID:
+                theirs, ours = pair(kind, units, units, layers, dtype)
+                x, grad = (torch.randn(steps, batch, units, dtype=dtype) for _ in range(2))
+                calls = [lambda x, layer=layer: layer(x)[0] for layer in (theirs, ours)]
+                name = f"{kind} {str(dtype)[6:]} {(layers, batch, steps, units)}"
+                yield f"{name} forward", *(forward(call, x) for call in calls)
+                both = zip(calls, (theirs, ours), strict=True)
+                yield f"{name} train", *(train(call, x, grad, layer) for call, layer in both)
+
+
+def ragged() -> Iterator[Case]:
+    lengths = torch.linspace(512, 64, 16).long()
+    for kind in ("LSTM", "GRU"):
+        theirs, ours = pair(kind, 64, 64)
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(512, 16, 64), lengths)
+        grad = torch.randn_like(packed.data)
+
+        def run(data: Tensor, layer: nn.Module, packed: Any = packed) -> Tensor:
+            return layer(nn.utils.rnn.PackedSequence(data, *packed[1:]))[0].data
+
+        both = [lambda x, layer=layer, run=run: run(x, layer) for layer in (theirs, ours)]
+        steps = [train(call, packed.data, grad, layer) for call, layer in zip(both, (theirs, ours), strict=True)]
+        yield f"{kind} packed, 16 sequences of 64 to 512 steps, 64 units, train", *steps
+
+
+def resets() -> Iterator[Case]:
+    theirs, ours = pair("LSTM", 512, 128)
+    x, grad = torch.randn(128, 8, 512), torch.randn(128, 8, 128)
+    reset = torch.rand(128, 8) < 0.05
+    keep = (~reset).float()[..., None]
+
+    def loop(x: Tensor) -> Tensor:
+        h = c = x.new_zeros(1, x.shape[1], 128)
+        outs = []
+        for t in range(x.shape[0]):
+            out, (h, c) = theirs(x[t : t + 1], (h * keep[t], c * keep[t]))
+            outs.append(out)
+        return torch.cat(outs)
+
+    ours_with = train(lambda x: ours(x, reset=reset)[0], x, grad, ours)
+    yield "LSTM resets, 8 x 128 steps, 512 to 128 units, train", train(loop, x, grad, theirs), ours_with
+
+
+def options() -> Iterator[Case]:
+    """Beside the plain cell on the same engine: no check, as the numbers differ; the ratio is plain over option."""
+    x, grad = torch.randn(30, 32, 128), torch.randn(30, 32, 128)
+    lengths, mask, reset = torch.full((32,), 30), torch.ones(30, 32).bool(), torch.zeros(30, 32).bool()
+    made: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "lengths": ({}, {"lengths": lengths}),
+        "mask": ({}, {"mask": mask}),
+        "reset": ({}, {"reset": reset}),
+        "recurrent dropout by gate": ({"recurrent_dropout": 0.2}, {}),
+        "recurrent dropout, shared": ({"recurrent_dropout": 0.2, "recurrent_dropout_mode": "shared"}, {}),
+        "recurrent dropout by step": ({"recurrent_dropout": 0.2, "recurrent_dropout_mode": "step"}, {}),
+        "zoneout": ({"zoneout": 0.1}, {}),
+        "peephole": ({"peephole": True}, {}),
+        "clip": ({"clip": 3.0}, {}),
+        "layer norm": ({"layer_norm": True}, {}),
+    }
+    plain = whorl.LSTM(128, 128, engine="cpu")
+    for name, (built, called) in made.items():
+        layer = whorl.LSTM(128, 128, engine="cpu", **built)
+        with_option = train(lambda x, layer=layer, called=called: layer(x, **called)[0], x, grad, layer)
+        yield f"option {name}, LSTM (1, 32, 30, 128), train", train(lambda x: plain(x)[0], x, grad, plain), with_option
+
+
+GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options}
+
+
+def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str, Any]:
+    """Microseconds of both, in turns, after a check."""
+    name, theirs, ours = case
+    bound = 2e-2 if "bfloat16" in name else 1e-4
+    for one, other in zip(theirs(), ours(), strict=True):
+        apart = ((one - other).norm() / one.norm()).item()
+        assert apart < bound or name.startswith("option"), f"{name}: the results are {apart} apart"
+    begin = clock()
+    theirs()
+    turns = max(5, min(300, int(seconds / max(1e-6, clock() - begin))))
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(turns):
+        for which, call in (((0, theirs), (1, ours)), ((1, ours), (0, theirs)))[turn % 2]:
+            begin = clock()
+            call()
+            times[which].append(1e6 * (clock() - begin))
+    rival, own = map(min, times)
+    return {"case": name, "rival_us": round(rival, 1), "whorl_us": round(own, 1), "ratio": round(rival / own, 3)}
+
+
+def main() -> None:
+    """Print one line for each case, and geometric means."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", default=[*GROUPS])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case and side")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    clock = time.thread_time if given.threads == 1 else time.perf_counter
+    rows: list[dict[str, Any]] = []
+    with whorl.settings(slow="allow"):
+        for group in given.groups:
+            for case in GROUPS[group]():
+                rows.append(measure(case, clock, given.seconds))
+                row = rows[-1]
+                print(f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}", flush=True)
+    for kind in ("LSTM", "GRU", "RNN"):
+        for dtype in ("float32", "bfloat16"):
+            for what in ("forward", "train"):
+                chosen = [r for r in rows if r["case"].startswith(f"{kind} {dtype}") and r["case"].endswith(what)]
+                found = [row["ratio"] for row in chosen]
+                if found:
+                    mean = math.exp(sum(map(math.log, found)) / len(found))
+                    print(f"{kind} {dtype} {what}: geometric mean {mean:.2f}, least {min(found):.2f}")
+    if given.out:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        facts = {
+            "processor": _processor(),
+            "threads": given.threads,
+            "clock": clock.__name__,
+            "load": os.getloadavg(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "compiler": compiler.version(compiler.found()).partition("\n")[0],
+            "date": datetime.date.today().isoformat(),
+            "commit": commit,
+        }
+        given.out.write_text(json.dumps(facts | {"results": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+
+
+if __name__ == "__main__":
+    main()

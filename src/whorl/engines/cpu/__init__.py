@@ -1,0 +1,5 @@
+"""Engine `cpu`."""
+
+from whorl.engines.cpu.engine import CPU
+
+__all__ = ["CPU"]

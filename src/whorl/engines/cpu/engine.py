@@ -1,0 +1,354 @@
+"""Engine `cpu`: whorl's own loop over time in C++, compiled for the processor that it runs on.
+
+The input product of all steps is one product before the loop, and the gradients of the weights are products after it:
+torch's.  What is between runs in one call for each layer and direction: products with the recurrent weights, the cell's
+step, masks, noise, lengths and resets.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from math import prod
+
+import torch
+from torch import Tensor
+
+from whorl import compiler
+from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
+from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
+from whorl.engines.cpu.rows import Rows
+from whorl.engines.cpu.sweep import Fields, Products, kernel
+from whorl.noise import given
+from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
+from whorl.weights import LayerWeights, join, split
+
+
+class CPU(Engine):
+    name = "cpu"
+    summary = "whorl's loop over time in C++, compiled for this processor"
+
+    def obstacles(self, problem: Problem) -> list[str]:
+        device, dtype = problem.device, str(problem.dtype).removeprefix("torch.")
+        if device.kind != "cpu":
+            return [f"the tensors are on {device.kind}, this engine runs on cpu"]
+        found = []
+        if not device.compiler:
+            found.append(f"no C++ compiler is found: {compiler.remedy()}")
+        elif compiler.is_microsofts(device.compiler):
+            found.append(f"the C++ compiler is {device.compiler}, the kernels take GCC or Clang: name one in CXX")
+        if problem.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            found.append(f"the dtype is {dtype}, the kernels take float32, float64 and bfloat16")
+        if problem.batch == 0:
+            found.append("the batch is 0, the kernels take 1 or more")
+        return found
+
+    def forward(self, plan: Plan, call: Call) -> Outcome:
+        return _Pass(plan.problem, call).forward()
+
+    def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        with torch.autocast("cpu", enabled=False) if autocast_is_on("cpu") else nullcontext():
+            return _Pass(plan.problem, call).backward(y, saved, grads)
+
+
+class _Pass:
+    """One call, forward or backward: what is the same for each layer and direction, and their order."""
+
+    def __init__(self, problem: Problem, call: Call) -> None:
+        form = problem.form
+        self.problem, self.call, self.form, self.rows = problem, call, form, Rows(call)
+        self.kernel = kernel(form.cell, problem.dtype)
+        self.threads, self.dtype = torch.get_num_threads(), problem.dtype
+        self.wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+        self.products = Products(self.kernel, self.wide, self.threads)
+        self.widths = [form.state_width(index) for index in range(len(form.cell.states))]
+        self.weights, self.given = split(form, call.weights), given(form, call)
+        self.extras = [self.widened(extra).reshape(-1, extra.shape[-1]) for extra in call.inputs]
+        self.to = [self.widened(state) for state in call.reset_to]
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.wide).contiguous()
+
+    def forward(self) -> Outcome:
+        form, call, rows, gradient = self.form, self.call, self.rows, self.problem.gradient
+        count = form.layers * form.directions
+        ends = [torch.zeros(count, rows.batch, width, dtype=self.wide) for width in self.widths]
+        for end, state in zip(ends, call.states, strict=False):
+            end.copy_(state)
+        x = call.x.reshape(rows.outer, -1)
+        saved: list[Tensor] = []
+        sequences: list[Tensor] = []
+        for layer in range(form.layers):
+            if layer and call.dropout:
+                x = x * call.dropout[layer - 1].reshape(x.shape)
+            last = layer == form.layers - 1
+            whole = x.new_empty(*call.x.shape[:-1], form.width * form.directions)
+            y = whole.view(rows.outer, -1)
+            if last and self.problem.sequences:
+                sequences = [x.new_empty(*whole.shape[:-1], width * form.directions) for width in self.widths]
+            chosen = rows.choose(x)
+            for direction in range(form.directions):
+                index = layer * form.directions + direction
+                one = _One(self, index)
+                flat = [part.view(rows.outer, -1) for part in sequences]
+                kept = one.forward(chosen, y, [end[index] for end in ends], flat)
+                inner = y if direction == 0 and not last else y.new_empty(0)
+                saved += map(as_bytes, (*kept, inner)) if gradient else ()
+            x = y
+        return Outcome(whole, tuple(end.to(self.dtype) for end in ends), tuple(saved), tuple(sequences))
+
+    def backward(self, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        form, call, rows, states = self.form, self.call, self.rows, len(self.widths)
+        width = form.width * form.directions
+        to_y, to_finals, to_sequences = grads[0], grads[1 : 1 + states], grads[1 + states :]
+        to_states = [torch.zeros(len(self.weights), rows.batch, width, dtype=self.wide) for width in self.widths]
+        for to_state, to_final in zip(to_states, to_finals, strict=True):
+            if to_final is not None:
+                to_state.copy_(to_final)
+        flat = [self._flat(grad) for grad in to_sequences]
+        to_dropout: list[Tensor | None] = [None] * len(call.dropout)
+        to_weights: list[LayerWeights] = list(self.weights)
+        to_noise: list[Tensor | None] = [None] * len(call.noise)
+        to_reset = [torch.zeros_like(state) for state in self.to]
+        to_extras = [torch.zeros(rows.outer, form.units, dtype=self.wide) for _ in call.inputs]
+        grad = self._flat(to_y)
+        y = y.reshape(rows.outer, width)
+        for layer in reversed(range(form.layers)):
+            first = layer * form.directions
+            below = call.x.reshape(rows.outer, -1)
+            if layer:
+                below = from_bytes(saved[3 * (first - form.directions) + 2], (rows.outer, width), self.dtype)
+            x = below * call.dropout[layer - 1].reshape(below.shape) if layer and call.dropout else below
+            chosen, to_x = rows.choose(x), None
+            for direction in range(form.directions):
+                index = first + direction
+                one = _One(self, index)
+                found, to_weights[index], masks = one.backward(
+                    chosen, y, grad, flat if layer == form.layers - 1 else [], saved[3 * index : 3 * index + 2],
+                    [state[index] for state in to_states], [state[index] for state in to_reset], to_extras,
+                )  # fmt: skip
+                to_x = found if to_x is None else to_x + found
+                if to_noise:
+                    to_noise[index * len(masks) : (index + 1) * len(masks)] = masks
+            assert to_x is not None
+            if layer and call.dropout:  # of the steps that count alone: a mask may hold anything elsewhere
+                mask = call.dropout[layer - 1]
+                factor = rows.choose(mask.reshape(below.shape))
+                to_dropout[layer - 1] = rows.spread(to_x * rows.choose(below)).view(mask.shape)
+                to_x = to_x * factor
+            grad, y = self._flat(rows.spread(to_x)), below
+        to_inputs = [
+            (to_extra.sum(-1) if extra.shape[-1] == 1 else to_extra).reshape(extra.shape)
+            for to_extra, extra in zip(to_extras, call.inputs, strict=True)
+        ]
+        given_states = to_states if call.states else []
+        every = [grad, *given_states, *join(to_weights), *to_dropout, *to_reset, *to_inputs, *to_noise]
+        return [
+            None if one is None else one.to(tensor.dtype).view(tensor.shape)
+            for one, tensor in zip(every, call.tensors, strict=True)
+        ]
+
+    def _flat(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else grad.to(self.dtype).reshape(self.rows.outer, -1).contiguous()
+
+
+class _One:
+    """One layer in one direction."""
+
+    def __init__(self, made: _Pass, index: int) -> None:
+        self._pass, self._form, self._rows, self._index = made, made.form, made.rows, index
+        self._source, self._direction = made.kernel.source, index % made.form.directions
+        weights = made.weights[index]
+        matrices = {name: getattr(weights, name) for name in ("ih", "hh", "hr")}
+        vectors = tuple(made.widened(vector) for vector in weights.vectors)
+        self._weights = weights._replace(
+            vectors=vectors,
+            **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
+        )
+        self._masks = Masks(
+            made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products
+        )
+        marks = made.call.marks
+        # What entered the product is the output of the step before, where nothing comes between them.
+        plain = not made.rows.packed and marks.lengths is None and marks.mask is None and marks.reset is None
+        self._shifted = plain and self._masks.kind == NONE
+
+    def _regions(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """What forward keeps for backward: name, dtype and shape."""
+        source, form, rows, made = self._source, self._form, self._rows.compact, self._pass
+        yield "saved", made.wide, (rows, source.saved * form.units + source.saved_means)
+        for state, is_given in enumerate(self._masks.given_zoneouts):
+            if is_given:
+                yield f"apart {state}", made.wide, (rows, form.state_width(state))
+        if any(source.leaves) and not self._shifted:
+            yield "entered", made.dtype, (rows, form.width)
+        if form.projection:
+            yield "unprojected", made.dtype, (rows, form.units)
+        for product in range(len(source.products)):
+            yield f"operand {product}", made.dtype, (rows, form.width)
+
+    def _views(self, buffer: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """All regions in one buffer, a new one where none is given, and each by name."""
+        regions, end, places = list(self._regions()), 0, {}
+        for name, dtype, shape in regions:
+            size = prod(shape) * dtype.itemsize
+            places[name] = (end, size)
+            end += -(-size // 64) * 64
+        if buffer is None:
+            buffer = torch.empty(end, dtype=torch.uint8)
+        return buffer, {
+            name: buffer[places[name][0] : sum(places[name])].view(dtype).view(shape) for name, dtype, shape in regions
+        }
+
+    def _fields(self) -> Fields:
+        made, form = self._pass, self._form
+        fields = Fields(made.kernel, self._rows, made.threads, form.units, form.width, self._direction == 1)
+        weights = self._weights
+        bias = None if weights.bias_hh is None else made.widened(weights.bias_hh)
+        fields.set(hh=weights.hh, hr=weights.hr, bias_hh=bias)
+        fields.set_lists(vectors=weights.vectors, extras=made.extras)
+        fields.set_numbers("extra_widths", [extra.shape[-1] for extra in made.extras])
+        return fields
+
+    def _sides(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+        """This direction's half of [outer rows, directions x width] tensors, and their strides."""
+        parts = [
+            None if tensor is None else tensor.chunk(self._form.directions, 1)[self._direction] for tensor in tensors
+        ]
+        return parts, [0 if tensor is None else tensor.shape[1] for tensor in tensors]
+
+    def forward(self, x: Tensor, y: Tensor, ends: list[Tensor], sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Writes y, the final states over the initial ones, and the sequences.
+
+        Returns:
+            What backward reads: what forward keeps, and the input projection; empty where it is not wanted.
+        """
+        made, fields = self._pass, self._fields()
+        projected = self._masks.project(x, self._weights)
+        buffer = x.new_empty(0)
+        apart: list[Tensor | None] = [None] * len(ends)
+        if made.problem.gradient:
+            buffer, kept = self._views()
+            fields.set(**{name: kept.get(name) for name in ("saved", "entered", "unprojected")})
+            fields.set_lists(operands=[kept[name] for name in kept if name.startswith("operand")])
+            apart = [kept.get(f"apart {state}") for state in range(len(ends))]
+        self._masks.set(fields, apart, [None] * len(ends))
+        (side,), (stride,) = self._sides([y])
+        fields.set(x=projected, y=side)
+        fields.sweep.y_stride, fields.sweep.x_stride = stride, projected.shape[1]
+        if sequences:
+            parts, strides = self._sides(sequences)
+            fields.set_lists(sequences=parts)
+            fields.set_numbers("sequence_strides", strides)
+        fields.set_lists(states=ends, reset_to=[state[self._index] for state in made.to])
+        made.kernel.forward(fields.sweep)
+        return buffer, projected if self._source.reads_x else buffer.new_empty(0)
+
+    def backward(
+        self, x: Tensor, y: Tensor, to_y: Tensor | None, to_sequences: Sequence[Tensor | None], saved: Sequence[Tensor],
+        to_states: list[Tensor], to_reset: list[Tensor], to_extras: list[Tensor],
+    ) -> tuple[Tensor, LayerWeights, list[Tensor | None]]:  # fmt: skip
+        """The gradients of x, of the weights and of given masks.
+
+        Args:
+            to_states: gradients of the final states, which become those of the initial ones.
+            to_reset, to_extras: added to.
+        """
+        made, form, rows, source = self._pass, self._form, self._rows, self._source
+        cell, units, fields = form.cell, form.units, self._fields()
+        _, kept = self._views(saved[0])
+        dx = torch.empty(rows.compact, len(cell.gates) * units, dtype=made.dtype)
+        dr = dx if source.dr_is_dx else torch.empty(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
+        dp = [torch.empty(rows.compact, units, dtype=made.dtype) for _ in source.products]
+        dv = [torch.zeros(rows.batch, units, dtype=made.wide) for _ in cell.vectors]
+        dprojected = torch.empty(rows.compact, form.width, dtype=made.dtype) if form.projection else None
+        dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
+        zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
+        self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
+        parts, strides = self._sides([to_y])
+        fields.set(dy=parts[0], saved=kept["saved"], dx=dx, dr=dr, dprojected=dprojected, dheld=dheld)
+        if source.reads_x:
+            fields.sweep.x_stride = saved[1].numel() // (made.wide.itemsize * max(1, rows.compact))
+            fields.set(x=saved[1].view(made.wide))
+        fields.sweep.dy_stride = strides[0]
+        if to_sequences:
+            parts, strides = self._sides(to_sequences)
+            fields.set_lists(dsequences=parts)
+            fields.set_numbers("dsequence_strides", strides)
+        fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, dv=dv, de=to_extras)
+        made.kernel.backward(fields.sweep)
+
+        has_bias = self._weights.bias_ih is not None
+        to_bias = torch.zeros(len(cell.gates) * units, dtype=made.wide) if has_bias else None
+        to_bias_hh = to_bias if source.dr_is_dx else torch.zeros(dr.shape[1], dtype=made.wide) if has_bias else None
+        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias)
+        to_hh, to_recurrent = self._recurrent(dr, dp, kept, y, None if source.dr_is_dx else to_bias_hh)
+        if not cell.recurrent:
+            to_bias_hh = None
+        to_hr = None
+        if dprojected is not None:
+            to_hr = made.products.outer(dprojected, kept["unprojected"])[:, :units]
+        vectors = tuple(vector.sum(0) for vector in dv)
+        return (
+            to_x,
+            LayerWeights(to_ih, to_hh, to_bias, to_bias_hh, to_hr, vectors),
+            [to_input, to_recurrent, *zoneouts],
+        )
+
+    def _rows_of(self, tensor: Tensor, first: int, count: int = 1) -> Tensor:
+        return tensor[first * self._form.units : (first + count) * self._form.units]
+
+    def _recurrent(
+        self, dr: Tensor, dp: Sequence[Tensor], kept: dict[str, Tensor], y: Tensor, sums: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the recurrent weights, and of the mask in their product where it is given.
+
+        Args:
+            sums: the gradient of the recurrent bias is added to it.
+        """
+        hh, masks, products, units = self._weights.hh, self._masks, self._pass.products, self._form.units
+        if hh is None:
+            return None, None
+        to_mask = masks.given_gradient()
+        to_hh = torch.zeros(hh.shape[0], -(-hh.shape[1] // 64) * 64, dtype=self._pass.wide)
+        for first, count in self._runs():
+            part, to = dr[:, first * units : (first + count) * units], self._rows_of(to_hh, first, count)
+            part_of_sums = None if sums is None else self._rows_of(sums, first, count)
+            if self._shifted:
+                self._shifted_product(part, y, to, part_of_sums)
+                continue
+            products.outer(part, masks.enter(kept["entered"], first), to, part_of_sums)
+            if to_mask is not None:
+                masks.add_gradient(to_mask, kept["entered"], first, part @ self._rows_of(hh, first, count))
+        for index, (gate, grad) in enumerate(zip(self._source.products, dp, strict=True)):
+            operand, part_of_sums = kept[f"operand {index}"], None if sums is None else self._rows_of(sums, gate)
+            products.outer(grad, masks.enter(operand, gate), self._rows_of(to_hh, gate), part_of_sums)
+            if to_mask is not None:
+                masks.add_gradient(to_mask, operand, gate, grad @ self._rows_of(hh, gate))
+        return to_hh[:, : hh.shape[1]], to_mask
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """(first gate, gates) of what is one product: neighbours whose operand is the same."""
+        leaves = [gate for gate, read in enumerate(self._source.leaves) if read]
+        runs: list[tuple[int, int]] = []
+        for gate in leaves:
+            if runs and sum(runs[-1]) == gate and self._masks.kind != BY_GATE:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((gate, 1))
+        return runs
+
+    def _shifted_product(self, dr: Tensor, y: Tensor, to: Tensor, sums: Tensor | None) -> None:
+        """Add the transpose of dr times the states before each step, which are the initial ones and then y."""
+        rows, call, products = self._rows, self._pass.call, self._pass.products
+        (side,), _ = self._sides([y])
+        assert side is not None
+        begin, inner = slice(0, rows.batch), slice(rows.batch, rows.outer)
+        before = slice(0, rows.outer - rows.batch)
+        if self._direction == 1:
+            inner, before = before, inner
+            begin = slice(rows.outer - rows.batch, rows.outer)
+        if call.states:
+            initial = call.states[0][self._index].to(dr.dtype).contiguous()
+        else:
+            initial = dr.new_zeros(rows.batch, side.shape[1])
+        products.outer(dr[begin], initial, to, sums)
+        products.outer(dr[inner], side[before], to, sums)

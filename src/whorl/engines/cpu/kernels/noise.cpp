@@ -1,0 +1,42 @@
+// Random numbers: Philox-4x32-10, counted as whorl/noise.py counts, so that the decisions are the same.
+
+namespace kernel {
+
+INLINE void philox(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t key, uint32_t other, uint32_t words[4]) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = uint64_t(a) * 0xD2511F53u, second = uint64_t(c) * 0xCD9E8D57u;
+    a = uint32_t(second >> 32) ^ b ^ key, b = uint32_t(second);
+    c = uint32_t(first >> 32) ^ d ^ other, d = uint32_t(first);
+    key += 0x9E3779B9u, other += 0xBB67AE85u;
+  }
+  words[0] = a, words[1] = b, words[2] = c, words[3] = d;
+}
+
+// A word below this is an event of its probability; 2^32 is certain.
+typedef uint64_t chance;
+
+// For each unit from `first` to before `last` whether a word is an event: 1 where it is, else 0, for COUNT words.
+template <int COUNT>
+static void events_of(
+    real* const* out, const chance* below, uint64_t seed, uint32_t step, uint32_t row, uint32_t tag, int64_t first,
+    int64_t last) {
+  EACH_ALONE
+  for (int64_t u = first; u < last; ++u) {
+    uint32_t words[4];
+    philox(uint32_t(u), step, row, tag, uint32_t(seed), uint32_t(seed >> 32), words);
+    for (int word = 0; word < COUNT; ++word) out[word][u] = uint64_t(words[word]) < below[word] ? real(1) : real(0);
+  }
+}
+
+static void events(
+    int count, real* const* out, const chance* below, uint64_t seed, uint32_t step, uint32_t row, uint32_t tag,
+    int64_t first, int64_t last) {
+  switch (count) {
+    case 1: return events_of<1>(out, below, seed, step, row, tag, first, last);
+    case 2: return events_of<2>(out, below, seed, step, row, tag, first, last);
+    case 3: return events_of<3>(out, below, seed, step, row, tag, first, last);
+    default: return events_of<4>(out, below, seed, step, row, tag, first, last);
+  }
+}
+
+}  // namespace kernel

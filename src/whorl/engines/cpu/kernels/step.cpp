@@ -1,0 +1,183 @@
+// A cell's step, unit by unit: functions that a compiler turns into vector instructions, and the generated lines.
+//
+// They are written without branches, so that a loop around them becomes vector code.  Within `kernel` the name `std` means
+// the functions below: the generated lines, which say std::exp, get these.
+
+namespace kernel {
+
+namespace std {
+
+// --- float: at most 2 units in the last place, tested over all exponents ---------------------------------------------
+
+// e^r - 1 - r for |r| <= log(2) / 2 (coefficients of Cephes' expf).
+INLINE float rest_of_exp(float r) {
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  return p * (r * r);
+}
+
+// x = n log(2) + r; n is in the low bits of `shifted`.
+INLINE float reduced(float x, float& shifted) {
+  shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: what is added rounds to an integer
+  const float n = shifted - 12582912.0f;
+  return (x - n * 0.693359375f) - n * -2.12194440e-4f;
+}
+
+INLINE float power_of_two(int32_t n) { return bits_of<float>(uint32_t(n + 127) << 23); }
+
+INLINE float exp(float x) {
+  const float held = x < -104.0f ? -104.0f : (x > 89.0f ? 89.0f : x);
+  const float shifted = held * 1.44269504088896341f + 12582912.0f, whole = shifted - 12582912.0f;
+  const float most = held - whole * 0.693359375f, r = most - whole * -2.12194440e-4f;
+  const float lost = (most - r) - whole * -2.12194440e-4f;  // what was rounded away in r
+  const float most_of_e = 1.0f + r;
+  const float e = most_of_e + ((r - (most_of_e - 1.0f)) + (rest_of_exp(r) + lost));
+  const int32_t n = int32_t(bits_of<uint32_t>(shifted) - 0x4b400000u), half = n >> 1;
+  return e * power_of_two(half) * power_of_two(n - half);
+}
+
+INLINE float expm1(float x) {
+  const float held = x < -30.0f ? -30.0f : (x > 20.0f ? 20.0f : x);
+  float shifted;
+  const float r = reduced(held, shifted);
+  const float power = power_of_two(int32_t(bits_of<uint32_t>(shifted) - 0x4b400000u));
+  const float near = power * (rest_of_exp(r) + r) + (power - 1.0f);
+  return x > 20.0f ? exp(x) : (x == 0.0f ? x : near);
+}
+
+INLINE float tanh(float x) {
+  const float size = __builtin_fabsf(x), square = x * x;
+  float p = -5.70498872745e-3f;  // coefficients of Cephes' tanhf
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const float near = p * square * x + x;
+  const float far = 1.0f - 2.0f / (exp(2.0f * size) + 1.0f);
+  return size < 0.625f ? near : __builtin_copysignf(far, x);
+}
+
+INLINE float log(float x) {
+  const bool tiny = x < 1.17549435e-38f;  // and what is negative
+  const float y = tiny ? x * 8388608.0f : x;
+  const uint32_t bits = bits_of<uint32_t>(y) - 0x3f3504f3u;  // from sqrt(1/2) on
+  const int32_t n = int32_t(bits) >> 23;
+  const float m = bits_of<float>((bits & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
+  float p = 7.0376836292e-2f;  // coefficients of Cephes' logf
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  const float k = float(n) - (tiny ? 23.0f : 0.0f), square = m * m;
+  float result = p * m * square + k * -2.12194440e-4f;
+  result = (result - 0.5f * square) + m + k * 0.693359375f;
+  result = x == __builtin_inff() ? x : result;
+  result = x == 0.0f ? -__builtin_inff() : result;
+  return x < 0.0f || x != x ? __builtin_nanf("") : result;
+}
+
+INLINE float log1p(float x) {
+  const float u = 1.0f + x;
+  const float made = log(u) + (x - (u - 1.0f)) / u;  // what was rounded away in u
+  return u == __builtin_inff() || u == 0.0f ? log(u) : (u == 1.0f ? x : made);
+}
+
+// --- double -----------------------------------------------------------------------------------------------------------
+
+INLINE double power_of_two(int64_t n) { return bits_of<double>(uint64_t(n + 1023) << 52); }
+
+INLINE double exp(double x) {
+  const double held = x < -746.0 ? -746.0 : (x > 710.0 ? 710.0 : x);
+  const double shifted = held * 1.4426950408889634074 + 6755399441055744.0;  // 1.5 * 2^52
+  const double n = shifted - 6755399441055744.0;
+  const double r = (held - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
+  double p = 1.0 / 6227020800.0;  // Taylor's series: its error is below 1e-17
+  p = p * r + 1.0 / 479001600.0;
+  p = p * r + 1.0 / 39916800.0;
+  p = p * r + 1.0 / 3628800.0;
+  p = p * r + 1.0 / 362880.0;
+  p = p * r + 1.0 / 40320.0;
+  p = p * r + 1.0 / 5040.0;
+  p = p * r + 1.0 / 720.0;
+  p = p * r + 1.0 / 120.0;
+  p = p * r + 1.0 / 24.0;
+  p = p * r + 1.0 / 6.0;
+  p = p * r + 0.5;
+  const double e = p * (r * r) + r + 1.0;
+  const int64_t whole = int64_t(bits_of<uint64_t>(shifted) - 0x4338000000000000ull), half = whole >> 1;
+  return e * power_of_two(half) * power_of_two(whole - half);
+}
+
+INLINE double tanh(double x) {
+  const double size = __builtin_fabs(x), square = x * x;
+  const double p = (-9.64399179425052238628e-1 * square - 9.92877231001918586564e1) * square - 1.61468768441708447952e3;
+  const double q = ((square + 1.12811678491632931402e2) * square + 2.23548839060100448583e3) * square +
+                   4.84406305325125486048e3;  // coefficients of Cephes' tanh
+  const double near = x + x * (square * p / q);
+  const double far = 1.0 - 2.0 / (exp(2.0 * size) + 1.0);
+  return size < 0.625 ? near : __builtin_copysign(far, x);
+}
+
+INLINE double expm1(double x) { return __builtin_expm1(x); }
+INLINE double log(double x) { return __builtin_log(x); }
+INLINE double log1p(double x) { return __builtin_log1p(x); }
+
+// --- those that few steps have: the library's, one unit after the other -----------------------------------------------
+
+INLINE float erf(float x) { return __builtin_erff(x); }
+INLINE double erf(double x) { return __builtin_erf(x); }
+INLINE float sin(float x) { return __builtin_sinf(x); }
+INLINE double sin(double x) { return __builtin_sin(x); }
+INLINE float cos(float x) { return __builtin_cosf(x); }
+INLINE double cos(double x) { return __builtin_cos(x); }
+INLINE float pow(float x, float y) { return __builtin_powf(x, y); }
+INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
+INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
+INLINE double sqrt(double x) { return __builtin_sqrt(x); }
+INLINE float fabs(float x) { return __builtin_fabsf(x); }
+INLINE double fabs(double x) { return __builtin_fabs(x); }
+
+}  // namespace std
+
+template <typename T>
+INLINE T sigmoid(T x) {
+  const T z = std::exp(-std::fabs(x));
+  return (x < T(0) ? z : T(1)) / (T(1) + z);
+}
+
+// The sum of a row, in an order that its length alone decides.
+static inline real sum_of(const real* values, int64_t count) {
+  real parts[32] = {};
+  int64_t u = 0;
+  for (; u + 32 <= count; u += 32)
+    for (int lane = 0; lane < 32; ++lane) parts[lane] += values[u + lane];
+  real total = 0;
+  for (int lane = 0; lane < 32; ++lane) total += parts[lane];
+  for (; u < count; ++u) total += values[u];
+  return total;
+}
+
+//: generated
+
+}  // namespace kernel
+
+extern "C" const kernel::Cell* whorl_cell() { return &kernel::CELL; }
+#ifdef WHORL_TESTED
+// The functions of this file, for tests: 0 exp, 1 expm1, 2 tanh, 3 log, 4 log1p, 5 sigmoid.
+extern "C" void whorl_maths(int64_t which, int64_t count, const kernel::real* x, kernel::real* y) {
+  using namespace kernel;
+  EACH_ALONE
+  for (int64_t u = 0; u < count; ++u)
+    y[u] = which == 0 ? kernel::std::exp(x[u]) : which == 1 ? kernel::std::expm1(x[u]) : which == 2 ? kernel::std::tanh(x[u])
+           : which == 3 ? kernel::std::log(x[u]) : which == 4 ? kernel::std::log1p(x[u])
+           : kernel::sigmoid(x[u]);
+}
+#endif

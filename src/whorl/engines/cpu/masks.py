@@ -1,0 +1,183 @@
+"""What one layer in one direction multiplies and keeps at random: drawn as `whorl.noise` counts, or given."""
+
+import torch
+from torch import Tensor
+
+from whorl.engines.cpu.rows import Rows
+from whorl.engines.cpu.sweep import Fields, Kernel, Products, address
+from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, tag, threshold
+from whorl.problem import Call, Form
+from whorl.weights import LayerWeights
+
+NONE, HELD, BY_GATE, BY_STEP, DRAWN = range(5)
+"""Kinds of noise in the recurrent product, as kernels/sweep.cpp numbers them."""
+_SHARE, _DRAWN, _GIVEN = 1, 2, 3  # kinds of zoneout
+
+
+class Masks:
+    """The masks of one sweep, and what they do outside of its loop.
+
+    Args:
+        index: layer x directions + direction.
+        wide: the dtype of masks.
+    """
+
+    def __init__(
+        self, kernel: Kernel, form: Form, call: Call, given: Given, index: int, rows: Rows, wide: torch.dtype,
+        products: Products,
+    ) -> None:  # fmt: skip
+        self._products = products
+        self._kernel, self._form, self._rows, self._wide = kernel, form, rows, wide
+        self._place, self._given = divmod(index, form.directions), given
+        seed = call.marks.seed
+        self._seed = None if seed is None else int(seed) % 2**64
+        self.input = self._input(form.layer_inputs(self._place[0]))
+        self.kind, self.recurrent = self._recurrent()
+        self.zoneouts = [self._zoneout(state) for state in range(len(form.cell.states))]
+
+    def _input(self, width: int) -> Tensor | None:
+        """[batch, inputs], or [gates, batch, inputs]."""
+        if self._given.input is not None:
+            return self._given.input.to(self._wide)
+        probability = self._form.input_dropout
+        return self._draw(INPUT, 1, width, probability)[0] if probability and self._seed is not None else None
+
+    def _recurrent(self) -> tuple[int, Tensor | None]:
+        form, given, gates = self._form, self._given.recurrent, len(self._form.cell.recurrent)
+        by_step, probability = form.recurrent_dropout_mode == "step", form.recurrent_dropout
+        if not gates:
+            return NONE, None
+        if given is not None:
+            mask = given.to(self._wide).contiguous()
+            if by_step:
+                return BY_STEP, mask.view(-1, form.width)
+            return HELD if mask.dim() == 2 else BY_GATE, mask
+        if not probability or self._seed is None:
+            return NONE, None
+        if by_step:
+            return DRAWN, None
+        if form.recurrent_dropout_mode == "shared":
+            return HELD, self._draw(RECURRENT, 1, form.width, probability)[0]
+        drawn = self._draw(RECURRENT, min(gates, 4), form.width, probability)
+        if gates > 4:
+            drawn = torch.cat([drawn, self._draw(RECURRENT_FROM_GATE_4, gates - 4, form.width, probability)])
+        return BY_GATE, drawn
+
+    def _zoneout(self, state: int) -> tuple[int, float, Tensor | None]:
+        given, probability = self._given.zoneout[state], self._form.zoneout[state] if self._form.zoneout else 0.0
+        if given is not None:
+            return _GIVEN, 0.0, given.to(self._wide).reshape(-1, self._form.state_width(state)).contiguous()
+        if not probability:
+            return NONE, 0.0, None
+        return _SHARE if self._seed is None else _DRAWN, probability, None
+
+    def _draw(self, purpose: int, count: int, width: int, probability: float) -> Tensor:
+        """Masks for `count` words, [count, batch, width]."""
+        rows, made = self._rows, torch.empty(count, self._rows.batch, width, dtype=self._wide)
+        scale = 1 / (1 - probability) if probability < 1 else 0.0
+        code, below = tag(purpose, *self._place), threshold(probability)
+        self._kernel.draw(made.data_ptr(), count, rows.batch, width, address(rows.ids), self._seed, code, below, scale)
+        return made
+
+    def set(self, fields: Fields, apart: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+        """Tell a sweep.
+
+        Args:
+            apart: for each state with given zoneout, the state before less what the step made.
+            gradients: for the same, where the gradient of its mask goes.
+        """
+        sweep, form = fields.sweep, self._form
+        fields.set(noise=self.recurrent)
+        sweep.noise_kind, sweep.keep_plain = self.kind, self.recurrent is not None
+        sweep.seed = self._seed or 0
+        sweep.noise_tag, sweep.zoneout_tag = tag(RECURRENT, *self._place), tag(ZONEOUT, *self._place)
+        probability = form.recurrent_dropout
+        sweep.noise_below = threshold(probability)
+        sweep.noise_scale = 1 / (1 - probability) if probability < 1 else 0.0
+        for state, (kind, share, mask) in enumerate(self.zoneouts):
+            zoneout = sweep.zoneout[state]
+            zoneout.kind, zoneout.share, zoneout.below = kind, share, threshold(share)
+            zoneout.given, zoneout.apart, zoneout.dgiven = map(address, (mask, apart[state], gradients[state]))
+            fields.keep(mask, apart[state], gradients[state])
+
+    @property
+    def given_zoneouts(self) -> list[bool]:
+        return [mask is not None for _, _, mask in self.zoneouts]
+
+    # --- around the loop ----------------------------------------------------------------------------------------------
+
+    def project(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """The input product of all steps, [compact rows, gates x units and more], in the dtype of sums."""
+        bias = None if weights.bias_ih is None else weights.bias_ih.to(self._wide)
+        if self.input is None:
+            return self._products.rows(x, weights.ih, bias)
+        entered = self._entered(x)
+        if entered.dim() == 2:
+            return self._products.rows(entered, weights.ih, bias)
+        units, count = self._form.units, len(entered)
+        biases = bias.split(units) if bias is not None else [None] * count
+        gates = zip(entered, weights.ih.split(units), biases, strict=True)
+        return torch.cat([self._products.rows(*gate)[:, :units] for gate in gates], -1)
+
+    def project_backward(
+        self, dx: Tensor, x: Tensor, weights: LayerWeights, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of x, of the weights and of the mask, where it is given, from that of the product.
+
+        Args:
+            sums: the columns of dx are added to it.
+        """
+        products, inputs = self._products, x.shape[1]
+        if self.input is None or self.input.dim() == 2:
+            entered = x if self.input is None else self._entered(x)
+            to_entered = products.rows(dx, weights.ih, across=False)[:, :inputs]
+            to_ih = products.outer(dx, entered, sums=sums)[:, :inputs]
+            if self.input is None:
+                return to_entered, to_ih, None
+            to_x, to_mask = to_entered * self._by_row(self.input), to_entered * x
+        else:
+            entered, units = self._entered(x), self._form.units
+            gates = list(zip(dx.split(units, 1), weights.ih.split(units), entered, strict=True))
+            each = torch.stack([products.rows(d, weight, across=False)[:, :inputs] for d, weight, _ in gates])
+            to_x, to_mask = (each * self._by_row(self.input)).sum(0), each * x
+            to_ih = torch.cat([products.outer(d, operand)[:, :inputs] for d, _, operand in gates])
+            if sums is not None:
+                sums += dx.sum(0)
+        return to_x, to_ih, None if self._given.input is None else self._by_sequence(to_mask)
+
+    def enter(self, h: Tensor, gate: int) -> Tensor:
+        """What entered the recurrent product of a gate, from what was kept of it, [compact rows, width]."""
+        factor = self._factor(gate)
+        return h if factor is None else (h * factor).to(h.dtype)
+
+    def given_gradient(self) -> Tensor | None:
+        """Zeros for the gradient of the given mask of the recurrent product."""
+        if self._given.recurrent is None or self.recurrent is None:
+            return None
+        return torch.zeros_like(self.recurrent)
+
+    def add_gradient(self, to: Tensor, h: Tensor, gate: int, to_entered: Tensor) -> None:
+        """Add to the given mask's gradient what one gate's product gives."""
+        found = to_entered.to(self._wide) * h
+        if self.kind == BY_STEP:
+            to += self._rows.spread(found)
+        else:
+            (to if self.kind == HELD else to[gate]).add_(self._by_sequence(found))
+
+    def _factor(self, gate: int) -> Tensor | None:
+        if self.recurrent is None:
+            return None
+        if self.kind == BY_STEP:
+            return self._rows.choose(self.recurrent)
+        return self._by_row(self.recurrent if self.kind == HELD else self.recurrent[gate])
+
+    def _entered(self, x: Tensor) -> Tensor:
+        assert self.input is not None
+        return (x * self._by_row(self.input)).to(x.dtype)
+
+    def _by_row(self, mask: Tensor) -> Tensor:
+        return mask.index_select(-2, self._rows.sequence)
+
+    def _by_sequence(self, found: Tensor) -> Tensor:
+        made = found.new_zeros(*found.shape[:-2], self._rows.batch, found.shape[-1])
+        return made.index_add_(-2, self._rows.sequence, found)

@@ -1,0 +1,171 @@
+"""One call into a kernel: the `Sweep` of kernels/sweep.cpp, filled from tensors."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, Structure, c_double, c_int64, c_uint64, c_void_p
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.cells.cell import Graph
+from whorl.engines.cpu.build import load, openmp
+from whorl.engines.cpu.generate import Source, source, sweep
+from whorl.engines.cpu.rows import Rows
+
+_BITS = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
+
+
+class _Zoneout(Structure):
+    _fields_ = (("kind", c_int64), ("share", c_double), ("below", c_uint64)) + tuple(
+        (name, c_void_p) for name in ("given", "apart", "dgiven")
+    )
+
+
+_NUMBERS = "time batch units width reverse threads groups team largest"
+_FIELDS: dict[str, type] = {"cell": c_void_p} | dict.fromkeys(_NUMBERS.split(), c_int64)
+for _row in (
+    ("starts lengths place mask reset ids order ends x", c_void_p),
+    ("x_stride", c_int64),
+    ("hh bias_hh hr vectors extras extra_widths states reset_to", c_void_p),
+    ("noise_kind keep_plain", c_int64),
+    ("noise", c_void_p),
+    ("noise_below", c_uint64),
+    ("noise_scale", c_double),
+    ("seed", c_uint64),
+    ("noise_tag zoneout_tag", c_int64),
+    ("zoneout", _Zoneout * 4),
+    ("y", c_void_p),
+    ("y_stride", c_int64),
+    ("sequences sequence_strides entered unprojected saved operands dy", c_void_p),
+    ("dy_stride", c_int64),
+    ("dsequences dsequence_strides dstates dreset dheld dx dr dp dv de dprojected", c_void_p),
+):
+    _FIELDS |= dict.fromkeys(_row[0].split(), _row[1])
+
+
+class _Sweep(Structure):
+    _fields_ = tuple(_FIELDS.items())
+
+
+class Kernel(NamedTuple):
+    """The compiled loop of a dtype with the compiled step of a cell."""
+
+    source: Source
+    cell: int
+    """Where its `Cell` lies."""
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    project: Callable[..., None]
+    outer: Callable[..., None]
+    draw: Callable[..., None]
+
+
+@lru_cache(maxsize=256)
+def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
+    """The kernel of a cell, compiled at its first use on this machine.
+
+    Raises:
+        CompileError: it cannot be compiled here.
+    """
+    made, loop, defines = source(graph), _loop(dtype), f"-DWHORL_DTYPE={_BITS[dtype]}"
+    step = load(f"the step of {graph.name}", made.text, defines)
+    step.whorl_cell.restype = c_void_p
+    functions = ("forward", "backward", "project", "outer", "draw")
+    return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in functions))
+
+
+@lru_cache(maxsize=8)
+def _loop(dtype: torch.dtype) -> ctypes.CDLL:
+    library = load("the loop over time", sweep(), f"-DWHORL_DTYPE={_BITS[dtype]}")
+    library.whorl_start.argtypes = (c_void_p,) * 3
+    library.whorl_start(*openmp())
+    library.whorl_size.restype = c_int64
+    assert library.whorl_size() == ctypes.sizeof(_Sweep), "sweep.py and kernels/sweep.cpp name the same fields"
+    for name in ("whorl_forward", "whorl_backward"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (POINTER(_Sweep),), None
+    library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
+    library.whorl_draw.restype = None
+    library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
+    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 7)
+    library.whorl_project.restype = library.whorl_outer.restype = None
+    return library
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of its first element; None of none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+class Products:
+    """Products of many rows at once, to the bit the same with any number of threads."""
+
+    def __init__(self, made: Kernel, wide: torch.dtype, threads: int) -> None:
+        self._kernel, self._wide, self._threads = made, wide, threads
+
+    def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = True) -> Tensor:
+        """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
+        x, weight = x.contiguous(), weight.contiguous()
+        columns = weight.shape[0 if across else 1]
+        made = torch.empty(len(x), -(-columns // 64) * 64, dtype=self._wide)
+        sizes = len(x), x.shape[1], columns, made.shape[1], across, self._threads
+        self._kernel.project(*map(address, (made, x, weight, bias)), *sizes)
+        return made
+
+    def outer(self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
+        """a' b in the dtype of sums, [columns of a, columns of b filled up to 64]; added to `to` where it is given.
+
+        Args:
+            sums: the columns of a are added to it.
+        """
+        made = torch.zeros(a.shape[1], -(-b.shape[1] // 64) * 64, dtype=self._wide) if to is None else to
+        if not len(a):
+            return made
+        assert a.stride(1) == b.stride(1) == 1 or 1 in (a.shape[1], b.shape[1])
+        sizes = len(a), a.shape[1], b.shape[1], a.stride(0), b.stride(0), made.shape[1], self._threads
+        self._kernel.outer(*map(address, (made, sums, a, b)), *sizes)
+        return made
+
+
+class Fields:
+    """The `Sweep` of one call, and what it points to."""
+
+    def __init__(self, made: Kernel, rows: Rows, threads: int, units: int, width: int, reverse: bool) -> None:
+        order, ends, largest = rows.groups(threads)
+        groups = len(ends) - 1
+        self._kept: list[object] = [order, ends]
+        self.sweep = _Sweep(
+            cell=made.cell, time=rows.time, batch=rows.batch, units=units, width=width, reverse=reverse,
+            threads=min(threads, groups), groups=groups, team=1, largest=largest,
+            starts=address(rows.starts), lengths=address(rows.lengths), place=address(rows.place),
+            mask=address(rows.mask), reset=address(rows.reset), ids=address(rows.ids),
+            order=order.data_ptr(), ends=ends.data_ptr(),
+        )  # fmt: skip
+
+    def set(self, **tensors: Tensor | None) -> None:
+        """Fields that point to a tensor."""
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(self.sweep, name, tensor.data_ptr())
+                self._kept.append(tensor)
+
+    def set_lists(self, **lists: Sequence[Tensor | None]) -> None:
+        """Fields that point to a list of tensors; none where it is empty."""
+        for name, tensors in lists.items():
+            if tensors:
+                pointers = (c_void_p * len(tensors))(*map(address, tensors))
+                setattr(self.sweep, name, ctypes.addressof(pointers))
+                self._kept += [pointers, *tensors]
+
+    def set_numbers(self, name: str, numbers: Sequence[int]) -> None:
+        """A field that points to a list of numbers."""
+        if numbers:
+            held = (c_int64 * len(numbers))(*numbers)
+            setattr(self.sweep, name, ctypes.addressof(held))
+            self._kept.append(held)
+
+    def keep(self, *tensors: Tensor | None) -> None:
+        """Hold tensors that the sweep points to."""
+        self._kept += tensors
