@@ -32,7 +32,7 @@ LAYER: dict[str, dict[str, Any]] = {
     "peephole": {"peephole": True},
     "coupled": {"coupled": True},
     "clip": {"clip": 0.6},
-    "clip of h": {"clip": {"h": 0.42}},
+    "clip of h": {"clip": {"h": 0.7}},
     "reset_after": {"reset_after": False},
     "activation": {"activation": "softplus"},
     "recurrent_activation": {"recurrent_activation": "hard_sigmoid"},

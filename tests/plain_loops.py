@@ -151,15 +151,15 @@ class Case:
         return self.gates if self.recurrent is None else self.recurrent
 
 
-def layer_of(cell: whorl.Cell) -> Callable[..., nn.Module]:
-    return lambda *args, **kwargs: whorl.Recurrent(cell, *args, **kwargs)
+def layer_of(cell: whorl.Cell, engine: str = "auto") -> Callable[..., nn.Module]:
+    return lambda *args, **kwargs: whorl.Recurrent(cell, *args, engine=engine, **kwargs)
 
 
-def case_of(cell: whorl.Cell) -> Case:
+def case_of(cell: whorl.Cell, engine: str = "auto") -> Case:
     """A cell whose own lines are the paper: they run on tensors."""
     recurrent = [gate for gate in cell.gates if gate not in cell.x_only]
     names = (" ".join(part) for part in (cell.gates, cell.states, recurrent, cell.vectors, cell.inputs))
-    return Case(layer_of(cell), step_of(cell), *names)
+    return Case(layer_of(cell, engine), step_of(cell), *names)
 
 
 SIZES = {

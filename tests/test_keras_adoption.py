@@ -344,6 +344,7 @@ def test_enable_leaves_other_cells_to_keras() -> None:
 # --- explain ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_explain_lists_every_layer() -> None:
     model = built(whorl.keras)
     seeds = [np.asarray(variable) for variable in model.non_trainable_variables]

@@ -314,3 +314,16 @@ def test_a_packed_sequence_costs_time_linear_in_its_length(cell: str) -> None:
     short, long = _packed_traffic(layer, 64), _packed_traffic(layer, 128)
     ratios = [b / a for a, b in zip(short, long, strict=True)]
     assert max(ratios) < 2.2, f"forward and backward move {ratios} times as much for twice the steps"
+
+
+@pytest.mark.parametrize("engine", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_add_up_over_two_backwards(cell: str, dtype: torch.dtype, engine: str) -> None:
+    """autograd keeps what it is given as .grad and adds into it: no two gradients may share their memory."""
+    layer, once = make(whorl, cell, 5, 7, 2, dtype=dtype, engine=engine), []
+    for part in torch.randn(2, 4, 3, 5, dtype=dtype):
+        once.append(torch.autograd.grad(layer(part)[0].square().sum(), [*layer.parameters()]))
+        layer(part)[0].square().sum().backward()
+    for weight, first, second in zip(layer.parameters(), *once, strict=True):
+        assert torch.equal(weight.grad, first + second)

@@ -174,7 +174,9 @@ def of_step(program: Program) -> dict[str, float]:
 
 def of_layer(program: Program) -> dict[str, float]:
     """Three steps, forward or in both directions, with lengths and resets."""
-    made = Drawn(case_of(program.cell()), time=3, batch=3, inputs=2, units=4, layers=1 + program.states % 2)
+    made = Drawn(
+        case_of(program.cell(), "reference"), time=3, batch=3, inputs=2, units=4, layers=1 + program.states % 2
+    )
     reset = torch.tensor([[False, False, True], [True, False, False], [False, False, True]])
     options, leaves = dict(lengths=[3, 1, 2], reset=reset), made.leaves()
     return apart(gradients(made(**options), leaves), gradients(made.loop(**options), leaves))

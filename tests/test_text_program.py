@@ -122,6 +122,7 @@ def test_a_text_too_short_to_measure_is_refused_before_it_is_learnt(text: Path) 
     assert names(text.parent) == ["text"]
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_an_engine_that_cannot_run_is_refused_before_anything_is_made(text: Path) -> None:
     with pytest.raises(UnsupportedError, match="cudnn"):
         make(text, engine="cudnn")

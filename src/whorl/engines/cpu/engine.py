@@ -283,6 +283,8 @@ class _One:
         to_hh, to_recurrent = self._recurrent(dr, dp, kept, y, None if source.dr_is_dx else to_bias_hh)
         if not cell.recurrent:
             to_bias_hh = None
+        elif to_bias_hh is not None and to_bias_hh is to_bias:
+            to_bias_hh = to_bias.clone()  # autograd makes each .grad of what it is given, and adds into it
         to_hr = None
         if dprojected is not None:
             to_hr = made.products.outer(dprojected, kept["unprojected"])[:, :units]
