@@ -9,7 +9,7 @@ import torch
 
 from whorl import settings
 
-pytest.register_assert_rewrite("comparison", "plain_loops", "loops")  # a failure in them shows its values
+pytest.register_assert_rewrite("comparison", "plain_loops", "loops", "option_cases")  # so that failures show values
 
 os.environ.pop("WHORL_SLOW", None)  # tests begin with whorl's own defaults
 torch.set_num_threads(1)  # small tensors, and workers that share the cores

@@ -17,7 +17,8 @@ MEANINGS = {
         "int [batch]",
         "The steps of each sequence, in any order, on any device, 0 allowed. Outputs past the end are zero, final "
         "states are those of the last step, and hx for length 0. Longer than time is an error on a CPU; on a GPU, "
-        "where looking would wait for it, it is cut to time. Not with a PackedSequence.",
+        "where looking would wait for it, and under torch.compile and torch.func, it is cut to time. Not with a "
+        "PackedSequence.",
     ),
     "mask": (
         "bool [time, batch]",

@@ -144,7 +144,7 @@ class Graph:
         return Graph.from_json, (self.to_json(),)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cell:
     """A step and the names of what it works on.  Made by `@whorl.cell`; called, it runs its step."""
 
@@ -198,6 +198,9 @@ class Cell:
 
     def __call__(self, *args: Any) -> Mapping[str, Any]:
         return self.step(*args)
+
+    def __repr__(self) -> str:
+        return f"<cell {self.name}: gates {' '.join(self.gates)}, states {' '.join(self.states)}>"
 
     def __copy__(self) -> "Cell":
         return self

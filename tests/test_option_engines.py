@@ -1,0 +1,130 @@
+"""Which engine runs an option and why others do not: each is named where it is active, and costs nothing where not."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from comparison import flat, weighted
+from whorl import UnsupportedError
+from whorl.plan import decide
+from whorl.problem import Device
+
+BOTH = {"num_layers": 2, "bidirectional": True}
+X = torch.randn(4, 3, 2)
+FLAGS = torch.ones(4, 3, dtype=torch.bool)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+TITLES = {"cudnn": "cuDNN", "onednn": "oneDNN"}
+ADDITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "recurrent dropout": ({"recurrent_dropout": 0.3}, {}),
+    "input dropout": ({"input_dropout": 0.3}, {}),
+    "zoneout": ({"zoneout": 0.3}, {}),
+    "lengths": ({}, {"lengths": [1, 2, 4]}),
+    "a mask": ({}, {"mask": FLAGS}),
+    "resets": ({}, {"reset": FLAGS}),
+    "given masks of dropout or zoneout": ({}, {"dropout_masks": {"zoneout_h": torch.ones(4, 3, 5)}}),
+    "the states of every step": ({}, {"return_states": True}),
+}
+CELLS: dict[str, dict[str, Any]] = {
+    "layer_norm_lstm": {"layer_norm": "x"}, "peephole_lstm": {"peephole": True}, "coupled_lstm": {"coupled": True},
+    "clipped_lstm": {"clip": 1.0}, "relu_lstm": {"activation": "relu"}, "tanh_lstm": {"recurrent_activation": "tanh"},
+}  # fmt: skip
+
+
+def engines(layer: torch.nn.Module, **options: Any) -> dict[str, Any]:
+    """The plan on this processor and on a GPU, by the engine that a plain layer would have there."""
+    made = layer.plan(X, **options)
+    return {"onednn": made, "cudnn": decide(replace(made.problem, device=H200))}
+
+
+@pytest.mark.parametrize("engine", TITLES)
+@pytest.mark.parametrize("words", ADDITIONS)
+def test_each_addition_is_a_reason_by_its_name(words: str, engine: str) -> None:
+    arguments, options = ADDITIONS[words]
+    layer = whorl.LSTM(2, 5, **arguments)
+    plan = engines(layer, **options)[engine]
+    reason = f"{TITLES[engine]} does not take {words}"
+    assert plan.engine == "reference"
+    assert {refusal.engine: refusal.reasons for refusal in plan.refusals}[engine] == (reason,)
+    if engine == "onednn":
+        assert f"not onednn: {reason}" in str(whorl.explain(layer, X, **options))
+        layer.engine = "onednn"
+        with pytest.raises(UnsupportedError, match=re.escape(reason)):
+            layer(X, **options)
+
+
+def test_all_additions_are_named_together() -> None:
+    arguments = {key: value for row, _ in ADDITIONS.values() for key, value in row.items()}
+    options = {key: value for _, row in ADDITIONS.values() for key, value in row.items()}
+    for name, plan in engines(whorl.LSTM(2, 5, **arguments), **options).items():
+        (reason,) = {refusal.engine: refusal.reasons for refusal in plan.refusals}[name]
+        assert reason == f"{TITLES[name]} does not take {', '.join(ADDITIONS)}"
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_an_option_of_the_cell_is_named_as_the_cell(cell: str) -> None:
+    for name, plan in engines(whorl.LSTM(2, 5, **CELLS[cell])).items():
+        assert plan.engine == "reference"
+        assert any(f"the cell is {cell}, " in str(refusal) for refusal in plan.refusals if refusal.engine == name)
+
+
+INACTIVE: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
+    "recurrent dropout in eval": ({"recurrent_dropout": 0.3}, False, {}),
+    "input dropout in eval": ({"input_dropout": 0.3}, False, {}),
+    "weight drop in eval": ({"weight_drop": 0.3}, False, {}),
+    "weight drop in training": ({"weight_drop": 0.3}, True, {}),
+    "dropout in training": ({"dropout": 0.3, "num_layers": 2}, True, {}),
+    "a chance of zero": ({"recurrent_dropout": 0.0, "zoneout": {"h": 0.0}, "recurrent_dropout_mode": "step"}, True, {}),
+    "torch's own functions": ({"activation": "tanh", "recurrent_activation": torch.sigmoid}, True, {}),
+    "nothing asked": ({}, True, {"return_states": False, "lengths": None, "mask": None, "reset": None}),
+}
+
+
+@pytest.mark.parametrize("name", INACTIVE)
+def test_what_is_not_active_costs_no_engine(name: str) -> None:
+    arguments, training, options = INACTIVE[name]
+    layer = whorl.LSTM(2, 5, **arguments).train(training)
+    assert {engine: plan.engine for engine, plan in engines(layer, **options).items()} == {e: e for e in TITLES}
+    with whorl.settings(slow="error"):
+        y = layer(X, **options)[0]
+    if not any(word in name for word in ("drop in training", "dropout in training")):
+        plain = whorl.LSTM(2, 5)
+        plain.load_state_dict(layer.state_dict())
+        assert torch.equal(y, plain(X)[0])
+
+
+def test_zoneout_is_active_in_eval() -> None:
+    assert {plan.engine for plan in engines(whorl.LSTM(2, 5, zoneout=0.1).eval()).values()} == {"reference"}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_memory_recompute_saves_less_and_gives_the_same_bits_on_onednn(dropout: float) -> None:
+    found, saved = [], []
+    for memory in ("save", "recompute"):
+        torch.manual_seed(2)
+        layer = whorl.LSTM(2, 5, **BOTH, dropout=dropout, memory=memory, engine="onednn")
+        x, sizes = torch.randn(9, 3, 2).requires_grad_(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes) or t, lambda t: t):
+            outputs = flat(layer(x))
+        weighted(outputs).backward()
+        found.append([*outputs, x.grad, *(weight.grad for weight in layer.parameters())])
+        saved.append(sum(sizes))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert saved[1] < saved[0] / 2
+
+
+def test_a_dropped_weight_is_one_on_every_engine() -> None:
+    """Drawn or given, oneDNN runs it: as a layer whose weights were multiplied by hand, and with its gradient."""
+    layer, mask = whorl.LSTM(2, 5, engine="onednn"), (torch.rand(20, 5) > 0.4) / 0.6
+    plain = whorl.LSTM(2, 5, engine="onednn")
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        plain.weight_hh_l0.mul_(mask)
+    y, truth = layer(X, dropout_masks={"weight_drop": mask})[0], plain(X)[0]
+    assert torch.equal(y, truth)
+    weighted([y]).backward()
+    weighted([truth]).backward()
+    assert torch.equal(layer.weight_hh_l0.grad, plain.weight_hh_l0.grad * mask)
