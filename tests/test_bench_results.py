@@ -164,10 +164,8 @@ def test_a_page_is_made_and_made_again(capsys: pytest.CaptureFixture[str]) -> No
     page = Path("docs/results.md").read_text()
     assert "whorl bench page a.json --notes notes.md --out docs/results.md" in page
     assert "[a.json](../a.json)" in page
-    assert (
-        f"OMP_NUM_THREADS=1 whorl bench --device cpu --cases {','.join(sorted(TINY.split(',')))} --engine auto --rivals torch"
-        in page
-    )
+    cases = ",".join(sorted(TINY.split(",")))
+    assert f"OMP_NUM_THREADS=1 whorl bench --device cpu --cases {cases} --engine auto --rivals torch --seconds" in page
     assert page.endswith("Nothing.\n")
     assert "| 1x2x3x4 fp32 |" in page
     assert bench(*words) == 0
