@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -312,6 +313,7 @@ def test_the_difference_names_what_is_missing_too() -> None:
         merge([Path("none.json")])
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_the_commit_is_that_of_the_source_and_says_whether_it_was_changed(tmp_path: Path) -> None:
     def git(*words: str) -> str:
         settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
