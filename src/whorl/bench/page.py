@@ -67,17 +67,18 @@ def _section(path: Path, results: Results, out: Path) -> str:
 
 def _command(results: Results) -> str:
     """What measures the same again."""
-    settings = results.header.settings
+    settings, machine = results.header.settings, results.header.machine
     names, cases = list(settings["contenders"]), list(results.measured)
     own = [name for name in names if is_whorl(name) and not name.endswith("-graphed")]
-    words = ["whorl", "bench", "--device", str(results.header.machine.get("device"))]
+    words = ["whorl", "bench", "--device", str(machine.get("device"))]
     if set(cases) == {case.name for case in QUICK}:
         words.append("--quick")
     elif set(cases) != {case.name for case in GRID}:
         words += ["--cases", ",".join(cases)]
     words += ["--engine", ",".join(name.partition("-")[2] or "auto" for name in own)]
     words += ["--rivals", ",".join(name for name in names if not is_whorl(name)) or "none"]
-    return shlex.join([*words, "--seconds", str(settings.get("seconds"))])
+    threads = f"OMP_NUM_THREADS={machine.get('threads')} " if machine.get("device") == "cpu" else ""
+    return threads + shlex.join([*words, "--seconds", str(settings.get("seconds"))])
 
 
 def _folded(table: Table) -> str:
