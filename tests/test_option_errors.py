@@ -48,9 +48,11 @@ LAYERS: list[tuple[str, dict[str, Any], str]] = [
       for value in ("z", "xr", "", "x x", 1, None, ["x", "r"])),
     *((kind, {"layer_norm": "c"}, f"layer_norm is 'c': {kind} takes True, or some of 'x r' (c is normalised by LSTM "
        "alone: in a cell of your own write it in the step).") for kind in ("GRU", "RNN")),
-    *(("LSTM", {"clip": value}, f"clip is {value!r} for the state h: write a number above 0.")
-      for value in (0, -1.0, True, "1", (-1, 1), float("nan"))),
-    ("LSTM", {"clip": {"h": None}}, "clip is None for the state h: write a number above 0."),
+    *(("LSTM", {"clip": value}, f"clip is {value!r} for the state h: write a finite number above 0.")
+      for value in (0, -1.0, True, "1", (-1, 1), float("nan"), float("inf"))),
+    *(("LSTM", {name: {}}, f"{name} is an empty dict: name one of the states h, c, or leave it out.")
+      for name in ("zoneout", "clip")),
+    ("LSTM", {"clip": {"h": None}}, "clip is None for the state h: write a finite number above 0."),
     ("RNN", {"clip": {"c": 1.0}}, "clip names the state 'c': this layer has h."),
     *(("LSTM", {name: value}, f"{name} is {value!r}: write True or False.")
       for name in ("peephole", "coupled", "reset_after") for value in (1, None, "yes")),

@@ -218,8 +218,8 @@ def wrapped(layer: str, cell: Cell, options: Options) -> tuple[Graph, dict[str, 
         vectors |= more
     limits = by_state("clip", options.clip, graph.states) if options.clip is not None else {}
     for state, limit in limits.items():
-        if not _is_number(limit) or not limit > 0:
-            raise InputError(f"clip is {limit!r} for the state {state}: write a number above 0.")
+        if not _is_number(limit) or not 0 < limit < float("inf"):
+            raise InputError(f"clip is {limit!r} for the state {state}: write a finite number above 0.")
     return clipped(graph, limits) if limits else graph, vectors
 
 
@@ -248,6 +248,8 @@ def by_state(name: str, value: Any, states: Iterable[str]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return dict.fromkeys(states, value)
     unknown = [state for state in value if state not in states]
+    if not value:
+        raise InputError(f"{name} is an empty dict: name one of the states {', '.join(states)}, or leave it out.")
     if unknown:
         raise InputError(f"{name} names the state {unknown[0]!r}: this layer has {', '.join(states)}.")
     return dict(value)
