@@ -1,4 +1,4 @@
-"""A cell's step as C++: the lines of its forward and of its backward, for the marked place of `kernels/sweep.cpp`."""
+"""A cell's step as C++: the lines of its forward and of its backward, for the marked place of `kernels/step.cpp`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,8 @@ from whorl.cells.lower import HOST, Collective, Stage, Value, identifier, stages
 
 _KERNELS = Path(__file__).with_name("kernels")
 _STEP = ("types.cpp", "step.cpp")
-_SWEEP = ("types.cpp", "product.cpp", "threads.cpp", "noise.cpp", "sweep.cpp")
+_SHARED = ("types.cpp", "product.cpp", "threads.cpp", "noise.cpp")
+_LOOP = ("sweep.cpp", "weights.cpp", "project.cpp", "outer.cpp", "group.cpp", "forward.cpp", "backward.cpp", "run.cpp")
 _PLACE = "//: generated\n"
 _TARGET = replace(HOST, functions=frozenset({"sigmoid"}))
 _DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus mean product".split())
@@ -78,7 +79,7 @@ def source(graph: Graph) -> Source:
 @lru_cache(maxsize=1)
 def sweep() -> str:
     """The C++ that every cell shares."""
-    return _text(_SWEEP)
+    return _text((*_SHARED, *_LOOP))
 
 
 def _text(parts: Sequence[str]) -> str:
