@@ -10,7 +10,8 @@ from whorl.engines.segments import Link, Pass, Segments, segments
 
 _KERNELS = Path(__file__).with_name("kernels")
 _STEP = ("types.cpp", "step.cpp")
-_SWEEP = ("types.cpp", "product.cpp", "threads.cpp", "noise.cpp", "sweep.cpp")
+_SHARED = ("types.cpp", "product.cpp", "threads.cpp", "noise.cpp")
+_LOOP = ("sweep.cpp", "weights.cpp", "project.cpp", "outer.cpp", "group.cpp", "forward.cpp", "backward.cpp", "run.cpp")
 _PLACE = "//: generated\n"
 
 
@@ -52,7 +53,7 @@ def _direction(name: str, way: Pass) -> str:
 @lru_cache(maxsize=1)
 def sweep() -> str:
     """The C++ that every cell shares."""
-    return _text(_SWEEP)
+    return _text((*_SHARED, *_LOOP))
 
 
 def _text(parts: Sequence[str]) -> str:
