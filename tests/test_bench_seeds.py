@@ -15,7 +15,7 @@ from test_bench_report import FRAME, NARROW, Tags, browse, needs_browser
 from whorl.bench import collection, seeds
 from whorl.bench.crossover import PASSES, Contender, Point, contenders, measure
 from whorl.bench.figures import Figures, Plot
-from whorl.bench.suite import crossovers, figures_of
+from whorl.bench.suite import TITLE, crossovers, figures_of
 from whorl.bench.tables import Table
 from whorl.bench.timing import Effort, Spread
 from whorl.commands import main
@@ -53,7 +53,6 @@ def test_figures_come_back_from_their_file(tmp_path: Path) -> None:
     made().save(tmp_path / "one.json")
     assert Figures.load(tmp_path / "one.json") == made()
     assert made().where() == "A <fast> GPU, driver 1.2; torch 2; 2026-11-21T00:00:00Z; commit abcdef012345"
-    assert "| 0 | 1 |" in made().markdown()
 
 
 @pytest.mark.parametrize(
@@ -205,6 +204,10 @@ def test_the_command_measures_and_reports(tmp_path: Path, capsys: pytest.Capture
     assert "Train: milliseconds a batch" in capsys.readouterr().out
     assert main(["bench", "--suite", "seeds", "--report", "--results", str(out), "--out", str(page)]) == 0
     assert page.read_text() == (out / "report.html").read_text()
+    assert main(["bench", "--suite", "seeds", "--report", "--results", str(out), "--out", str(tmp_path / "a.md")]) == 0
+    text = (tmp_path / "a.md").read_text()
+    assert text.count("\n## ") == text.count("\n### ") == 1
+    assert "**Train: milliseconds a batch**\n\n| batch | whorl, CPU | loop, CPU |\n" in text
 
 
 @pytest.mark.parametrize(
@@ -273,3 +276,13 @@ def test_the_page_of_the_suite_is_readable_at_400_pixels(dark: bool, tmp_path: P
     assert found["smallest"] >= 9
     brightness = [sum(map(int, re.findall(r"\d+", found[key])[:3])) for key in ("paper", "ink")]
     assert (brightness[0] < brightness[1]) == dark
+
+
+# --- the committed figures --------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_programs_is_what_the_committed_figures_say() -> None:
+    collected = collection.gather(ROOT / collection.SEEDS)
+    written = (ROOT / "docs" / "programs_results.md").read_text(encoding="utf-8")
+    anew = "write it anew: whorl bench --suite seeds --report --out docs/programs_results.md"
+    assert written == collection.markdown(TITLE, collected), anew

@@ -91,11 +91,6 @@ class Figures:
         dirty = " with changes that are in no commit" if self.commit.get("dirty") else ""
         return f"{machine}{driver}; {versions}; {self.date}; commit {str(self.commit.get('hash'))[:12]}{dirty}"
 
-    def markdown(self) -> str:
-        """The section as Markdown, without plots, which a page of the documentation cannot hold."""
-        tables = [f"**{table.title}**\n\n{table.markdown()}" for table in self.tables]
-        return "\n\n".join([f"## {self.title}", self.where() + ".", *self.text, *tables]) + "\n"
-
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
 
