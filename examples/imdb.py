@@ -55,6 +55,18 @@ class Classifier(nn.Module):
         return self.head(self.dropout(state)).squeeze(-1)
 
 
+def start_as_keras_does(layer: nn.Module) -> nn.Module:
+    """Glorot's input weights, orthogonal recurrent ones, biases of 0 but for the forget gate's 1."""
+    for name, weight in layer.named_parameters():
+        if "bias" in name:
+            nn.init.zeros_(weight)
+            if "bias_ih" in name:
+                nn.init.ones_(weight[64:128])
+        else:
+            nn.init.xavier_uniform_(weight) if "weight_ih" in name else nn.init.orthogonal_(weight)
+    return layer
+
+
 def masked(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
     """whorl: a step whose mask is False leaves the states as they are."""
     return layer(x, mask=mask)[1][0].transpose(0, 1).flatten(1)
@@ -156,7 +168,7 @@ def main() -> Figures:
     vocabulary = int(max(data["x_train"].max(), data["x_test"].max())) + 1
     torch.manual_seed(given.seed)
     layer = whorl.LSTM(128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop)
-    training = Training(Classifier(layer, masked, vocabulary), data, given)
+    training = Training(Classifier(start_as_keras_does(layer), masked, vocabulary), data, given)
     with torch.autocast(given.device.type, torch.bfloat16, enabled=given.bf16):
         explanation = whorl.explain(training.model, data["x_train"][: given.batch])
     print(explanation)

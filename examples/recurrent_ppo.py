@@ -134,13 +134,13 @@ def update(agent: Agent, adam: torch.optim.Adam, batch: tuple, state: tuple | No
             adam.step()
 
 
-def train(given: argparse.Namespace, per_step: bool) -> dict:
+def train(given: argparse.Namespace, per_step: bool, steps: int) -> dict:
     """An agent trained from the seed, with its reward and what the times were."""
     torch.manual_seed(given.seed)
     agent = Agent(given.units, per_step).to(given.device)
     adam = torch.optim.Adam(agent.parameters(), RATE, eps=1e-5, fused=True)
     environments, state = Environments(given.environments, given.seed), None
-    rounds = max(1, given.steps // (given.environments * given.time))
+    rounds = max(1, steps // (given.environments * given.time))
     acting, learning, curve, began = [], [], [], time.perf_counter()
     for index in range(rounds):
         adam.param_groups[0]["lr"] = RATE * (1 - index / rounds)
@@ -160,7 +160,7 @@ def train(given: argparse.Namespace, per_step: bool) -> dict:
     return {
         "agent": agent, "curve": curve, "reward": evaluate(agent, given), "seconds": time.perf_counter() - began,
         "acting": size / statistics.median(acting), "learning": size * given.epochs / statistics.median(learning),
-        "batch": batch, "state": before,
+        "batch": batch, "state": before, "steps": steps,
     }  # fmt: skip
 
 
@@ -193,22 +193,26 @@ def difference(ours: Agent, batch: tuple, state: tuple | None, units: int) -> fl
 def show(found: dict[str, dict], wrong: float | None, engine: str, given: argparse.Namespace) -> Figures:
     """The figures: a row for each way through the LSTM."""
     rows = tuple(
-        (name, number(one["learning"]), number(one["acting"]), number(one["seconds"]), f"{one['reward']:.1f}")
+        (
+            name,
+            number(one["learning"]),
+            number(one["acting"]),
+            f"{one['steps']:,}",
+            number(one["seconds"]),
+            f"{one['reward']:.1f}",
+        )
         for name, one in found.items()
     )
-    columns = ("LSTM", "updates: steps/s", "rollouts: steps/s", "training, s", "reward of 500")
-    notes = (
-        []
-        if wrong is None
-        else [f"Gradients of one rollout, float64: the two differ by {wrong:.1e} (relative 2-norm)."]
-    )
-    if len(found) == 2:
+    columns = ("LSTM", "updates: steps/s", "rollouts: steps/s", "steps of training", "seconds", "reward of 500")
+    notes = []
+    if wrong is not None:
+        notes.append(f"Gradients of one rollout, float64: the two differ by {wrong:.1e} (relative 2-norm).")
         ours, loop = (one["learning"] for one in found.values())
         notes.append(f"The whole rollout in one call updates {ours / loop:.1f} times as fast.")
     table = Table("CartPole without velocities", columns, rows, tuple(notes))
     text = (
         f"Recurrent PPO, LSTM({given.units}), {given.environments} environments, rollouts of {given.time} steps, "
-        f"{given.epochs} epochs of {given.parts} parts; {given.steps:,} steps of training"
+        f"{given.epochs} epochs of {given.parts} parts"
         + (", updates under bfloat16 autocast" if given.bf16 else ", float32")
         + ". The reward is the mean of 100 episodes after training, always with the likelier push. The loop calls "
         "torch.nn.LSTM once a step and multiplies its state with 1 - done, as CleanRL does; whorl takes the rollout in "
@@ -233,9 +237,10 @@ def main() -> Figures:
     arguments.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     arguments.add_argument("--bf16", action="store_true", help="updates under bfloat16 autocast")
     arguments.add_argument("--compare", action="store_true", help="train again through a loop over steps")
+    arguments.add_argument("--loop-steps", type=int, help="of that loop, where its reward is not wanted (as many)")
     arguments.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
     given = arguments.parse_args()
-    found = {"whorl, one call": train(given, per_step=False)}
+    found = {"whorl, one call": train(given, False, given.steps)}
     (ours,) = found.values()
     part = tuple(tensor[:, : given.environments // given.parts] for tensor in ours["batch"])
     before = (
@@ -250,7 +255,7 @@ def main() -> Figures:
     if given.compare:
         wrong = difference(ours["agent"], part, before, given.units)
         assert wrong < 1e-9, f"the gradients differ by {wrong}"
-        found["torch.nn, a call a step"] = train(given, per_step=True)
+        found["torch.nn, a call a step"] = train(given, True, given.loop_steps or given.steps)
     figures = show(found, wrong, explanation.plans[0].engine, given)
     print(figures.tables[0].text())
     if given.figures:

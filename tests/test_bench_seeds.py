@@ -172,8 +172,15 @@ def test_the_crossover_is_where_the_gpu_stays_ahead() -> None:
     assert found == {"a": 8, "b": 1, "c": None, "d": 2}
 
 
+def test_rivals_are_measured_on_the_gpu_where_there_is_one() -> None:
+    names = [contender.name for contender in contenders(["cpu", "cuda"], ["bf16", "fp32"])]
+    assert names[:2] == ["whorl, CPU", "whorl, bf16"]
+    assert names[2:6] == ["whorl, bf16, graph", "torch.nn, bf16", "torch.nn, bf16, graph", "loop, bf16"]
+    assert len(names) == 1 + 2 * 5
+
+
 def test_figures_name_times_engines_and_what_is_missing() -> None:
-    program, chosen = seeds.CLASSIFIER, contenders(["cpu", "cuda"], ["bf16"])
+    program, chosen = seeds.CLASSIFIER, contenders(["cpu"], []) + contenders(["cuda"], ["bf16"])
     points = {}
     for position, contender in enumerate(chosen):
         for batch in (1, 64):
