@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from whorl import problem
-from whorl.engines.cuda import launch, layers, persistent, prepare, store
+from whorl.engines.cuda import launch, layers, options, persistent, prepare, store
 
 H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
 _HOST = Path(__file__).with_suffix(".cpp")
@@ -100,5 +100,6 @@ def emulated(folder: Path) -> Iterator[None]:
         patch.setattr(layers, "_prepared", {})
         patch.setattr(launch, "_loaded", {})
         patch.setattr(prepare, "Kernel", Kernel)
+        patch.setattr(options, "Kernel", Kernel)
         patch.setattr(store, "kernel", lambda source, name, *rest: compiled(source, name, *rest, folder=folder))
         yield

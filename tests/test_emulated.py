@@ -11,6 +11,7 @@ from torch import Tensor
 import whorl
 from comparison import error, flat, weighted
 from emulation import emulated
+from option_draws import drawn
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -50,3 +51,11 @@ def test_plain_layers(
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
     errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_options(seed: int, folder: Path) -> None:
+    case = drawn(seed, largest=20, batch=12)
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", torch.float16 if seed % 3 == 0 else torch.bfloat16) == {}
