@@ -44,7 +44,7 @@ class SuiteOptions:
 
 
 def run(options: SuiteOptions, note: Note = lambda text: None) -> Iterator[Figures]:
-    """Measure the programs, one after the other; the figures of each are on the disk when they are given.
+    """Measure the programs, one after the other; the figures are on the disk after each batch size.
 
     Raises:
         InputError: options that cannot be carried out, or a disk that refuses.
@@ -66,8 +66,8 @@ def run(options: SuiteOptions, note: Note = lambda text: None) -> Iterator[Figur
         for batch in sorted(set(options.batches)):
             note(f"{program.name}, batch {batch}")
             points |= {(point.contender, batch): point for point in measure(program, batch, chosen, effort, device)}
-        figures = figures_of(program, chosen, points, device)
-        figures.save(options.out / f"{program.name}.json")
+            figures = figures_of(program, chosen, points, device)
+            figures.save(options.out / f"{program.name}.json")
         collected.append(figures)
         save_collection(options.out / "report.html", TITLE, collected)
         yield figures
