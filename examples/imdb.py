@@ -78,7 +78,7 @@ def unmasked(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
 
 
 class Loop(nn.Module):
-    """The same as whorl's in torch alone: a loop over time for each direction, masks of dropout for each gate."""
+    """The same as whorl's in torch alone: a loop over time for each direction, a mask of dropout for all steps."""
 
     def __init__(self, drop: float) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Loop(nn.Module):
         for suffix, order in (("l0", 1), ("l0_reverse", -1)):
             projected = F.linear(x, w[f"weight_ih_{suffix}"], w[f"bias_ih_{suffix}"] + w[f"bias_hh_{suffix}"])
             h = c = x.new_zeros(len(x), 64)
-            kept = F.dropout(x.new_ones(4, len(x), 64), self.drop, self.training)
+            kept = F.dropout(x.new_ones(1, len(x), 64), self.drop, self.training)
             matrices = w[f"weight_hh_{suffix}"].view(4, 64, 64).transpose(1, 2)
             for step, live in list(zip(projected.unbind(1), mask[..., None].unbind(1), strict=True))[::order]:
                 i, f, g, o = (step.view(-1, 4, 64).transpose(0, 1) + (h * kept) @ matrices).unbind(0)
@@ -167,7 +167,7 @@ def main() -> Figures:
     data = {name: tensor.to(given.device) for name, tensor in read(given.data, given.length).items()}
     vocabulary = int(max(data["x_train"].max(), data["x_test"].max())) + 1
     torch.manual_seed(given.seed)
-    layer = whorl.LSTM(128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop)
+    layer = whorl.LSTM(128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop, recurrent_dropout_mode="shared")
     training = Training(Classifier(start_as_keras_does(layer), masked, vocabulary), data, given)
     with torch.autocast(given.device.type, torch.bfloat16, enabled=given.bf16):
         explanation = whorl.explain(training.model, data["x_train"][: given.batch])
