@@ -167,7 +167,9 @@ def main() -> Figures:
     data = {name: tensor.to(given.device) for name, tensor in read(given.data, given.length).items()}
     vocabulary = int(max(data["x_train"].max(), data["x_test"].max())) + 1
     torch.manual_seed(given.seed)
-    layer = whorl.LSTM(128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop, recurrent_dropout_mode="shared")
+    layer = whorl.LSTM(
+        128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop, recurrent_dropout_mode="shared"
+    )
     training = Training(Classifier(start_as_keras_does(layer), masked, vocabulary), data, given)
     with torch.autocast(given.device.type, torch.bfloat16, enabled=given.bf16):
         explanation = whorl.explain(training.model, data["x_train"][: given.batch])
