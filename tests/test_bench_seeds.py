@@ -4,6 +4,8 @@ import html
 import json
 import os
 import re
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +55,21 @@ def test_figures_come_back_from_their_file(tmp_path: Path) -> None:
     made().save(tmp_path / "one.json")
     assert Figures.load(tmp_path / "one.json") == made()
     assert made().where() == "A <fast> GPU, driver 1.2; torch 2; 2026-11-21T00:00:00Z; commit abcdef012345"
+
+
+@pytest.mark.parametrize(
+    "words, command",
+    [
+        ("/home/me/whorl/examples/imdb.py data --figures /tmp/a.json --bf16", "python examples/imdb.py data --bf16"),
+        ("/usr/lib/whorl/__main__.py bench --suite seeds", "whorl bench --suite seeds"),
+        ("/usr/bin/whorl bench --batches '1, 2'", "whorl bench --batches '1, 2'"),
+    ],
+)
+def test_the_command_is_told_without_paths_of_the_machine(
+    words: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", shlex.split(words))
+    assert Figures.now(CPU, "a", "A").command == command
 
 
 @pytest.mark.parametrize(

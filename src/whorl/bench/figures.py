@@ -77,9 +77,8 @@ class Figures:
         numbers: Mapping[str, float] | None = None,
     ) -> "Figures":
         """What this process measured on `device`: machine, versions, commit, date and command are its own."""
-        command = shlex.join(["python", *sys.argv])
         return Figures(
-            program, title, tuple(text), command, now(), describe(device), versions(), commit(),
+            program, title, tuple(text), _command(sys.argv), now(), describe(device), versions(), commit(),
             tuple(tables), tuple(plots), dict(details or {}), dict(numbers or {}),
         )  # fmt: skip
 
@@ -118,6 +117,17 @@ class Figures:
             return _read(data)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"{path} holds no figures that can be read: {error}.") from error
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command that a process was called with, less the file for its figures and where the program lies."""
+    program, *others = words
+    parts = Path(program).parts
+    known = ["python", "/".join(parts[-2:])] if program.endswith(".py") and parts[-2:-1] != ("whorl",) else ["whorl"]
+    if "--figures" in others:
+        at = others.index("--figures")
+        del others[at : at + 2]
+    return shlex.join([*known, *others])
 
 
 def _read(data: dict[str, Any]) -> Figures:

@@ -141,10 +141,10 @@ def _times(which: str, names: Sequence[str], batches: Sequence[int], points: Poi
 def _crossovers(names: Sequence[str], batches: Sequence[int], points: Points) -> Table:
     rows = []
     for name, at in crossovers(names, batches, points).items():
-        ratios = [
-            f"{_median(points, 'whorl, CPU', batch) / _median(points, name, batch):.2f}"
-            for batch in (batches[0], batches[-1])
-        ]
+        ratios = []
+        for batch in (batches[0], batches[-1]):
+            cpu, gpu = (_median(points, one, batch) for one in ("whorl, CPU", name))
+            ratios.append(f"{cpu / gpu:.2f}" if cpu < float("inf") and gpu < float("inf") else NOT_AVAILABLE)
         rows.append((name, str(at) if at else "never", *ratios))
     title = "Crossover: the batch from which on a training step is faster than whorl's own on this machine's CPU"
     columns = ("on the GPU", "from batch", *(f"times faster at batch {batch}" for batch in (batches[0], batches[-1])))
