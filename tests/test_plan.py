@@ -45,6 +45,7 @@ HALF = replace(PLAIN, device=H200, dtype=torch.bfloat16)
 ON = {
     "persistent": HALF,
     "cudnn": replace(PLAIN, device=H200),
+    "stepwise": HALF,
     "onednn": PLAIN,
     "cpu": PLAIN,
     "reference": PLAIN,
@@ -82,6 +83,18 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         {"form": replace(LSTM, units=1024)},
         "1024 units of lstm in bfloat16 do not fit one cluster, at most 768 do",
     ),
+    ("stepwise", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
+    (
+        "stepwise",
+        {"device": replace(H200, capability=(7, 0))},
+        "the GPU has compute capability 7.0, the compiler takes 7.5 and later",
+    ),
+    (
+        "stepwise",
+        {"dtype": torch.float8_e5m2},
+        "the dtype is float8_e5m2, the kernels take float16, bfloat16, float32 and float64",
+    ),
+    ("stepwise", {"batch": 0}, "the batch is 0, the kernels take 1 or more"),
     ("cudnn", {"device": CPU}, "the tensors are on cpu, cuDNN runs on cuda"),
     ("cudnn", {"device": replace(H200, library=0)}, "this torch has no cuDNN, or torch.backends.cudnn is switched off"),
     (
@@ -243,10 +256,11 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
     assert [(refusal.engine, len(refusal.reasons)) for refusal in made.refusals] == [
         ("persistent", 1),
         ("cudnn", 1),
+        ("stepwise", 1),
         ("onednn", 4),
         ("cpu", 2),
     ]
-    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn"]
+    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn", "stepwise"]
     assert decide(ON["persistent"]).refusals == ()
     assert decide(ON["cudnn"], "reference").refusals == ()
 
