@@ -15,7 +15,7 @@ class Recipe:
     """How to train.
 
     Attributes:
-        batch: rows of the text that run side by side.
+        batch: rows of the text that run side by side, in all processes together.
         time: tokens in a window; gradients reach back to its start, states go on.
         accumulate: parts that a batch is run in, one after the other, to save memory; the result is the same.
         steps: windows to train on; None: as many as the other budgets allow.
@@ -34,6 +34,7 @@ class Recipe:
             the head's bias at the frequencies of the tokens.
         seed: of the first parameters, of dropout and of the sample.
         precision: "fp32" or "bf16".
+        eager: launch a step's kernels one by one; else they are one CUDA graph, on a GPU.
         valid_steps: the model is measured on the held-out text every so many steps, and at the end.
         save_steps: a checkpoint is taken every so many steps, and at the end; None: every 50, or as seldom as keeps
             saving under 3 percent of the time.
@@ -58,6 +59,7 @@ class Recipe:
     init: float | None = None
     seed: int = 0
     precision: str = "fp32"
+    eager: bool = False
     valid_steps: int = 1000
     save_steps: int | None = None
 
