@@ -51,6 +51,7 @@ def test_a_preset_is_the_tutorials(preset: str, treebank: Path) -> None:
     assert recipe.clip == pytest.approx(norm / steps)
     assert (recipe.hold, recipe.epochs, recipe.steps, recipe.decay) == (hold, epochs, None, decay)
     assert recipe.weight_decay == recipe.warmup == 0
+    assert recipe.clip_rows
     rates = [recipe.rate(recipe.finished(0, epoch, 0), epoch) / steps for epoch in range(epochs)]
     assert rates == pytest.approx([rate * decay ** max(epoch + 1 - hold, 0) for epoch in range(epochs)])
 
@@ -78,14 +79,17 @@ def test_a_training_is_what_the_tutorials_own_rules_give(treebank: Path) -> None
         rate, state = 0.5 ** max(epoch + 1 - 1, 0), None
         for start in range((length - 1) // 20):
             window = rows[:, 20 * start : 20 * start + 21].t()
-            outputs, state = layers(embedding(window[:-1]), state)
+            embedded = embedding(window[:-1])
+            embedded.retain_grad()
+            outputs, state = layers(embedded, state)
             state = tuple(part.detach() for part in state)
             losses = nn.functional.cross_entropy(head(outputs).flatten(0, 1), window[1:].flatten(), reduction="none")
             loss = losses.sum() / 7
             for parameter in parameters:
                 parameter.grad = None
             loss.backward()
-            norm = torch.cat([parameter.grad.flatten() for parameter in parameters]).norm().item()
+            slices = [embedded.grad, *(parameter.grad for parameter in parameters[1:])]  # TensorFlow's IndexedSlices
+            norm = torch.cat([part.flatten() for part in slices]).norm().item()
             clipped += norm > 5
             for parameter in parameters:
                 parameter.data -= rate * min(1.0, 5 / (norm + 1e-6 * 20)) * parameter.grad

@@ -62,9 +62,9 @@ def test_a_step_is_what_plain_torch_does(optimizer: str, decay: float, clip: flo
     assert error(trainer.model, model) < 1e-12
 
 
-@pytest.mark.parametrize("parts", [2, 3, 6])
-def test_a_batch_in_parts_gives_what_it_gives_whole(parts: int) -> None:
-    recipe = replace(RECIPE, batch=6, steps=30)
+@pytest.mark.parametrize("parts, others", [(2, {}), (3, {}), (6, dict(clip=0.05, clip_rows=True))])
+def test_a_batch_in_parts_gives_what_it_gives_whole(parts: int, others: dict[str, object]) -> None:
+    recipe = replace(RECIPE, batch=6, steps=30, **others)
     whole, split = tiny_trainer(recipe, 300), tiny_trainer(replace(recipe, accumulate=parts), 300)
     for _ in range(12):  # more than one epoch
         assert split.advance().item() == pytest.approx(whole.advance().item(), rel=1e-12)
@@ -177,6 +177,7 @@ CAPTURED = {
     "options": dict(cell="gru", options=dict(recurrent_dropout=0.3, zoneout=0.1, weight_drop=0.2)),
     "parts": dict(recipe=dict(accumulate=2)),
     "sgd": dict(recipe=dict(optimizer="sgd", clip=0.05)),
+    "sgd by rows": dict(recipe=dict(optimizer="sgd", clip=0.05, clip_rows=True, accumulate=2)),
     "sgd with decay": dict(recipe=dict(optimizer="sgd", clip=0.05, weight_decay=0.1)),
 }
 

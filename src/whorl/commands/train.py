@@ -69,6 +69,7 @@ ARGUMENTS: dict[str, list[tuple[str, str, Any, str]]] = {
         ("--hold", "hold", int, "epochs before the rate decays, for the schedule decay"),
         ("--decay", "decay", float, "factor of the rate in each later epoch, for the schedule decay"),
         ("--clip", "clip", float, "largest 2-norm of the gradients; 0: none"),
+        ("--clip-rows", "clip_rows", bool, "the embedding's gradient counts by position in that norm"),
         ("--weight-decay", "weight_decay", float, "of the optimizer"),
         ("--precision", "precision", PRECISIONS, "of products"),
         ("--eager", "eager", bool, "launch a step's kernels one by one, not as one CUDA graph"),

@@ -19,7 +19,7 @@ _TREEBANK = (
 FILES = {"ptb-small": _TREEBANK, "ptb-medium": _TREEBANK, "ptb-large": _TREEBANK}
 _PTB: dict[str, Any] = dict(
     kind="words", layers=2, batch=20, precision="bf16",
-    optimizer="sgd", weight_decay=0.0, schedule="decay", warmup=0.0,
+    optimizer="sgd", clip_rows=True, weight_decay=0.0, schedule="decay", warmup=0.0,
 )  # fmt: skip
 # An entry names fields of Source, Architecture and Recipe; what it does not name is as it is without a preset.
 PRESETS: dict[str, dict[str, Any]] = {

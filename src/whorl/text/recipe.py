@@ -28,6 +28,8 @@ class Recipe:
         warmup: the share of the training in which the rate rises in a line from 0.
         hold, decay: of the schedule "decay".
         clip: the largest 2-norm of all gradients together; 0: gradients are not clipped.
+        clip_rows: in that norm the embedding's gradient counts position by position, before those of equal tokens are
+            added, as in TensorFlow's clip_by_global_norm.
         weight_decay: of the optimiser.
         beta1, beta2: of AdamW.
         init: every parameter is drawn from -init to init; None: as torch does, with an LSTM's forget biases at 1 and
@@ -53,6 +55,7 @@ class Recipe:
     hold: int = 0
     decay: float = 1.0
     clip: float = 1.0
+    clip_rows: bool = False
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.99
@@ -96,6 +99,8 @@ class Recipe:
             raise InputError(f"hold and decay are of the schedule decay, this one is {self.schedule}: leave them out.")
         if self.schedule == "decay" and self.decay == 1:
             raise InputError("the schedule decay needs a factor: write decay below 1, or the schedule constant.")
+        if self.clip_rows and not self.clip:
+            raise InputError("clip_rows is about how gradients are clipped, and clip is 0: leave it out.")
         if self.optimizer == "sgd" and (self.beta1, self.beta2) != (0.9, 0.99):
             raise InputError("beta1 and beta2 are of adamw: leave them out.")
 

@@ -100,6 +100,11 @@ class Trainer:
         self._stream = torch.cuda.Stream(device) if self.captured else None
         with self._beside():
             self._model = group.exchanging(_Loss(model), compressed=recipe.precision == "bf16")
+        self._rows: list[torch.Tensor] = []  # for each part of the batch, the square of its gradients' norm by position
+        if recipe.clip_rows:
+            if model.architecture.tied:
+                raise InputError("clip_rows is for an embedding of its own: leave --tied or --clip-rows out.")
+            model.embedding.register_forward_hook(self._count_rows)
         # Plain SGD scales its gradients by the rate: clipping them is to scale the rate, which moves less memory.
         self._scales_rate = recipe.optimizer == "sgd" and not recipe.weight_decay
         self.optimizer: torch.optim.Optimizer
@@ -162,6 +167,7 @@ class Trainer:
         """Train on the window: its loss, and the states after it."""
         parts = self.recipe.accumulate
         self.optimizer.zero_grad()
+        self._rows.clear()
         losses: list[torch.Tensor] = []
         after: list[States | None] = []
         windows = zip(self._window[:-1].chunk(parts, 1), self._window[1:].chunk(parts, 1), self.states, strict=True)
@@ -179,12 +185,22 @@ class Trainer:
 
     def _clip(self, most: float) -> None:
         """Scale the gradients so that their 2-norm is at most `most`."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        apart = self.model.embedding.weight if self.recipe.clip_rows else None
+        counted = [parameter for parameter in self.model.parameters() if parameter is not apart]
+        norm = torch.nn.utils.get_total_norm([each.grad for each in counted if each.grad is not None])
+        if apart is not None:
+            rows = torch.stack(self._rows).sum()
+            self.group.average(rows)  # of what each process adds to a mean over as many
+            norm = (norm.square() + rows / self.group.size).sqrt()
         if self._scales_rate:
             self._rate.mul_(torch.clamp(most / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
         else:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
+
+    def _count_rows(self, embedding: torch.nn.Module, tokens: object, rows: torch.Tensor) -> None:
+        """Note the square of the norm of what will be the gradient of `rows`, the embeddings of a part's tokens."""
+        if rows.requires_grad:
+            rows.register_hook(lambda grad: self._rows.append(grad.square().sum()))
 
     def _replay(self) -> None:
         """Train on the window by replaying the graph of a step; the first time, capture it."""
