@@ -120,13 +120,14 @@ class Figures:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command that a process was called with, less the file for its figures and where the program lies."""
+    """The command that a process was called with, less where its figures went and where the program lies."""
     program, *others = words
     parts = Path(program).parts
     known = ["python", "/".join(parts[-2:])] if program.endswith(".py") and parts[-2:-1] != ("whorl",) else ["whorl"]
-    if "--figures" in others:
-        at = others.index("--figures")
-        del others[at : at + 2]
+    for name in ("--figures", "--out"):
+        if name in others:
+            at = others.index(name)
+            del others[at : at + 2]
     return shlex.join([*known, *others])
 
 
