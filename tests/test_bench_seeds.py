@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 from dataclasses import replace
@@ -310,3 +311,18 @@ def test_the_page_of_programs_is_what_the_committed_figures_say() -> None:
     written = (ROOT / "docs" / "programs_results.md").read_text(encoding="utf-8")
     anew = "write it anew: whorl bench --suite seeds --report --out docs/programs_results.md"
     assert written == collection.markdown(TITLE, collected), anew
+
+
+def test_the_figures_of_the_grid_and_of_the_treebank_are_those_of_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = runpy.run_path(str(ROOT / "benchmarks" / "seeds_figures.py"))
+    results, there = ROOT / "benchmarks" / "results", Figures.load(ROOT / collection.SEEDS / "penn_treebank.json")
+    given = f"--commit {there.commit['hash']} --date {there.date} --driver {there.machine['driver']} --out {tmp_path}"
+    for words in (f"grid {results / 'h200.json'}", f"ptb {' '.join(map(str, (results / 'ptb').glob('*.jsonl')))}"):
+        monkeypatch.setattr(sys, "argv", ["seeds_figures.py", *words.split(), *given.split()])
+        tool["main"]()
+    for name in ("grid.json", "penn_treebank.json"):
+        assert (tmp_path / name).read_text() == (ROOT / collection.SEEDS / name).read_text(), (
+            "benchmarks/seeds_figures.py"
+        )
