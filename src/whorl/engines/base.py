@@ -11,6 +11,41 @@ from whorl.problem import Call, Outcome, Plan, Problem
 Grads = Sequence[Tensor | None]
 
 
+class Step(ABC):
+    """One step of a layer, made ready for many calls; no gradient is recorded."""
+
+    states: Sequence[Tensor]
+    """Of each state of the cell [layers, batch, width]: each call moves them on, in place."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, reset: Tensor | None, inputs: Sequence[Tensor]) -> Tensor:
+        """The output [batch, width] of one step.
+
+        Args:
+            x: [batch, inputs].
+            reset: bool [batch]: True where the states are zero before the step; None for nowhere.
+            inputs: what the cell reads beside x, [batch, units or 1] each.
+        """
+
+
+class StepByCall(Step):
+    """A step that is a call of an engine's forward with one step."""
+
+    def __init__(self, engine: "Engine", plan: Plan, call: Call) -> None:
+        self._engine, self._plan, self._weights, self.states = engine, plan, call.weights, list(call.states)
+
+    def __call__(self, x: Tensor, reset: Tensor | None, inputs: Sequence[Tensor]) -> Tensor:
+        states = tuple(self.states)
+        if reset is not None:
+            states = tuple([state.masked_fill(reset[:, None], 0) for state in states])
+        call = Call(x[None], states, self._weights, inputs=tuple([extra[None] for extra in inputs]))
+        with torch.no_grad():
+            outcome = self._engine.forward(self._plan, call)
+            for state, final in zip(self.states, outcome.finals, strict=True):
+                state.copy_(final)
+        return outcome.y[0]
+
+
 class Engine(ABC):
     """One way to run a recurrent layer over all of its steps."""
 
@@ -20,6 +55,9 @@ class Engine(ABC):
     recorded: bool = False
     """Its forward is made of torch's own differentiable operators: called in grad mode, autograd records it."""
 
+    prepares: bool = False
+    """It has a step of its own, with weights laid out once: the first choice for a stepper."""
+
     @abstractmethod
     def obstacles(self, problem: Problem) -> list[str]:
         """Every reason why this engine cannot run the problem, each a sentence; empty where it can.  Pure."""
@@ -27,6 +65,14 @@ class Engine(ABC):
     def slower(self, problem: Problem) -> list[str]:
         """Reasons to leave a problem that it can run to an engine that comes later, unless it is asked for by name."""
         return []
+
+    def step(self, plan: Plan, call: Call) -> Step:
+        """The prepared step of a plan of one step.
+
+        Args:
+            call: weights, and the states to begin with; x is any of the right shape.
+        """
+        return StepByCall(self, plan, call)
 
     @abstractmethod
     def forward(self, plan: Plan, call: Call) -> Outcome:

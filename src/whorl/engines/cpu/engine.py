@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from whorl import compiler
-from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
+from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.rows import Rows
+from whorl.engines.cpu.stream import Stream
 from whorl.engines.cpu.sweep import Fields, Products, kernel
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -25,6 +26,7 @@ from whorl.weights import LayerWeights, join, split
 class CPU(Engine):
     name = "cpu"
     summary = "whorl's loop over time in C++, compiled for this processor"
+    prepares = True
 
     def obstacles(self, problem: Problem) -> list[str]:
         device, dtype = problem.device, str(problem.dtype).removeprefix("torch.")
@@ -40,6 +42,9 @@ class CPU(Engine):
         if problem.batch == 0:
             found.append("the batch is 0, the kernels take 1 or more")
         return found
+
+    def step(self, plan: Plan, call: Call) -> Step:
+        return Stream(plan, call, torch.get_num_threads())
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         return _Pass(plan.problem, call).forward()
