@@ -67,8 +67,16 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
     ),
     ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
-    ("persistent", {"packed": True}, "the input is a PackedSequence, these kernels take padded input"),
-    ("persistent", {"extras": ("mask", "reset")}, "these kernels do not take a mask, resets"),
+    (
+        "persistent",
+        {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn",)},
+        "recurrent dropout has a mask for each gate, these kernels take one for all",
+    ),
+    (
+        "persistent",
+        {"extras": ("dropout_masks",)},
+        "masks are given, which may be by gate: these kernels take them in the other modes",
+    ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
@@ -157,6 +165,15 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(GRU, units=509, directions=2), "dtype": torch.float16}),
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
+    ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
+    ("persistent", {"form": replace(RNN, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
+    (
+        "persistent",
+        {
+            "form": replace(LSTM, zoneout=(0.1, 0.2), recurrent_dropout=0.1, recurrent_dropout_mode="step"),
+            "extras": ("lengths", "mask", "reset", "drawn"),
+        },
+    ),
     ("cudnn", {"time": 65_535, "batch": 1}),
     ("cudnn", {"packed": True, "initial": True, "dropout": True}),
     ("cudnn", {"form": GRU, "dtype": torch.float64, "device": T4}),
