@@ -126,7 +126,7 @@ class Stepper:
 
     def __repr__(self) -> str:
         engine = ENGINES[self.plan.engine]
-        how = "prepared" if engine.prepares(self.plan.problem) else "called for each step"
+        how = "prepared" if self._step.prepared else "called for each step"
         rows = [f"Stepper of {self._layer}", f"  {self.plan.engine}, {engine.summary}, {how}"]
         rows += [f"  for {self.plan.problem}", *(f"  not {refusal}" for refusal in self.plan.refusals)]
         return "\n".join(rows)

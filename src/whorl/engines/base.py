@@ -14,6 +14,8 @@ Grads = Sequence[Tensor | None]
 class Step(ABC):
     """One step of a layer, made ready for many calls; no gradient is recorded."""
 
+    prepared: bool = True
+    """Everything that can be done once was done."""
     states: Sequence[Tensor]
     """Of each state of the cell [layers, batch, width]: each call moves them on, in place."""
 
@@ -33,6 +35,8 @@ class Step(ABC):
 
 class StepByCall(Step):
     """A step that is a call of an engine's forward with one step."""
+
+    prepared = False
 
     def __init__(self, engine: "Engine", plan: Plan, call: Call) -> None:
         self._engine, self._plan, self._weights, self.states = engine, plan, call.weights, list(call.states)

@@ -15,7 +15,7 @@ import torch
 
 from whorl.errors import KernelError
 
-_CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _REGISTERS, _LOCAL = 4, 3
 
@@ -45,9 +45,7 @@ class _Frame:
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(block=(kernel.block, 1, 1), shared=kernel.shared)
         self._kept = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
-        if kernel.overlaps:
-            self._kept = _Attribute(_OVERLAPS, 0, (1,))
-        if kernel.cluster > 1 or kernel.overlaps:
+        if kernel.cluster > 1:
             self.config.attributes, self.config.count = ctypes.pointer(self._kept), 1
         self.reference = ctypes.byref(self.config)
 
@@ -63,18 +61,13 @@ class Kernel:
         shared: bytes of dynamic shared memory of a block.
         cluster: blocks of a cluster; 1 launches without clusters.
         layout: the fields of its argument, as `struct` writes them; the padding is C's.
-        overlaps: whether a launch may begin before the one before it has ended; the kernel waits for that itself.
 
     Raises:
         KernelError: the driver does not take it, or a CUDA graph is being captured, when nothing can be loaded.
     """
 
-    def __init__(
-        self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
-        overlaps: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str) -> None:
         self.name, self.block, self.shared, self.cluster = name, block, shared, cluster
-        self.overlaps = overlaps
         self.layout = struct.Struct(layout)
         if torch.cuda.is_current_stream_capturing():
             raise KernelError(

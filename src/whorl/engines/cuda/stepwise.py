@@ -47,11 +47,8 @@ class Stepwise(Engine):
             found.append("the batch is 0, the kernels take 1 or more")
         return found
 
-    def prepares(self, problem: Problem) -> bool:
-        return problem.device.kind == "cuda" and problem.dtype in _DTYPES and not stream.obstacles(problem)
-
     def step(self, plan: Plan, call: Call) -> Step:
-        return stream.Stream(plan, call) if self.prepares(plan.problem) else super().step(plan, call)
+        return super().step(plan, call) if stream.obstacles(plan.problem) else stream.Stream(plan, call)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         with torch.autocast("cuda", enabled=False) if autocast_is_on("cuda") else nullcontext():

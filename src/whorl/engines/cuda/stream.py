@@ -124,4 +124,4 @@ def _filled(values: list[int], count: int) -> list[int]:
 def _load(made: Source, layout: str, index: int) -> Kernel:
     name = made.names["stream"]
     code = store.kernel(made.text, name, Chip(torch.cuda.get_device_capability(index), 1).architecture, OPTIONS)
-    return Kernel(code, name, index, 32 * _WARPS, 0, 1, layout, overlaps=True)
+    return Kernel(code, name, index, 32 * _WARPS, 0, 1, layout)

@@ -5,8 +5,7 @@
 //
 // The states that enter a product lie in two buffers, read in one and written in the other, since blocks that are still
 // reading stand beside others that have done.  Which is which is in memory: the last block of a launch turns it, so a
-// CUDA graph can be replayed.  A launch may begin while the one before it ends: until `arrived` it reads nothing but
-// weights, and it lets the next one begin only then.
+// CUDA graph can be replayed.
 
 //: units
 
@@ -29,13 +28,6 @@ struct Arguments {
   int* turn;              // which of them is read, and how many blocks have done
   int64_t inputs, units, batch;
 };
-
-__forceinline__ void arrived() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
 
 struct Piece {
   uint4 bits;
@@ -161,7 +153,6 @@ __forceinline__ void unit_of(const Arguments& a, int64_t unit, int64_t first, co
 
 extern "C" __global__ void __launch_bounds__(128) NAME(stream)(const __grid_constant__ kernel::Arguments a) {
   using namespace kernel;
-  arrived();
   const int64_t unit = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const int turn = *(volatile int*)a.turn;
   const store* const from = a.operands + turn * a.batch * a.units;
