@@ -45,13 +45,13 @@ def source(graph: Graph, dtype: torch.dtype) -> Source:
         prefix = way.upper()
         counts |= {f"{prefix}_MEANS": one.means, f"{prefix}_SEGMENTS": one.segments}
         counts |= {f"{prefix}_LINK_COUNT": len(one.links)}
-        step = "base + s.offset" if way == "forward" else "time - 1 - s.a->base - s.offset"
+        step = "a.base + s.offset" if way == "forward" else "a.time - 1 - a.base - s.offset"
         threads = _MOST_THREADS if one.means else CHUNK
         for index in range(one.segments):
             parts.append(f"{way}_{index}")
             kernels.append(
                 f'extern "C" __global__ void __launch_bounds__({threads}) NAME({way}_{index})(const Step s) {{\n'
-                f"  kernel::{way}_part<{index}>(*s.a, s.a->{step});\n}}"
+                f"  const Arguments a = *s.a;\n  kernel::{way}_part<{index}>(a, {step});\n}}"
             )
     leaves = ", ".join(str(leaf).lower() for leaf in made.leaves) or "false"
     lines = [f"constexpr int {name} = {value};" for name, value in counts.items()]

@@ -151,7 +151,7 @@ static real sum_of(const real* values, int64_t count) {
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
   __syncthreads();
   sum = 0;
-  for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += parts[warp];
+  for (int warp = 0; warp < (blockDim.x + 31) / 32; ++warp) sum += parts[warp];
   return sum;
 }
 
@@ -486,8 +486,10 @@ __forceinline__ void finish(const Arguments& a, const Place& p, int64_t step) {
 __forceinline__ void begin(const Arguments& a, const Place& p, int64_t step) {
   finish(a, p, step + 1);
   const int64_t r = p.row, t = time_of(a, step), o = outer_of(a, t, r), larger = larger_of(a);
-  if (t >= length_of(a, r)) return;
-  const bool now = counts(a, o);
+  const bool inside = t < length_of(a, r), now = inside && counts(a, o);
+  if (!now && a.projected && (inside || !a.starts))
+    for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) put(a.dprojected + o * a.width + u, real(0));
+  if (!inside) return;
   for (int64_t u = p.first; u < at_most(p.last, larger); ++u) {
     Kept kept;
     if (now) kept = kept_of(a, r, o, t, u);
@@ -524,8 +526,6 @@ __forceinline__ void begin(const Arguments& a, const Place& p, int64_t step) {
       *state = whole;
     }
   }
-  if (!now && a.projected)
-    for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) put(a.dprojected + o * a.width + u, real(0));
 }
 
 template <int SEGMENT>
@@ -615,13 +615,21 @@ extern "C" __global__ void NAME(start)(const __grid_constant__ Start s) {
   for (int i = threadIdx.x; i < sizeof(Arguments) / 4; i += blockDim.x) ((int*)s.to)[i] = from[i];
 }
 extern "C" __global__ void NAME(advance)(const Step s) { s.a->base += s.offset; }
-extern "C" __global__ void NAME(enter)(const Step s) { kernel::enter(*s.a, kernel::place_of(*s.a, false), 0); }
+extern "C" __global__ void NAME(enter)(const Step s) {
+  const Arguments a = *s.a;  // a copy: what a kernel writes is then known to change none of it
+  kernel::enter(a, kernel::place_of(a, false), 0);
+}
 extern "C" __global__ void NAME(commit)(const Step s) {
-  kernel::commit(*s.a, kernel::place_of(*s.a, false), s.a->base + s.offset);
+  const Arguments a = *s.a;
+  kernel::commit(a, kernel::place_of(a, false), a.base + s.offset);
 }
 extern "C" __global__ void NAME(begin)(const Step s) {
-  kernel::begin(*s.a, kernel::place_of(*s.a, false), s.a->time - 1 - s.a->base - s.offset);
+  const Arguments a = *s.a;
+  kernel::begin(a, kernel::place_of(a, false), a.time - 1 - a.base - s.offset);
 }
-extern "C" __global__ void NAME(finish)(const Step s) { kernel::finish(*s.a, kernel::place_of(*s.a, false), 0); }
+extern "C" __global__ void NAME(finish)(const Step s) {
+  const Arguments a = *s.a;
+  kernel::finish(a, kernel::place_of(a, false), 0);
+}
 
 //: segments
