@@ -33,6 +33,14 @@ def test_the_keras_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "both directions" in capsys.readouterr().out
 
 
+def test_the_streaming_example_finds_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", "--steps", "120", "--samples", "300"])
+    program = runpy.run_path(str(EXAMPLES / "streaming.py"))
+    found = program["main"]()
+    assert 150 in found
+    assert all(150 <= sample < 160 for sample in found)
+
+
 def test_the_recurrent_agent_learns_to_balance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     small = "--steps 25000 --environments 16 --time 64 --units 32"
