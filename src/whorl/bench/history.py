@@ -42,10 +42,7 @@ def history(measured: Sequence[Results]) -> Table | None:
                 passes = [found[case.name].passes.get(which, {}) if case.name in found else {} for case in cases]
                 if not any(passes):
                     continue
-                then = [
-                    number(theano[index]) if cell == "lstm" else "",
-                    number((lstm if cell == "lstm" else gru)[index]),
-                ]
+                then = (str(theano[index]), str(lstm[index])) if cell == "lstm" else ("", str(gru[index]))
                 now = [_example(outcomes, name, shape[1]) for name in ("torch", "whorl") for outcomes in passes]
                 ran = {str(outcomes["whorl"].engine) for outcomes in passes if "whorl" in outcomes}
                 rows.append((f"{cell.upper()} {cases[0].shape}, {which}", *then, *now, ", ".join(sorted(ran))))
