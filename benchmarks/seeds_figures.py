@@ -1,7 +1,7 @@
 """Figures for the page of the suite `seeds` from what other commands wrote: the grid, and runs of `whorl train`.
 
     python benchmarks/seeds_figures.py grid benchmarks/results/h200.json
-    python benchmarks/seeds_figures.py ptb benchmarks/results/ptb/*.jsonl --commit HASH --date 2026-11-21 --driver 580.1
+    python benchmarks/seeds_figures.py ptb benchmarks/results/ptb/*.jsonl --commit HASH --date DAY --driver 580.1
 
 The metrics of `whorl train` do not say commit, date and driver, so they are given.  --out is the folder of figures.
 """
@@ -9,7 +9,8 @@ The metrics of `whorl train` do not say commit, date and driver, so they are giv
 import argparse
 import json
 import math
-import statistics
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from whorl.bench.collection import SEEDS
@@ -18,7 +19,7 @@ from whorl.bench.history import history
 from whorl.bench.results import Results
 from whorl.bench.tables import Table
 
-PUBLISHED = {"small": "115.91", "medium": "82.07", "large": "78.29"}  # of the test text, by TensorFlow's ptb_word_lm.py
+PRESETS = ("small", "medium", "large")
 
 
 def of_grid(paths: list[Path]) -> Figures:
@@ -38,36 +39,42 @@ def of_grid(paths: list[Path]) -> Figures:
 
 
 def of_training(paths: list[Path], commit: str, date: str, driver: str) -> Figures:
-    """Perplexities and speeds of presets of the Penn Treebank, each in a file PRESET.jsonl."""
-    rows, lines, run = [], {}, {}
-    for path in sorted(paths, key=lambda path: [*PUBLISHED].index(path.stem)):
+    """The tables of README.md beside the files; these are metrics of runs, PRESET.jsonl: their perplexities as a plot."""
+    lines, run = {}, {}
+    for path in sorted(paths, key=lambda path: PRESETS.index(path.stem)):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         run = next(record for record in records if record["kind"] == "run")
         valid = [(record["epoch"], math.exp(record["nats"])) for record in records if record["kind"] == "valid"]
-        speed = statistics.median(record["speed"] for record in records if record["kind"] == "train")
-        seconds = f"{records[-1]['seconds']:.0f}"
-        rows.append(
-            (
-                f"ptb-{path.stem}",
-                run["engine"],
-                f"{speed:,.0f}",
-                seconds,
-                f"{valid[-1][1]:.2f}",
-                PUBLISHED[path.stem],
-            )
-        )
         lines[f"ptb-{path.stem}"] = tuple(valid)
-    columns = ("preset", "engine", "words a second", "seconds", "validation perplexity", "published, test")
-    note = "Words a second: the median over the run. benchmarks/results/ptb has the test perplexities."
-    table = Table("Penn Treebank, trained to the end", columns, tuple(rows), (note,))
-    text = ("The models of Zaremba et al. (2014), trained by whorl train --preset; docs/train.md has the details.",)
+    record = paths[0].parent / "README.md"
+    text = (
+        "The models of Zaremba et al. (2014), trained by whorl train --preset, and the speed of their training with "
+        "other layers; benchmarks/results/ptb says how, docs/train.md has the details of the models.",
+    )
     machine = {"device": "cuda", "gpu": run["device"], "driver": driver}
     versions = {name: run[name] for name in ("whorl", "torch")}
     plot = Plot("Validation perplexity", "epoch", "perplexity", lines)
     return Figures(
         "penn_treebank", "Penn Treebank language models", text, "whorl train --preset ptb-small --data FOLDER", date,
-        machine, versions, {"hash": commit, "dirty": False}, (table,), (plot,),
+        machine, versions, {"hash": commit, "dirty": False}, tuple(tables_of(record.read_text(encoding="utf-8"))),
+        (plot,),
     )  # fmt: skip
+
+
+def tables_of(markdown: str) -> Iterator[Table]:
+    """The tables of a page, each under the last heading or bold words before it."""
+    title, rows = "", []
+    for line in [*markdown.splitlines(), ""]:
+        if line.startswith("|"):
+            cells = [re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", cell).strip() for cell in line.strip("|").split("|")]
+            rows.append(tuple(cells))
+            continue
+        if rows:
+            yield Table(title, rows[0], tuple(rows[2:]))
+            rows = []
+        bold = re.match(r"#+ (.*)|\*\*(.*?)\*\*", line)
+        if bold:
+            title = (bold[1] or bold[2]).rstrip(".")
 
 
 def main() -> None:
