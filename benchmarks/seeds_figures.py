@@ -39,7 +39,7 @@ def of_grid(paths: list[Path]) -> Figures:
 
 
 def of_training(paths: list[Path], commit: str, date: str, driver: str) -> Figures:
-    """The tables of README.md beside the files; these are metrics of runs, PRESET.jsonl: their perplexities as a plot."""
+    """The tables of README.md beside the files, and the perplexities in the files: metrics of runs, PRESET.jsonl."""
     lines, run = {}, {}
     for path in sorted(paths, key=lambda path: PRESETS.index(path.stem)):
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
