@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
-from whorl.engines.cuda import source, tiling
-from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda import grid, source
+from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.prepare import kernel, size_of
-from whorl.engines.cuda.tiling import Chip, Size, Tile
+from whorl.engines.cuda.tiling import Chip, Size
 from whorl.problem import Call, Outcome, Plan
 from whorl.weights import LayerWeights, join, split
 
@@ -30,14 +30,16 @@ class Layers:
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         with torch.cuda.device(self.index):
-            self.ahead, self.ahead_tile = self._kernel("forward", size, chip, problem.gradient)
+            self.ahead = self._grid("forward", size, chip, problem.gradient)
             if problem.gradient:
-                self.back, self.back_tile = self._kernel("backward", size, chip, form.bias)
+                self.back = self._grid("backward", size, chip, form.bias)
 
-    def _kernel(self, kind: str, size: Size, chip: Chip, flag: bool) -> tuple[Kernel, Tile]:
-        tile = tiling.choose(size, chip, self.problem.batch, self.form.directions, kind)
+    def _grid(self, kind: str, size: Size, chip: Chip, flag: bool) -> Grid:
+        batch, directions = self.problem.batch, self.form.directions
+        tile = grid.choose(size, chip, batch, directions, kind)
         assert tile is not None, "the obstacles say that it fits"
-        return kernel(kind, self.cell, self.form.units, self.problem.dtype, tile, flag, chip, self.index), tile
+        made = kernel(kind, self.cell, self.form.units, self.problem.dtype, tile, flag, chip, self.index)
+        return Grid(made, tile, size, chip, batch, directions, kind)
 
     def forward(self, call: Call) -> Outcome:
         units, batch, time, directions = self.sizes
@@ -48,13 +50,14 @@ class Layers:
         saved: list[Tensor] = []
         per_layer = [_plain_weights(own) for own in split(form, call.weights)]
         stream = torch._C._cuda_getCurrentRawStream(self.index)
+        exchanged = self.ahead.space(x, form.layers)
         for layer in range(form.layers):
             rows, weights = x.reshape(time * batch, -1), per_layer[layer * directions : (layer + 1) * directions]
             gates = [self._projected(rows, own) for own in weights]
             y = x.new_empty(time, batch, directions * units)
             spaces = [self._space(x) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
             self.ahead(
-                stream, -(-batch // self.ahead_tile.rows) * self.ahead_tile.cluster, directions,
+                stream, exchanged, layer,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces), time, batch,
@@ -75,8 +78,8 @@ class Layers:
         grad_weights: list[LayerWeights] = list(per_layer)
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        tile, each = self.back_tile, 2 * directions + 1
-        clusters, width = -(-batch // tile.rows), (time, batch, directions * units)
+        each, width = 2 * directions + 1, (time, batch, directions * units)
+        exchanged = self.back.space(call.x, form.layers)
         summed = (len(cell.gates) + len(self.saving.apart) if form.bias else 0) + len(cell.vectors)
         rows = time * batch
         for layer in reversed(range(form.layers)):
@@ -88,12 +91,12 @@ class Layers:
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
             to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             sums = [
-                x.new_empty(clusters * tile.tiles, summed * units, dtype=torch.float32) if summed else None
+                x.new_empty(self.back.sums, summed * units, dtype=torch.float32) if summed else None
                 for _ in weights
             ]
             out = _plain(out)
             self.back(
-                stream, clusters * tile.cluster, directions,
+                stream, exchanged, layer,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
                 *_pair([_hidden(own).data_ptr() for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(),

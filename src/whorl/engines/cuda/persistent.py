@@ -11,14 +11,14 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, topological
 from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import tiling
+from whorl.engines.cuda import grid, tiling
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import layers
 from whorl.engines.cuda.prepare import code, size_of
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
-from whorl.problem import Call, Outcome, Plan, Problem
+from whorl.problem import Call, Device, Outcome, Plan, Problem
 
 
 class Persistent(Engine):
@@ -48,10 +48,10 @@ class Persistent(Engine):
             found.append(f"these kernels do not take {', '.join(problem.additions)}")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
-        if not found and not _fits(cell, form.units, problem.dtype, device.capability):
-            most = _most_units(cell, problem.dtype, device.capability)
-            dtype = _name(problem.dtype)
-            found.append(f"{form.units} units of {cell.name} in {dtype} do not fit one cluster, at most {most} do")
+        if not found and not _fits(cell, form.units, problem.dtype, _chip(device)):
+            most = _most_units(cell, problem.dtype, _chip(device))
+            what = f"{form.units} units of {cell.name} in {_name(problem.dtype)}"
+            found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
@@ -66,10 +66,11 @@ class Persistent(Engine):
             return []
         if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
             return []
-        chip = Chip(problem.device.capability, 132)
+        chip = _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize)
         tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
-        assert tile is not None, "the obstacles say that it fits"
+        if tile is None:  # blocks that exchange through L2
+            return []
         rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
         if rounds < 3:
             return []
@@ -96,23 +97,27 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     size, names = size_of(form.cell, form.units, problem.dtype.itemsize), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
-        tile = tiling.choose(size, chip, problem.batch, form.directions, kind)
+        tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip)[0])
     return names
 
 
 @lru_cache(maxsize=8192)
-def _fits(cell: Graph, units: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    size, chip = size_of(cell, units, dtype.itemsize), Chip(capability, 1)
-    return all(tiling.fits(size, chip, kind) for kind in ("forward", "backward"))
+def _fits(cell: Graph, units: int, dtype: torch.dtype, chip: Chip) -> bool:
+    size = size_of(cell, units, dtype.itemsize)
+    return all(grid.fits(size, chip, kind) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)
-def _most_units(cell: Graph, dtype: torch.dtype, capability: tuple[int, int]) -> int:
+def _most_units(cell: Graph, dtype: torch.dtype, chip: Chip) -> int:
     """The most units for which both kernels fit."""
-    fitting = itertools.takewhile(lambda units: _fits(cell, units, dtype, capability), itertools.count(16, 16))
+    fitting = itertools.takewhile(lambda units: _fits(cell, units, dtype, chip), itertools.count(16, 16))
     return max(fitting, default=0)
+
+
+def _chip(device: Device) -> Chip:
+    return Chip(device.capability, device.multiprocessors)
 
 
 def _name(dtype: torch.dtype) -> str:

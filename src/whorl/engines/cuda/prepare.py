@@ -7,6 +7,7 @@ import torch
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import source, store
 from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
@@ -21,7 +22,7 @@ def size_of(cell: Graph, units: int, element: int) -> Size:
 
 
 def kernel(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip, index: int
 ) -> Kernel:
     """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
 
@@ -29,13 +30,15 @@ def kernel(
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
         count = {"forward": 13 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip)
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, f"{count}Q")
+        together = isinstance(tile, Spread)
+        layout = f"{count + 4 * together}Q"
+        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, layout, together)
 
     return loaded((kind, cell, units, dtype, tile, flag, index), make)
 
 
 def code(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip
 ) -> tuple[str, bytes]:
     """Name and machine code of a kernel, from the store or compiled; needs no GPU.
 
