@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
-PERIOD = 4
+PERIOD = 8
 RING = 4 * PERIOD
 """Buffers that two-byte values pass through, as in exchange.cu."""
 

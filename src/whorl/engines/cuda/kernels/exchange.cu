@@ -7,7 +7,8 @@
 // each time that a buffer comes round: they need no clearing and no fence.  Both are filled with ones before a launch.
 
 constexpr unsigned NOTHING = 0xffffffffu;
-constexpr int PERIOD = 4, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
+constexpr int PROBE = 4;  // chunks of 16 bytes that a thread looks at before it knows that any is there
+constexpr int PERIOD = 8, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
 
 __device__ __forceinline__ uint4 look(const unsigned* at) {
   uint4 words;
@@ -34,31 +35,43 @@ __device__ __forceinline__ bool is_missing(const uint4& words) {
 }
 __device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
 
+// The compiler, short of registers, would compute an address anew at each use; what has been kept it cannot.
+template <class T>
+__device__ __forceinline__ void keep(T*& pointer) {  // to global memory
+  unsigned long long address = __cvta_generic_to_global(pointer);
+  asm volatile("" : "+l"(address));
+  pointer = (T*)__cvta_global_to_generic(address);
+}
+__device__ __forceinline__ void keep(int& offset) { asm volatile("" : "+r"(offset)); }
+
+// Of COUNT operands of weights, used one after another, those that do not stay in registers are spread evenly, so that
+// shared memory has time to bring them.
+template <int COUNT, int STREAMED>
+struct Operands {
+  __device__ static constexpr int before(int i) { return i * STREAMED / COUNT; }  // streamed ones before this one
+  __device__ static constexpr bool streamed(int i) { return before(i + 1) != before(i); }
+  __device__ static constexpr int resident(int i) { return streamed(i) ? 0 : i - before(i); }  // its place in registers
+};
+
 __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-// Rows of CHUNKS x 16 bytes on their way from L2 to shared memory: row `warp`, row `warp` + WARPS, ...
-template <int ROWS, int CHUNKS, int WORDS, int WARPS>
+// Rows of CHUNKS x 16 bytes, PITCH words apart, on their way from L2 to shared memory: row `warp`, row `warp` + WARPS, ...
+// `from` is the warp's first row and the lane's chunk, `left` how many rows there are from it on.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS>
 struct Arrival {
   static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
+  static constexpr bool PROBED = ACROSS * DOWN > PROBE;  // too much to look at in vain
   uint4 data[DOWN][ACROSS];
 
-  // `from`: this warp's first row and this lane's chunk; `pitch`: words from row to row; `rows`: that are there
-  __device__ __forceinline__ void look_at(const unsigned* from, long long pitch, int rows, int warp, int lane) {
-#pragma unroll
-    for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-      for (int j = 0; j < ACROSS; ++j) data[i][j] = one(from, pitch, rows, warp, lane, i, j);
-  }
-
-  __device__ __forceinline__ uint4 one(const unsigned* from, long long pitch, int rows, int warp, int lane, int i,
-                                       int j) const {
+  __device__ __forceinline__ uint4 one(const unsigned* from, int left, int lane, int i, int j) const {
     uint4 words = {0, 0, 0, 0};
-    if (warp + i * WARPS < rows && lane + j * 32 < CHUNKS) words = look(from + i * WARPS * pitch + j * 128);
-    if (LAST < 4 && lane + j * 32 == CHUNKS - 1) {
+    if (left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
+      words = look(from + i * WARPS * PITCH + j * 128);
+    if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
       if (LAST < 2) words.y = 0;
       if (LAST < 3) words.z = 0;
       words.w = 0;
@@ -66,7 +79,19 @@ struct Arrival {
     return words;
   }
 
-  __device__ __forceinline__ void settle(const unsigned* from, long long pitch, int rows, int warp, int lane) {
+  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane) {
+#pragma unroll
+    for (int i = 0; i < DOWN; ++i)
+#pragma unroll
+      for (int j = 0; j < ACROSS; ++j) data[i][j] = one(from, left, lane, i, j);
+  }
+
+  __device__ __forceinline__ void probe(const unsigned* from, int left, int lane) const {
+    while (is_missing(one(from, left, lane, 0, 0))) {
+    }
+  }
+
+  __device__ __forceinline__ void settle(const unsigned* from, int left, int lane) {
     for (;;) {
       bool all = true;
 #pragma unroll
@@ -74,19 +99,21 @@ struct Arrival {
 #pragma unroll
         for (int j = 0; j < ACROSS; ++j)
           if (is_missing(data[i][j])) {
-            data[i][j] = one(from, pitch, rows, warp, lane, i, j);
+            data[i][j] = one(from, left, lane, i, j);
             all = false;
           }
       if (all) break;
     }
   }
 
+  // `to`: of the warp's first row, the lane's chunk
   __device__ __forceinline__ void place(unsigned* to, int stride, int warp, int lane) const {
 #pragma unroll
     for (int i = 0; i < DOWN; ++i)
 #pragma unroll
       for (int j = 0; j < ACROSS; ++j)
-        if (warp + i * WARPS < ROWS && lane + j * 32 < CHUNKS)
-          *(uint4*)(to + (warp + i * WARPS) * stride + (lane + j * 32) * 4) = data[i][j];
+        if ((ROWS % WARPS == 0 || warp + i * WARPS < ROWS) &&
+            (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
+          *(uint4*)(to + i * WARPS * stride + j * 128) = data[i][j];
   }
 };

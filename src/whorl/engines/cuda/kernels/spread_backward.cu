@@ -39,7 +39,8 @@ static_assert(SOURCES * SLICE % 16 == 0 && GATHERED * RECURRENT * SLICE % 16 == 
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, WARPS> Gathered;
+typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
+typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -81,11 +82,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4 resident[MOST(RESIDENT)];
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
-    const int strip = warp * SHARE + i / DEPTHS, column = (place * STRIPS + strip) * 16 + lane / 4 * 2;
+    const int chunk = i / (CHUNK * DEPTHS) * CHUNK, wide = min(CHUNK, SHARE - chunk), within = i - chunk * DEPTHS;
+    const int strip = warp * SHARE + chunk + within % wide, d = within / wide;
+    const int column = (place * STRIPS + strip) * 16 + lane / 4 * 2;
     uint4 word = {0, 0, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * 2, gate = depth % (RECURRENT * SLICE) / SLICE;
+      const int depth = (d * 8 + lane % 4 + 4 * half) * 2, gate = depth % (RECURRENT * SLICE) / SLICE;
       const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
       const Element* const at = weights + ((long long)gate * UNITS + own) * UNITS + column;
       const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
@@ -95,10 +98,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (half == 0) word.x = even, word.y = odd;
       if (half == 1) word.z = even, word.w = odd;
     }
-    if (i < RESIDENT)
-      resident[i < RESIDENT ? i : 0] = word;
+    if (Weights::streamed(i))
+      streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
     else
-      streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
+      resident[Weights::resident(i)] = word;
   }
 
   const long long width = a.directions * UNITS, state_stride = a.time * batch * UNITS;
@@ -106,30 +109,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long row_step = reverse ? batch : -batch, begin = reverse ? 0 : (a.time - 1) * batch;
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
   const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
+  const int own_left = own_row < PASS ? batch - row0 - own_row : 0, left = batch - row0 - warp;
   const auto is_row = [&](int sub, int j) {
-    const int row = own_row + j * PASS;
-    return own_row < PASS && row0 + sub * ROWS + row < batch && (ROWS % PASS == 0 || row < ROWS);
+    return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
   const auto start_of = [&](int sub, int j) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
   };
-  long long row_at = begin + row0 + own_row;  // in tensors [time, batch]
+  const long long row_first = begin + row0 + own_row;  // in tensors [time, batch]
+  const Gate* gates_at = a.gates[direction] + row_first * GATES * UNITS + unit;
+  const Gate* apart_at = a.apart[direction] + row_first * APART * UNITS + unit;
+  const float* states_at = a.states[direction] + row_first * UNITS + unit;
+  const Element* y_at = a.y + row_first * width + direction * UNITS + unit;
+  const Element* y_gradient_at = a.y_gradient + row_first * width + direction * UNITS + unit;
+  Element* gate_gradients_at = a.gate_gradients[direction] + row_first * GATES * UNITS + unit;
+  Element* apart_gradients_at = a.apart_gradients[direction] + row_first * APART * UNITS + unit;
 
   float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
   Item item[SUBS][OWN];
-  // what is read at the step that `row_at` has come to; `last`: nothing came before it
+  // what is read at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int sub, int j, bool last) {
     const bool first = has_first && is_row(sub, j), second = first && has_second;
-    const long long row = row_at + sub * ROWS + j * PASS;
+    const int further = sub * ROWS + j * PASS;
     Item& into = item[sub][j];
 #pragma unroll
     for (int g = 0; g < GATES; ++g)
-      into.gates[g] = load_gates(a.gates[direction] + (row * GATES + g) * UNITS + unit, first, second);
+      into.gates[g] = load_gates(gates_at + (further * GATES + g) * UNITS, first, second);
 #pragma unroll
     for (int i = 0; i < APART; ++i)
-      into.apart[i] = load_gates(a.apart[direction] + (row * APART + i) * UNITS + unit, first, second);
-    const long long output = row * width + direction * UNITS + unit;
-    into.y_gradient = load_pair(a.y_gradient + output, first && has_output_gradient, second && has_output_gradient);
+      into.apart[i] = load_gates(apart_at + (further * APART + i) * UNITS, first, second);
+    into.y_gradient =
+        load_pair(y_gradient_at + further * width, first && has_output_gradient, second && has_output_gradient);
     if (last) {
       const bool given = a.initial[0] != nullptr;
       into.before = load_pair(a.initial[0] + start_of(sub, j), first && given, second && given);
@@ -137,11 +147,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int s = 1; s < STATES; ++s)
         into.states[s - 1] = wide_pair(load_pair(a.initial[s] + start_of(sub, j), first && given, second && given));
     } else {
-      into.before = load_pair(a.y + output + row_step * width, first, second);
+      into.before = load_pair(y_at + (further + row_step) * width, first, second);
 #pragma unroll
       for (int s = 1; s < STATES; ++s)
-        into.states[s - 1] = load_wide_pair(
-            a.states[direction] + (s - 1) * state_stride + (row + row_step) * UNITS + unit, first, second);
+        into.states[s - 1] =
+            load_wide_pair(states_at + (s - 1) * state_stride + (further + row_step) * UNITS, first, second);
     }
   };
 #pragma unroll
@@ -167,14 +177,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // where things lie in L2
   const long long buffer = (long long)batch * PITCH, plane = (long long)batch * SUM_PITCH;
   unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
-  unsigned* const all_sums = a.ring + (GATHERED > 1 ? a.directions * RING * buffer : 0) +
+  unsigned* const sums_at = a.ring + (GATHERED > 1 ? a.directions * RING * buffer : 0) +
                              direction * 2 * SOURCES * plane + (long long)row0 * SUM_PITCH;
-  unsigned* const given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair;
-  const unsigned* const gathered = ring + warp * (long long)PITCH + source * CHUNKS * 4 + lane * 4;
-  const unsigned* const arriving = all_sums + own_row * (long long)SUM_PITCH + unit;
+  unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair;
+  const unsigned* gathered = ring + warp * (long long)PITCH + source * CHUNKS * 4 + lane * 4;
+  long long ring_at = 0;
+  const unsigned* arriving = sums_at + own_row * (long long)SUM_PITCH + unit;
+  unsigned* putting = sums_at + source * plane + lane % 4 * 2 * (long long)SUM_PITCH +
+                            (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
+  const int putting_left = batch - row0 - lane % 4 * 2;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
+  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4;
+  keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
+  keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
   const bool comes_round = GATHERED > 1 && time > RING;
-  const auto place_in_ring = [&](int t, int sub) { return t % RING * buffer + (long long)sub * ROWS * PITCH; };
-  const auto rows_of = [&](int sub) { return min(ROWS, batch - row0 - sub * ROWS); };
   Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
@@ -184,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int j = 0; j < OWN; ++j) {
       if (!has_first || !is_row(sub, j)) continue;
       const unsigned* const from =
-          arriving + ((t - 1) % 2 * SOURCES) * plane + (long long)(sub * ROWS + j * PASS) * SUM_PITCH;
+          arriving + (t % 2 ? 0 : SOURCES * plane) + (sub * ROWS + j * PASS) * SUM_PITCH;
       constexpr int TOGETHER = SOURCES < 16 ? SOURCES : 16;
 #pragma unroll
       for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
@@ -256,31 +272,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int g = 0; g < RECURRENT; ++g) {
         const unsigned word = narrow_pair(dr[0][g], dr[1][g]);
         if constexpr (GATHERED > 1) {
-          if (row_there) put(given + place_in_ring(t, sub) + j * PASS * PITCH + g * PAIRS, something(word));
+          if (row_there) put(given + ring_at + (sub * ROWS + j * PASS) * PITCH + g * PAIRS, something(word));
         } else if (ROWS % PASS == 0 || own_row + j * PASS < ROWS) {
           gradients[(t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + g * PAIRS + pair] = word;
         }
       }
-      const long long row = row_at + sub * ROWS + j * PASS;
+      const int further = sub * ROWS + j * PASS;
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
-        store_pair(a.gate_gradients[direction] + (row * GATES + g) * UNITS + unit, dx[0][g], dx[1][g], first, second);
+        store_pair(gate_gradients_at + (further * GATES + g) * UNITS, dx[0][g], dx[1][g], first, second);
 #pragma unroll
       for (int i = 0; i < APART; ++i)
-        store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit, dr[0][apart(i)], dr[1][apart(i)],
-                   first, second);
+        store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], first, second);
       if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
 #pragma unroll
         for (int back = 0; back < PERIOD; ++back)
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
-            put(given + place_in_ring(t - 2 * PERIOD + back, sub) + j * PASS * PITCH + g * PAIRS, NOTHING);
+            put(given + (t - 2 * PERIOD + back) % RING * buffer + further * PITCH + g * PAIRS, NOTHING);
     }
   };
 
   const auto product = [&](int t, int sub) {
-    const unsigned columns = shared_address(gradients) + (t * SUBS + sub) % 2 * GRADIENT_WORDS * 4 +
-                             ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
+    const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
     const unsigned phase = t / 2 % 2;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
@@ -300,9 +314,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
               if (i0 + c < SHARE) {
-                const int i = (i0 + c) * DEPTHS + d + half;
-                const uint4 weight = i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                  : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane];
+                const int i = i0 * DEPTHS + (d + half) * min(CHUNK, SHARE - i0) + c;
+                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                          : resident[Weights::resident(i)];
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
                   multiply(sums[half % CHAINS][c][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
@@ -316,12 +330,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int n = 0; n < TILES; ++n) {
           float(&sum)[4] = sums[0][c][n];
           if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][c][n]);
-          const int row = n * 8 + lane % 4 * 2;
-          unsigned* const at =
-              all_sums + (t % 2 * SOURCES + source) * plane + (long long)(sub * ROWS + row) * SUM_PITCH + to;
+          unsigned* const at = putting + (t % 2 ? SOURCES * plane : 0) + (sub * ROWS + n * 8) * SUM_PITCH +
+                               (i0 + c) * 16;
           const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
-          if (to < UNITS && row < rows_of(sub)) put_pair(at, word(0), word(2));
-          if (to < UNITS && row + 1 < rows_of(sub)) put_pair(at + SUM_PITCH, word(1), word(3));
+          if (to < UNITS && putting_left > sub * ROWS + n * 8) put_pair(at, word(0), word(2));
+          if (to < UNITS && putting_left > sub * ROWS + n * 8 + 1) put_pair(at + SUM_PITCH, word(1), word(3));
         }
       }
     }
@@ -339,40 +352,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         product(t, sub);
       }
     }
-    if (GATHERED > 1 && goes_on)
-      arrival.look_at(gathered + place_in_ring(t, 0), PITCH, rows_of(0), warp, lane);
-    if (t + 1 < time) {
-      row_at += row_step;
+    // Loads answer in order: what the next step reads would keep the gradients waiting if it were asked for before.
+    const auto read_on = [&]() {
+      if (t + 1 == time) return;
+      gates_at += row_step * GATES * UNITS;
+      apart_at += row_step * APART * UNITS;
+      states_at += row_step * UNITS;
+      y_at += row_step * width;
+      y_gradient_at += row_step * width;
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub)
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           load(sub, j, t + 2 == time);
           if (t + 1 + AHEAD < time && has_first && is_row(sub, j)) {
-            const long long row = row_at + AHEAD * row_step + sub * ROWS + j * PASS;
+            const int further = sub * ROWS + j * PASS;
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(a.gates[direction] + (row * GATES + g) * UNITS + unit);
+            for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
 #pragma unroll
-            for (int i = 0; i < APART; ++i) prefetch(a.apart[direction] + (row * APART + i) * UNITS + unit);
-            if (has_output_gradient) prefetch(a.y_gradient + row * width + direction * UNITS + unit);
-            prefetch(a.y + row * width + direction * UNITS + unit);
+            for (int i = 0; i < APART; ++i) prefetch(apart_at + AHEAD * row_step * APART * UNITS + (further * APART + i) * UNITS);
+            if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
+            prefetch(y_at + (AHEAD * row_step + further) * width);
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
-              prefetch(a.states[direction] + (s - 1) * state_stride + row * UNITS + unit);
+              prefetch(states_at + (s - 1) * state_stride + (AHEAD * row_step + further) * UNITS);
           }
         }
-    }
+    };
     if (GATHERED > 1 && goes_on) {
+      if (!Gathered::PROBED || SUBS > 1) arrival.look_at(gathered + ring_at, left, lane);
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
-        arrival.settle(gathered + place_in_ring(t, sub), PITCH, rows_of(sub), warp, lane);
-        arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS, STRIDE, warp, lane);
+        const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
+        if (Gathered::PROBED && SUBS == 1) {
+          arrival.probe(from, left, lane);
+          arrival.look_at(from, left, lane);
+        }
+        arrival.settle(from, left - sub * ROWS, lane);
+        arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at, STRIDE, warp, lane);
         if (sub + 1 < SUBS)
-          arrival.look_at(gathered + place_in_ring(t, sub + 1), PITCH, rows_of(sub + 1), warp, lane);
+          arrival.look_at(from + ROWS * PITCH, left - (sub + 1) * ROWS, lane);
+        else
+          read_on();
         __syncthreads();
         product(t, sub);
       }
+    } else {
+      read_on();
     }
+    gate_gradients_at += row_step * GATES * UNITS;
+    apart_gradients_at += row_step * APART * UNITS;
+    ring_at = (t + 1) % RING == 0 ? 0 : ring_at + buffer;
     if (comes_round && t % PERIOD == 0) fence();
   }
 

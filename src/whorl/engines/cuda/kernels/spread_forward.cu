@@ -33,7 +33,8 @@ constexpr int CHUNKS = (UNITS + 7) / 8, PITCH = CHUNKS * 4;  // of a sequence in
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS) == SHARED, "tiling and kernel disagree");
 static_assert(WORDS * 2 >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
-typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2, WARPS> States;
+typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2, PITCH, WARPS> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x; where saved, x + r
@@ -86,19 +87,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                         load_pair(at + UNITS + column, second && column < UNITS, second && column + 1 < UNITS),
                         load_pair(at + next, first && next < UNITS, first && next + 1 < UNITS),
                         load_pair(at + UNITS + next, second && next < UNITS, second && next + 1 < UNITS)};
-    if (i < RESIDENT)
-      resident[i < RESIDENT ? i : 0] = word;
+    if (Weights::streamed(i))
+      streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
     else
-      streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
+      resident[Weights::resident(i)] = word;
   }
   for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
   __syncthreads();
 
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
   const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
+  const int own_left = has_first ? batch - row0 - own_row : 0, left = batch - row0 - warp;
   const auto is_there = [&](int sub, int j) {
-    const int row = own_row + j * PASS;
-    return has_first && row0 + sub * ROWS + row < batch && (ROWS % PASS == 0 || row < ROWS);
+    return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
   float bias[RECURRENT][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
 #pragma unroll
@@ -127,38 +128,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const long long width = a.directions * UNITS, state_stride = a.time * batch * UNITS;
   const long long row_step = direction == 0 ? batch : -batch, begin = direction == 0 ? 0 : (a.time - 1) * batch;
+  const long long first = begin + row0 + own_row;  // in tensors of [time, batch]
+  Gate* gates_at = a.gates[direction] + first * GATES * UNITS + unit;
+  Element* y_at = a.y + first * width + direction * UNITS + unit;
+  Gate* apart_at = a.apart[direction] + first * APART * UNITS + unit;
+  float* states_at = a.states[direction] + first * UNITS + unit;
+
+  // the ring: what this thread reads and writes; the places of the step before, which is read, and of this step
   const long long buffer = (long long)batch * PITCH;
   unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
-  const unsigned* const seen = ring + warp * (long long)PITCH + lane * 4;            // of what this thread reads
-  unsigned* const sent = ring + own_row * (long long)PITCH + unit / 2;               // and writes
-  long long row_at = begin + row0 + own_row;  // in tensors of [time, batch]
+  const unsigned *first_seen = ring + (long long)warp * PITCH + lane * 4, *seen = first_seen;
+  unsigned* sent = ring + (long long)own_row * PITCH + unit / 2;
+  long long sent_at = 0;
   const bool comes_round = time > RING;
   States arrival;
-  const auto place_in_ring = [&](int t, int sub) { return t % RING * buffer + (long long)sub * ROWS * PITCH; };
-  const auto rows_of = [&](int sub) { return min(ROWS, batch - row0 - sub * ROWS); };
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
+  int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
+  int partial_from = own_row * SUM_STRIDE + pair * 4;
+  keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
+  keep(weights_at), keep(arrived_at), keep(partial_to), keep(partial_from);
+  const long long ahead = AHEAD * row_step * GATES * UNITS;
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
 
   for (int t = 0; t < time; ++t) {
+    const unsigned* const seen_next = first_seen + sent_at;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
-      GatePair x[OWN][GATES];
-      const long long row_of_sub = row_at + sub * ROWS;
-#pragma unroll
-      for (int j = 0; j < OWN; ++j)
-#pragma unroll
-        for (int g = 0; g < GATES; ++g)
-          x[j][g] = load_gates(a.gates[direction] + ((row_of_sub + j * PASS) * GATES + g) * UNITS + unit,
-                               is_there(sub, j), is_there(sub, j) && has_second);
       if (t > 0) {
-        arrival.settle(seen + place_in_ring(t - 1, sub), PITCH, rows_of(sub), warp, lane);
-        arrival.place(states, STRIDE, warp, lane);
+        if (SUBS == 1 && States::PROBED) {
+          arrival.probe(seen, left, lane);
+          arrival.look_at(seen, left, lane);
+        }
+        arrival.settle(seen + sub * ROWS * PITCH, left - sub * ROWS, lane);
+        arrival.place(states + arrived_at, STRIDE, warp, lane);
       } else if (a.initial[0] != nullptr) {
         const Element* const initial = a.initial[0] + ((long long)direction * batch + row0 + sub * ROWS) * UNITS;
         for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
           const int row = i / PITCH, column = i % PITCH * 2;
-          const bool there = row < rows_of(sub) && column < UNITS;
+          const bool there = row0 + sub * ROWS + row < batch && column < UNITS;
           states[row * STRIDE + i % PITCH] =
               load_pair(initial + (long long)row * UNITS + column, there, there && column + 1 < UNITS);
+        }
+      }
+      // Loads answer in order: these would keep the states waiting if they were asked for before.
+      GatePair x[OWN][GATES];
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const Gate *const at = gates_at + (sub * ROWS + j * PASS) * GATES * UNITS, *const far = at + ahead;
+        const bool first = is_there(sub, j), second = first && has_second;
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) {
+          x[j][g] = load_gates(at + g * UNITS, first, second);
+          if (t + AHEAD < time && first) prefetch(far + g * UNITS);
         }
       }
       __syncthreads();
@@ -179,8 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
               for (int s = 0; s < SHARE; ++s) {
                 const int i = (d + half) * SHARE + s;
-                const uint4 weight = i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                  : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane];
+                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                          : resident[Weights::resident(i)];
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
                   multiply(sums[half % CHAINS][s][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
@@ -191,8 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (STRIPS % GROUPS != 0 && group * SHARE + s >= STRIPS) break;
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {
-            float* const to = partial + (split * ROWS + n * 8 + lane % 4 * 2) * SUM_STRIDE +
-                              (group * SHARE + s) * 16 + lane / 4 * 2;
+            float* const to = partial + partial_to + n * 8 * SUM_STRIDE + s * 16;
             float(&sum)[4] = sums[0][s][n];
             if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][s][n]);
             *(float2*)to = {sum[0], sum[2]};
@@ -201,31 +221,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
       if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
-        const int next = sub + 1 < SUBS ? sub + 1 : 0;
-        arrival.look_at(seen + place_in_ring(sub + 1 < SUBS ? t - 1 : t, next), PITCH, rows_of(next), warp, lane);
+        const int next = sub + 1 < SUBS ? (sub + 1) * ROWS : 0;
+        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + next * PITCH, left - next, lane);
       }
       __syncthreads();
 
-      float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES];
+      float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES] = {};
       if (own_row < PASS) {
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
-          const int row = ROWS % PASS == 0 ? own_row + j * PASS : min(own_row + j * PASS, ROWS - 1);
+          if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) r[j][0][g] = bias[g][0], r[j][1][g] = bias[g][1];
 #pragma unroll
           for (int s = 0; s < SPLITS; ++s) {
-            const float* const part = partial + (s * ROWS + row) * SUM_STRIDE;
+            const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
 #pragma unroll
             for (int g = 0; g < RECURRENT; g += 2) {
               if (g + 1 < RECURRENT) {
-                const float4 two = *(const float4*)(part + g * SLICE + pair * 4);
+                const float4 two = *(const float4*)(part + g * SLICE);
                 r[j][0][g] += two.x;
                 r[j][1][g] += two.y;
                 r[j][0][g + 1 < RECURRENT ? g + 1 : g] += two.z;
                 r[j][1][g + 1 < RECURRENT ? g + 1 : g] += two.w;
               } else {
-                const float2 one = *(const float2*)(part + g * SLICE + pair * 2);
+                const float2 one = *(const float2*)(part + g * SLICE - pair * 2);
                 r[j][0][g] += one.x;
                 r[j][1][g] += one.y;
               }
@@ -249,36 +269,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int s = 0; s < STATES; ++s) state[sub][j][s][u] = after[j][u][s];
           }
           if (t + 1 < time && is_there(sub, j))
-            put(sent + place_in_ring(t, sub) + j * PASS * PITCH,
+            put(sent + sent_at + (sub * ROWS + j * PASS) * PITCH,
                 something(narrow_pair(after[j][0][0], has_second ? after[j][1][0] : 0.f)));
         }
       }
-      if (SUBS == 1 && t + 1 < time) arrival.look_at(seen + place_in_ring(t, 0), PITCH, rows_of(0), warp, lane);
+      if (SUBS == 1 && !States::PROBED && t + 1 < time) arrival.look_at(seen_next, left, lane);
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
         const bool first = is_there(sub, j), second = first && has_second;
-        const long long row = row_of_sub + j * PASS;
-        Gate* const gates_at = a.gates[direction] + row * GATES * UNITS + unit;
-        if (t + AHEAD < time && first) {
-#pragma unroll
-          for (int g = 0; g < GATES; ++g) prefetch(gates_at + (AHEAD * row_step * GATES + g) * UNITS);
-        }
-        store_pair(a.y + row * width + direction * UNITS + unit, after[j][0][0], after[j][1][0], first, second);
+        const int further = sub * ROWS + j * PASS;
+        store_pair(y_at + further * width, after[j][0][0], after[j][1][0], first, second);
         if constexpr (SAVED) {
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
             if (sum_of(g) >= 0)
-              store_gates(gates_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
-                         first, second);
+              store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g] + r[j][0][sum_of(g)],
+                         given[j][1][g] + r[j][1][sum_of(g)], first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
-            store_gates(a.apart[direction] + (row * APART + i) * UNITS + unit, r[j][0][apart(i)], r[j][1][apart(i)],
-                       first, second);
+            store_gates(apart_at + (further * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first, second);
 #pragma unroll
           for (int s = 1; s < STATES; ++s)
-            store_wide_pair(a.states[direction] + (s - 1) * state_stride + row * UNITS + unit, after[j][0][s],
-                            after[j][1][s], first, second);
+            store_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, after[j][0][s], after[j][1][s], first,
+                            second);
         }
         if (t + 1 == time) {
           const long long end = ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
@@ -289,11 +303,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && first) {  // everyone has read these
 #pragma unroll
           for (int back = 0; back < PERIOD; ++back)
-            put(sent + place_in_ring(t - 2 * PERIOD + back, sub) + j * PASS * PITCH, NOTHING);
+            put(sent + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH, NOTHING);
         }
       }
     }
     if (comes_round && t % PERIOD == 0) fence();
-    row_at += row_step;
+    gates_at += row_step * GATES * UNITS;
+    y_at += row_step * width;
+    apart_at += row_step * APART * UNITS;
+    states_at += row_step * UNITS;
+    seen = seen_next;
+    sent_at = (t + 1) % RING == 0 ? 0 : sent_at + buffer;
   }
 }
