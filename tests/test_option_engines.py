@@ -16,7 +16,7 @@ from whorl.problem import Device
 BOTH = {"num_layers": 2, "bidirectional": True}
 X = torch.randn(4, 3, 2)
 FLAGS = torch.ones(4, 3, dtype=torch.bool)
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 TITLES = {"cudnn": "cuDNN", "onednn": "oneDNN"}
 ADDITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recurrent dropout": ({"recurrent_dropout": 0.3}, {}),

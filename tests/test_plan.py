@@ -38,7 +38,7 @@ LSTM = Form(cell=library.lstm.graph, inputs=5, units=7, layers=2)
 GRU = replace(LSTM, cell=library.gru.graph)
 RNN = replace(LSTM, cell=library.rnn_tanh.graph)
 CPU = Device("cpu", "cpu", library=1, half=True, bfloat16=True, compiler="g++")
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 T4 = replace(H200, name="Tesla T4", capability=(7, 5), bfloat16=False)
 PLAIN = Problem(LSTM, CPU, torch.float32, time=6, batch=3, gradient=True)
 HALF = replace(PLAIN, device=H200, dtype=torch.bfloat16)
@@ -71,8 +71,8 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
-        {"form": replace(LSTM, units=1024)},
-        "1024 units of lstm in bfloat16 do not fit one cluster, at most 768 do",
+        {"form": replace(LSTM, units=2300)},
+        "2300 units of lstm in bfloat16 do not fit the 132 multiprocessors, at most 2112 do",
     ),
     ("cudnn", {"device": CPU}, "the tensors are on cpu, cuDNN runs on cuda"),
     ("cudnn", {"device": replace(H200, library=0)}, "this torch has no cuDNN, or torch.backends.cudnn is switched off"),

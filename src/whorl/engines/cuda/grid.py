@@ -2,9 +2,8 @@
 
 from functools import lru_cache
 
-from torch import Tensor
-
 import torch
+from torch import Tensor
 
 from whorl.engines.cuda import spreading, tiling
 from whorl.engines.cuda.launch import Kernel

@@ -91,8 +91,7 @@ class Layers:
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
             to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             sums = [
-                x.new_empty(self.back.sums, summed * units, dtype=torch.float32) if summed else None
-                for _ in weights
+                x.new_empty(self.back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights
             ]
             out = _plain(out)
             self.back(

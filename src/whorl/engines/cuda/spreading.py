@@ -35,7 +35,7 @@ class Spread:
     """Operands of 16 x 16 weights that stay in registers, of each warp."""
     shared: int
     groups: int = 0
-    """Forward: groups of warps that own different strips of 16 rows of the product; warps of a group share its depth."""
+    """Forward: groups of warps, each with strips of 16 rows of the product of its own; its warps share the depth."""
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
     chunk: int = 0
@@ -76,7 +76,7 @@ def forward(
     pair = size.gate // 2  # registers of two neighbours
     product = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(product, arriving + (after if subs > 1 else 0), after) + own * size.gates * pair
+    live = max(product, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + _FORWARD_EXTRA
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
@@ -103,7 +103,7 @@ def backward(
     item = (size.gates + size.apart) * pair + 2 + 2 * (size.states - 1)
     arriving = 4 * -(-rows // warps) * -(-gathered * size.recurrent * units // 256) if gathered > 1 else 0
     product = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + arriving
-    before = max(2 * min(sources, 16), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
+    before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(product, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + _BACKWARD_EXTRA
     fits = (registers(warps) - live) // 4
@@ -127,7 +127,9 @@ def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> i
 
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     """Every tile of a kind ("forward" or "backward") that fits the chip, of those worth a look."""
-    least = -(-size.units // chip.multiprocessors)
+    least = -(-size.units // max(1, chip.multiprocessors))
+    if least > 64:  # more than any block holds
+        return
     slices = sorted({max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)})
     for units in slices:
         for tiles, subs in _SHAPES:

@@ -8,6 +8,7 @@
 
 constexpr unsigned NOTHING = 0xffffffffu;
 constexpr int PROBE = 4;  // chunks of 16 bytes that a thread looks at before it knows that any is there
+constexpr unsigned DELAY = 0, GAP = 0, DELAY_SUMS = 0, DELAY_GATES = 0;
 constexpr int PERIOD = 8, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
 
 __device__ __forceinline__ uint4 look(const unsigned* at) {
@@ -29,6 +30,13 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(first), "r"(second));
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Who looks too early keeps others' words from arriving: a line that is looked at must be fetched anew.
+__device__ __forceinline__ void pause(unsigned cycles) {
+  const unsigned begin = clock();
+  while (clock() - begin < cycles) {
+  }
+}
 
 __device__ __forceinline__ bool is_missing(const uint4& words) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
@@ -103,6 +111,7 @@ struct Arrival {
             all = false;
           }
       if (all) break;
+      if (GAP) pause(GAP);
     }
   }
 

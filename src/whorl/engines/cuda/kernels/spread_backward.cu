@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (!has_first || !is_row(sub, j)) continue;
       const unsigned* const from =
           arriving + (t % 2 ? 0 : SOURCES * plane) + (sub * ROWS + j * PASS) * SUM_PITCH;
-      constexpr int TOGETHER = SOURCES < 16 ? SOURCES : 16;
+      constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
 #pragma unroll
       for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
         uint2 words[TOGETHER];
@@ -293,15 +293,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   };
 
+  // Loads answer in order: what the next step reads would keep the gradients waiting if it were asked for before.
+  const auto read_on = [&](int t) {
+    if (t + 1 == time) return;
+    gates_at += row_step * GATES * UNITS;
+    apart_at += row_step * APART * UNITS;
+    states_at += row_step * UNITS;
+    y_at += row_step * width;
+    y_gradient_at += row_step * width;
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        load(sub, j, t + 2 == time);
+        if (t + 1 + AHEAD < time && has_first && is_row(sub, j)) {
+          const int further = sub * ROWS + j * PASS;
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
+#pragma unroll
+          for (int i = 0; i < APART; ++i) prefetch(apart_at + AHEAD * row_step * APART * UNITS + (further * APART + i) * UNITS);
+          if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
+          prefetch(y_at + (AHEAD * row_step + further) * width);
+#pragma unroll
+          for (int s = 1; s < STATES; ++s)
+            prefetch(states_at + (s - 1) * state_stride + (AHEAD * row_step + further) * UNITS);
+        }
+      }
+  };
+
   const auto product = [&](int t, int sub) {
+    if (warp * SHARE >= STRIPS) {  // the same for the whole warp
+      if (sub + 1 == SUBS) read_on(t);
+      return;
+    }
     const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
     const unsigned phase = t / 2 % 2;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
       float sums[CHAINS][CHUNK][TILES][4] = {};
-      if (warp * SHARE + i0 >= STRIPS) break;  // the same for the whole warp
+      if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 2) {
+        if (sub + 1 == SUBS && i0 == 0 && d == DEPTHS / 4 / 2 * 2) read_on(t);
         uint4 b[TILES];
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -345,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
+      if (SUBS == 1 && DELAY_SUMS && t > 0) pause(DELAY_SUMS);
       if (t > 0) arrive(t, sub);
       compute(t, sub);
       if (GATHERED == 1 && goes_on) {
@@ -352,34 +386,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         product(t, sub);
       }
     }
-    // Loads answer in order: what the next step reads would keep the gradients waiting if it were asked for before.
-    const auto read_on = [&]() {
-      if (t + 1 == time) return;
-      gates_at += row_step * GATES * UNITS;
-      apart_at += row_step * APART * UNITS;
-      states_at += row_step * UNITS;
-      y_at += row_step * width;
-      y_gradient_at += row_step * width;
-#pragma unroll
-      for (int sub = 0; sub < SUBS; ++sub)
-#pragma unroll
-        for (int j = 0; j < OWN; ++j) {
-          load(sub, j, t + 2 == time);
-          if (t + 1 + AHEAD < time && has_first && is_row(sub, j)) {
-            const int further = sub * ROWS + j * PASS;
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
-#pragma unroll
-            for (int i = 0; i < APART; ++i) prefetch(apart_at + AHEAD * row_step * APART * UNITS + (further * APART + i) * UNITS);
-            if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
-            prefetch(y_at + (AHEAD * row_step + further) * width);
-#pragma unroll
-            for (int s = 1; s < STATES; ++s)
-              prefetch(states_at + (s - 1) * state_stride + (AHEAD * row_step + further) * UNITS);
-          }
-        }
-    };
     if (GATHERED > 1 && goes_on) {
+      if (SUBS == 1 && DELAY_GATES) pause(DELAY_GATES);
       if (!Gathered::PROBED || SUBS > 1) arrival.look_at(gathered + ring_at, left, lane);
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
@@ -390,15 +398,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
         arrival.settle(from, left - sub * ROWS, lane);
         arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at, STRIDE, warp, lane);
-        if (sub + 1 < SUBS)
-          arrival.look_at(from + ROWS * PITCH, left - (sub + 1) * ROWS, lane);
-        else
-          read_on();
+        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, left - (sub + 1) * ROWS, lane);
         __syncthreads();
         product(t, sub);
       }
-    } else {
-      read_on();
     }
     gate_gradients_at += row_step * GATES * UNITS;
     apart_gradients_at += row_step * APART * UNITS;

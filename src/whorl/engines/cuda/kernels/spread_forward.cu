@@ -150,6 +150,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long ahead = AHEAD * row_step * GATES * UNITS;
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
 
+  // x of a part at step t, whose place is given
+  GatePair x[SUBS][OWN][GATES];
+  const auto read = [&](int sub, int t, const Gate* place, GatePair(&into)[OWN][GATES]) {
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const Gate *const at = place + (sub * ROWS + j * PASS) * GATES * UNITS, *const far = at + ahead;
+      const bool first = is_there(sub, j), second = first && has_second;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) {
+        into[j][g] = load_gates(at + g * UNITS, first, second);
+        if (t + AHEAD < time && first) prefetch(far + g * UNITS);
+      }
+    }
+  };
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub) read(sub, 0, gates_at, x[sub]);
   for (int t = 0; t < time; ++t) {
     const unsigned* const seen_next = first_seen + sent_at;
 #pragma unroll
@@ -170,24 +186,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               load_pair(initial + (long long)row * UNITS + column, there, there && column + 1 < UNITS);
         }
       }
-      // Loads answer in order: these would keep the states waiting if they were asked for before.
-      GatePair x[OWN][GATES];
-#pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        const Gate *const at = gates_at + (sub * ROWS + j * PASS) * GATES * UNITS, *const far = at + ahead;
-        const bool first = is_there(sub, j), second = first && has_second;
-#pragma unroll
-        for (int g = 0; g < GATES; ++g) {
-          x[j][g] = load_gates(at + g * UNITS, first, second);
-          if (t + AHEAD < time && first) prefetch(far + g * UNITS);
-        }
-      }
       __syncthreads();
 
+      GatePair next[OWN][GATES];
       {
         float sums[CHAINS][SHARE][TILES][4] = {};
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
+          if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
           uint4 b[TILES];
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {
@@ -253,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
-            const float2 value = wide_gates(x[j][g]);
+            const float2 value = wide_gates(x[sub][j][g]);
             given[j][0][g] = value.x;
             given[j][1][g] = value.y;
           }
@@ -273,10 +279,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 something(narrow_pair(after[j][0][0], has_second ? after[j][1][0] : 0.f)));
         }
       }
-      if (SUBS == 1 && !States::PROBED && t + 1 < time) arrival.look_at(seen_next, left, lane);
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
+        if (t + 1 < time)
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) x[sub][j][g] = next[j][g];
         const bool first = is_there(sub, j), second = first && has_second;
         const int further = sub * ROWS + j * PASS;
         store_pair(y_at + further * width, after[j][0][0], after[j][1][0], first, second);
@@ -307,6 +315,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
+    if (SUBS == 1 && DELAY) pause(DELAY);
+    if (SUBS == 1 && !States::PROBED && t + 1 < time) arrival.look_at(seen_next, left, lane);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
