@@ -12,15 +12,19 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
 @lru_cache(maxsize=1024)
-def fits(size: Size, chip: Chip, kind: str) -> bool:
-    """Whether any tile of a kind ("forward" or "backward") fits, of a cluster or of blocks that exchange through L2."""
-    return tiling.fits(size, chip, kind) or spreading.fits(size, chip, kind)
+def fits(size: Size, chip: Chip, kind: str, plain: bool) -> bool:
+    """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
+    return tiling.fits(size, chip, kind) or (plain and spreading.fits(size, chip, kind))
 
 
-def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
-    """The tile of a kind: of a cluster where one holds the weights, else of blocks that exchange through L2."""
+def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str, plain: bool) -> Tile | Spread | None:
+    """The tile of a kind: of a cluster where one holds the weights, else of blocks that exchange through L2.
+
+    Args:
+        plain: without options, which the latter do not take.
+    """
     tile = tiling.choose(size, chip, batch, directions, kind)
-    return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
+    return spreading.choose(size, chip, batch, directions, kind) if tile is None and plain else tile
 
 
 class Grid:
@@ -47,18 +51,18 @@ class Grid:
         """Rows of the sums over the batch that backward leaves."""
         return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.tiles
 
-    def space(self, like: Tensor, layers: int) -> Tensor | None:
-        """What the blocks of each layer's launches exchange through, ready for use."""
-        return like.new_full((layers, self.words), -1, dtype=torch.int32) if self.words else None
+    def __call__(self, stream: int, like: Tensor, *values: int | float) -> None:
+        """Launch with the fields of the kernel's argument that do not depend on the launch.
 
-    def __call__(self, stream: int, space: Tensor | None, layer: int, *values: int) -> None:
-        """Launch with the fields of the kernel's argument that do not depend on the launch."""
+        Args:
+            like: a tensor on the device.
+        """
         tile, kernel = self.tile, self.kernel
-        if space is None or not isinstance(tile, Spread):
+        if not isinstance(tile, Spread):
             kernel(stream, self.parts * tile.cluster, self.directions, *values)
             return
-        address = space.data_ptr() + 4 * layer * self.words
+        space = like.new_full((self.words,), -1, dtype=torch.int32)  # nothing has come yet
         for direction in range(0, self.directions, self.beside):
             for part in range(0, self.parts, self.each):
-                blocks = min(self.each, self.parts - part) * tile.blocks
-                kernel(stream, blocks, self.beside, *values, address, part * tile.rows, direction, self.directions)
+                blocks, row = min(self.each, self.parts - part) * tile.blocks, part * tile.rows
+                kernel(stream, blocks, self.beside, *values, space.data_ptr(), row, direction, self.directions)

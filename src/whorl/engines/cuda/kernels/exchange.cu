@@ -7,8 +7,6 @@
 // each time that a buffer comes round: they need no clearing and no fence.  Both are filled with ones before a launch.
 
 constexpr unsigned NOTHING = 0xffffffffu;
-constexpr int PROBE = 4;  // chunks of 16 bytes that a thread looks at before it knows that any is there
-constexpr unsigned DELAY = 0, GAP = 0, DELAY_SUMS = 0, DELAY_GATES = 0;
 constexpr int PERIOD = 8, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
 
 __device__ __forceinline__ uint4 look(const unsigned* at) {
@@ -30,13 +28,6 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(first), "r"(second));
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-// Who looks too early keeps others' words from arriving: a line that is looked at must be fetched anew.
-__device__ __forceinline__ void pause(unsigned cycles) {
-  const unsigned begin = clock();
-  while (clock() - begin < cycles) {
-  }
-}
 
 __device__ __forceinline__ bool is_missing(const uint4& words) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
@@ -72,7 +63,6 @@ template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS>
 struct Arrival {
   static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
-  static constexpr bool PROBED = ACROSS * DOWN > PROBE;  // too much to look at in vain
   uint4 data[DOWN][ACROSS];
 
   __device__ __forceinline__ uint4 one(const unsigned* from, int left, int lane, int i, int j) const {
@@ -94,11 +84,6 @@ struct Arrival {
       for (int j = 0; j < ACROSS; ++j) data[i][j] = one(from, left, lane, i, j);
   }
 
-  __device__ __forceinline__ void probe(const unsigned* from, int left, int lane) const {
-    while (is_missing(one(from, left, lane, 0, 0))) {
-    }
-  }
-
   __device__ __forceinline__ void settle(const unsigned* from, int left, int lane) {
     for (;;) {
       bool all = true;
@@ -111,7 +96,6 @@ struct Arrival {
             all = false;
           }
       if (all) break;
-      if (GAP) pause(GAP);
     }
   }
 

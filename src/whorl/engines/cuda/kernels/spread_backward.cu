@@ -191,6 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
   keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
   const bool comes_round = GATHERED > 1 && time > RING;
+  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+    return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
+  };
   Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
@@ -253,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         d[0] += half_of(output, u);
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-        step_backward(x, r, before, v, d, dx[u], dr[u], to_s, to_v);
+        step_backward(x, r, before, v, nullptr, d, dx[u], dr[u], to_s, to_v, nullptr);
 #pragma unroll
         for (int s = 0; s < STATES; ++s) carried[sub][j][s][u] = to_s[s];
         const bool there = u == 0 ? first : second;  // a sum never takes what the cell makes of nothing
@@ -378,7 +381,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
-      if (SUBS == 1 && DELAY_SUMS && t > 0) pause(DELAY_SUMS);
       if (t > 0) arrive(t, sub);
       compute(t, sub);
       if (GATHERED == 1 && goes_on) {
@@ -387,18 +389,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
     if (GATHERED > 1 && goes_on) {
-      if (SUBS == 1 && DELAY_GATES) pause(DELAY_GATES);
-      if (!Gathered::PROBED || SUBS > 1) arrival.look_at(gathered + ring_at, left, lane);
+      arrival.look_at(gathered + ring_at, left_of(0), lane);
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-        if (Gathered::PROBED && SUBS == 1) {
-          arrival.probe(from, left, lane);
-          arrival.look_at(from, left, lane);
-        }
-        arrival.settle(from, left - sub * ROWS, lane);
+        arrival.settle(from, left_of(sub), lane);
         arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at, STRIDE, warp, lane);
-        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, left - (sub + 1) * ROWS, lane);
+        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, left_of(sub + 1), lane);
         __syncthreads();
         product(t, sub);
       }

@@ -141,6 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* sent = ring + (long long)own_row * PITCH + unit / 2;
   long long sent_at = 0;
   const bool comes_round = time > RING;
+  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+    return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
+  };
   States arrival;
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
@@ -171,11 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       if (t > 0) {
-        if (SUBS == 1 && States::PROBED) {
-          arrival.probe(seen, left, lane);
-          arrival.look_at(seen, left, lane);
-        }
-        arrival.settle(seen + sub * ROWS * PITCH, left - sub * ROWS, lane);
+        arrival.settle(seen + sub * ROWS * PITCH, left_of(sub), lane);
         arrival.place(states + arrived_at, STRIDE, warp, lane);
       } else if (a.initial[0] != nullptr) {
         const Element* const initial = a.initial[0] + ((long long)direction * batch + row0 + sub * ROWS) * UNITS;
@@ -227,8 +226,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
       if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
-        const int next = sub + 1 < SUBS ? (sub + 1) * ROWS : 0;
-        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + next * PITCH, left - next, lane);
+        const int after = sub + 1 < SUBS ? sub + 1 : 0;
+        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, left_of(after), lane);
       }
       __syncthreads();
 
@@ -270,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
 #pragma unroll
             for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
-            step(given[j][u], r[j][u], before, v, after[j][u]);
+            step(given[j][u], r[j][u], before, v, nullptr, after[j][u]);
 #pragma unroll
             for (int s = 0; s < STATES; ++s) state[sub][j][s][u] = after[j][u][s];
           }
@@ -315,8 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
-    if (SUBS == 1 && DELAY) pause(DELAY);
-    if (SUBS == 1 && !States::PROBED && t + 1 < time) arrival.look_at(seen_next, left, lane);
+    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, left_of(0), lane);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
