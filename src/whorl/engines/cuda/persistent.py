@@ -11,7 +11,7 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, topological
 from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import grid, source, tiling
+from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import layers
 from whorl.engines.cuda.options import expected
@@ -62,21 +62,26 @@ class Persistent(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where clusters come in rounds, since more rows are asked for than fit the chip at once.
+        """Where clusters come in rounds, or a step through L2 takes long: more rows than fit the chip at once.
 
         On an H200, LSTM and GRU in bfloat16, 30 steps: from 3 rounds on, with 512 units and more, cuDNN took 0.48 to
         1.13 of the time forward, and 0.57 to 1.52 of it in training; with fewer rounds or units never less than 1.13.
         In float16 up to batch 128 its LSTM took 1.5 times the time all the same.
+
+        Where a layer is spread over blocks that exchange through L2: LSTM of 2,048 units at batch 64 is estimated at
+        22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
         """
         form = problem.form
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
-        if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
-            return []
         chip = _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize)  # cuDNN takes the plain cells alone
         tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
-        if tile is None:  # it is spread over blocks that exchange through L2
+        if tile is None:
+            step = spreading.step_time(size, chip, problem.batch, form.directions, "forward")
+            what = f"a step of {form.units} units at batch {problem.batch} is estimated at {step:.0f} us"
+            return [f"{what}, and cuDNN to be faster from {_LONG_STEP} us on"] if step > _LONG_STEP else []
+        if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
             return []
         rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
         if rounds < 3:
@@ -89,6 +94,9 @@ class Persistent(Engine):
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         return layers(plan, call.x.device).backward(call, y, saved, grads)
+
+
+_LONG_STEP = 12  # microseconds, forward, in one direction or both
 
 
 def warm(problem: Problem, chip: Chip) -> list[str]:
