@@ -83,6 +83,11 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         {"form": replace(LSTM, units=2300)},
         "2300 units of lstm in bfloat16 do not fit the 132 multiprocessors, at most 2112 do",
     ),
+    (
+        "persistent",
+        {"form": replace(LSTM, units=1024), "extras": ("mask",)},
+        "1024 units of lstm in bfloat16, with options, do not fit one cluster, at most 768 do",
+    ),
     ("stepwise", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
     (
         "stepwise",
@@ -222,6 +227,16 @@ def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
         replace(large, device=replace(H200, library=0)),
         replace(large, form=replace(large.form, units=640), batch=128, dtype=torch.float16),
     ):
+        assert decide(faster).engine == "persistent"
+
+
+def test_a_layer_whose_step_takes_long_through_l2_is_left_for_cudnn() -> None:
+    large = replace(HALF, form=replace(LSTM, units=2048, layers=1), batch=64)
+    reason = "a step of 2048 units at batch 64 is estimated at 22 us, and cuDNN to be faster from 12 us on"
+    made = decide(large)
+    assert (made.engine, made.refusals[-1].reasons) == ("cudnn", (reason,))
+    assert decide(large, "persistent").engine == "persistent"
+    for faster in (replace(large, batch=8), replace(large, form=replace(large.form, units=1024), batch=128)):
         assert decide(faster).engine == "persistent"
 
 

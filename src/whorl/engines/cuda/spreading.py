@@ -134,7 +134,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if kind == "backward":
         for units, (tiles, subs) in product((16, 32, 48, 64), _SHAPES):
             for gathered in (1, 2, 4, 8, 12, 16) if units >= least else ():
-                if gathered * units < 2 * size.units:
+                if gathered == 1 or gathered * units < 2 * size.units:
                     made = [backward(size, units, gathered, tiles, subs, warps, chip.shared) for warps in (8, 12)]
                     yield from (tile for tile in made if tile is not None and tile.blocks <= chip.multiprocessors)
         return
