@@ -51,7 +51,7 @@ def decide_step(problem: Problem, engine: str = "auto") -> Plan:
         return decide(problem, engine)
     refusals: list[Refusal] = []
     for name, candidate in ENGINES.items():
-        if candidate.prepares:
+        if candidate.prepares(problem):
             reasons = candidate.obstacles(problem)
             if not reasons:
                 return Plan(problem, name, engine, tuple(refusals))

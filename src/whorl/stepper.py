@@ -122,10 +122,11 @@ class Stepper:
         with torch.no_grad():
             for place, held in enumerate(self._step.states):
                 held.copy_(states[place]) if states else held.zero_()
+            self._step.moved()
 
     def __repr__(self) -> str:
         engine = ENGINES[self.plan.engine]
-        how = "prepared" if engine.prepares else "called for each step"
+        how = "prepared" if self._step.prepared else "called for each step"
         rows = [f"Stepper of {self._layer}", f"  {self.plan.engine}, {engine.summary}, {how}"]
         rows += [f"  for {self.plan.problem}", *(f"  not {refusal}" for refusal in self.plan.refusals)]
         return "\n".join(rows)

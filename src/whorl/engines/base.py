@@ -14,8 +14,13 @@ Grads = Sequence[Tensor | None]
 class Step(ABC):
     """One step of a layer, made ready for many calls; no gradient is recorded."""
 
+    prepared: bool = True
+    """Everything that can be done once was done."""
     states: Sequence[Tensor]
     """Of each state of the cell [layers, batch, width]: each call moves them on, in place."""
+
+    def moved(self) -> None:  # noqa: B027
+        """Told where somebody else has written the states."""
 
     @abstractmethod
     def __call__(self, x: Tensor, reset: Tensor | None, inputs: Sequence[Tensor]) -> Tensor:
@@ -30,6 +35,8 @@ class Step(ABC):
 
 class StepByCall(Step):
     """A step that is a call of an engine's forward with one step."""
+
+    prepared = False
 
     def __init__(self, engine: "Engine", plan: Plan, call: Call) -> None:
         self._engine, self._plan, self._weights, self.states = engine, plan, call.weights, list(call.states)
@@ -55,9 +62,6 @@ class Engine(ABC):
     recorded: bool = False
     """Its forward is made of torch's own differentiable operators: called in grad mode, autograd records it."""
 
-    prepares: bool = False
-    """It has a step of its own, with weights laid out once: the first choice for a stepper."""
-
     @abstractmethod
     def obstacles(self, problem: Problem) -> list[str]:
         """Every reason why this engine cannot run the problem, each a sentence; empty where it can.  Pure."""
@@ -65,6 +69,10 @@ class Engine(ABC):
     def slower(self, problem: Problem) -> list[str]:
         """Reasons to leave a problem that it can run to an engine that comes later, unless it is asked for by name."""
         return []
+
+    def prepares(self, problem: Problem) -> bool:
+        """Whether it has a step of its own, with everything laid out once: the first choice for a stepper."""
+        return False
 
     def step(self, plan: Plan, call: Call) -> Step:
         """The prepared step of a plan of one step.

@@ -26,7 +26,6 @@ from whorl.weights import LayerWeights, join, split
 class CPU(Engine):
     name = "cpu"
     summary = "whorl's loop over time in C++, compiled for this processor"
-    prepares = True
 
     def obstacles(self, problem: Problem) -> list[str]:
         device, dtype = problem.device, str(problem.dtype).removeprefix("torch.")
@@ -42,6 +41,9 @@ class CPU(Engine):
         if problem.batch == 0:
             found.append("the batch is 0, the kernels take 1 or more")
         return found
+
+    def prepares(self, problem: Problem) -> bool:
+        return problem.device.kind == "cpu"
 
     def step(self, plan: Plan, call: Call) -> Step:
         return Stream(plan, call, torch.get_num_threads())
