@@ -117,6 +117,7 @@ def measure(
     for turn in range(turns):
         order: list[Any] = [None, *ways]
         for who in order if turn % 2 else reversed(order):
+            time.sleep(0.05)  # the threads of the one before spin for a while, and would take its processors
             if who is not None:
                 times[f"{who[0].backend} {who[1]}"] += who[0].ask(do="time", way=who[1], steps=4)
                 continue
