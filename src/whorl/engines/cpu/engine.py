@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whorl import compiler
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
+from whorl.engines.cpu.build import fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
@@ -36,6 +37,8 @@ class CPU(Engine):
             found.append(f"no C++ compiler is found: {compiler.remedy()}")
         elif compiler.is_microsofts(device.compiler):
             found.append(f"the C++ compiler is {device.compiler}, the kernels take GCC or Clang: name one in CXX")
+        else:
+            found += _faults(device.compiler)
         if problem.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             found.append(f"the dtype is {dtype}, the kernels take float32, float64 and bfloat16")
         if problem.batch == 0:
@@ -54,6 +57,12 @@ class CPU(Engine):
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         with torch.autocast("cpu", enabled=False) if autocast_is_on("cpu") else nullcontext():
             return _Pass(plan.problem, call).backward(y, saved, grads)
+
+
+def _faults(command: str) -> list[str]:
+    """That the compiler of this machine fails, where it does; of another nothing is known."""
+    why = fault() if command == compiler.found() else ""
+    return [f"the C++ compiler makes no kernels here: {why}"] if why else []
 
 
 class _Pass:
