@@ -15,6 +15,7 @@ from torch import Tensor
 from whorl import compiler
 from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
+from whorl.engines.cpu.memory import empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import Fields, Products, kernel
 from whorl.noise import given
@@ -80,10 +81,12 @@ class _Pass:
             if layer and call.dropout:
                 x = x * call.dropout[layer - 1].reshape(x.shape)
             last = layer == form.layers - 1
-            whole = x.new_empty(*call.x.shape[:-1], form.width * form.directions)
+            whole = empty(*call.x.shape[:-1], form.width * form.directions, dtype=self.dtype)
             y = whole.view(rows.outer, -1)
             if last and self.problem.sequences:
-                sequences = [x.new_empty(*whole.shape[:-1], width * form.directions) for width in self.widths]
+                sequences = [
+                    empty(*whole.shape[:-1], width * form.directions, dtype=self.dtype) for width in self.widths
+                ]
             chosen = rows.choose(x)
             for direction in range(form.directions):
                 index = layer * form.directions + direction
@@ -193,7 +196,7 @@ class _One:
             places[name] = (end, size)
             end += -(-size // 64) * 64
         if buffer is None:
-            buffer = torch.empty(end, dtype=torch.uint8)
+            buffer = empty(end, dtype=torch.uint8)
         return buffer, {
             name: buffer[places[name][0] : sum(places[name])].view(dtype).view(shape) for name, dtype, shape in regions
         }
@@ -255,11 +258,11 @@ class _One:
         made, form, rows, source = self._pass, self._form, self._rows, self._source
         cell, units, fields = form.cell, form.units, self._fields()
         _, kept = self._views(saved[0])
-        dx = torch.empty(rows.compact, len(cell.gates) * units, dtype=made.dtype)
-        dr = dx if source.dr_is_dx else torch.empty(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
-        dp = [torch.empty(rows.compact, units, dtype=made.dtype) for _ in source.products]
+        dx = empty(rows.compact, len(cell.gates) * units, dtype=made.dtype)
+        dr = dx if source.dr_is_dx else empty(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
+        dp = [empty(rows.compact, units, dtype=made.dtype) for _ in source.products]
         dv = [torch.zeros(rows.batch, units, dtype=made.wide) for _ in cell.vectors]
-        dprojected = torch.empty(rows.compact, form.width, dtype=made.dtype) if form.projection else None
+        dprojected = empty(rows.compact, form.width, dtype=made.dtype) if form.projection else None
         dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
         self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
