@@ -17,7 +17,7 @@ from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import empty
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import Fields, Products, kernel
+from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, join, split
@@ -313,14 +313,17 @@ class _One:
         if hh is None:
             return None, None
         to_mask = masks.given_gradient()
-        to_hh = torch.zeros(hh.shape[0], -(-hh.shape[1] // 64) * 64, dtype=self._pass.wide)
+        to_hh = empty(hh.shape[0], filled_up(hh.shape[1]), dtype=self._pass.wide)
+        for gate, read in enumerate(self._source.leaves):
+            if not read:
+                self._rows_of(to_hh, gate).zero_()
         for first, count in self._runs():
             part, to = dr[:, first * units : (first + count) * units], self._rows_of(to_hh, first, count)
             part_of_sums = None if sums is None else self._rows_of(sums, first, count)
             if self._shifted:
                 self._shifted_product(part, y, to, part_of_sums)
                 continue
-            products.outer(part, masks.enter(kept["entered"], first), to, part_of_sums)
+            products.outer(part, masks.enter(kept["entered"], first), to, part_of_sums, add=False)
             if to_mask is not None:
                 masks.add_gradient(to_mask, kept["entered"], first, part @ self._rows_of(hh, first, count))
         for index, (gate, grad) in enumerate(zip(self._source.products, dp, strict=True)):
@@ -342,7 +345,7 @@ class _One:
         return runs
 
     def _shifted_product(self, dr: Tensor, y: Tensor, to: Tensor, sums: Tensor | None) -> None:
-        """Add the transpose of dr times the states before each step, which are the initial ones and then y."""
+        """The transpose of dr times the states before each step, which are the initial ones and then y."""
         rows, call, products = self._rows, self._pass.call, self._pass.products
         (side,), _ = self._sides([y])
         assert side is not None
@@ -351,9 +354,9 @@ class _One:
         if self._direction == 1:
             inner, before = before, inner
             begin = slice(rows.outer - rows.batch, rows.outer)
+        products.outer(dr[inner], side[before], to, sums, add=False)
         if call.states:
             initial = call.states[0][self._index].to(dr.dtype).contiguous()
-        else:
-            initial = dr.new_zeros(rows.batch, side.shape[1])
-        products.outer(dr[begin], initial, to, sums)
-        products.outer(dr[inner], side[before], to, sums)
+            products.outer(dr[begin], initial, to, sums)
+        elif sums is not None:
+            sums += dr[begin].sum(0, dtype=sums.dtype)

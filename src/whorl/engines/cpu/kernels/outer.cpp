@@ -1,4 +1,4 @@
-// The gradients of weights: out += a' b over the rows of all steps, and the sums of the columns of a.
+// The gradients of weights: out = a' b (out += a' b) over the rows of all steps, and the sums of the columns of a.
 
 namespace kernel {
 
@@ -7,11 +7,13 @@ namespace kernel {
 struct Outer {
   real *out, *sums;
   const store *a, *b;
-  int64_t rows, n, m, lda, ldb, stride, next;
+  int64_t rows, n, m, lda, ldb, stride;
+  bool add;  // to what `out` holds
+  int64_t next;
   packed_t* packed;
   real* zeros;
 
-  static constexpr int64_t DEEP = 256, WIDE = 8 * ROWS;
+  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS;
   Packed block(int64_t begin) const {
     Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
     made.data = packed + begin / STEP * up(m, LANES);
@@ -32,7 +34,7 @@ static void pack_columns(const Outer& o, int64_t begin, int64_t rows, int64_t co
 }
 
 template <int M, int N>
-static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column) {
+static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add) {
   vector sum[M][N] = {};
   const int64_t place = b.column(panel), steps = b.steps();
   const packed_t* weights = b.data + place * steps;
@@ -54,18 +56,21 @@ static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64
 #endif
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) *(loose*)(o.out + (column + i) * o.stride + place + j * LANES) += sum[i][j];
+    for (int j = 0; j < N; ++j) {
+      loose* out = (loose*)(o.out + (column + i) * o.stride + place + j * LANES);
+      *out = add ? *out + sum[i][j] : sum[i][j];
+    }
 }
 
 template <int N>
-static void outer_panel(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end) {
+static void outer_panel(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add) {
   for (; column < end; column += ROWS, a += ROWS) switch (end - column) {
-      case 1: outer_tile<1, N>(o, b, a, panel, column); break;
-      case 2: outer_tile<2, N>(o, b, a, panel, column); break;
-      case 3: outer_tile<3, N>(o, b, a, panel, column); break;
-      case 4: outer_tile<4, N>(o, b, a, panel, column); break;
-      case 5: outer_tile<5, N>(o, b, a, panel, column); break;
-      default: outer_tile<ROWS, N>(o, b, a, panel, column);
+      case 1: outer_tile<1, N>(o, b, a, panel, column, add); break;
+      case 2: outer_tile<2, N>(o, b, a, panel, column, add); break;
+      case 3: outer_tile<3, N>(o, b, a, panel, column, add); break;
+      case 4: outer_tile<4, N>(o, b, a, panel, column, add); break;
+      case 5: outer_tile<5, N>(o, b, a, panel, column, add); break;
+      default: outer_tile<ROWS, N>(o, b, a, panel, column, add);
     }
 }
 
@@ -87,11 +92,12 @@ static void outer_columns(void* data, int, int) {
     for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP) {
       const Packed block = o.block(begin);
       pack_columns(o, begin, block.k, column, end, a);
+      const bool add = o.add || begin > 0;
       for (int64_t panel = 0; panel < block.panels(); ++panel)
         if (panel < block.wide())
-          outer_panel<VECTORS>(o, block, a, panel, column, end);
+          outer_panel<VECTORS>(o, block, a, panel, column, end, add);
         else
-          outer_panel<1>(o, block, a, panel, column, end);
+          outer_panel<1>(o, block, a, panel, column, end, add);
       if (!o.sums) continue;
       real part[Outer::WIDE] = {};
       for (int64_t k = begin; k < begin + block.k; ++k)
