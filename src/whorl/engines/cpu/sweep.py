@@ -152,6 +152,12 @@ _WEIGHTS = 8192
 """Of the recurrent product for each member of a team: fewer take less time than waiting for one another."""
 
 
+@lru_cache(maxsize=64)
+def _pointers(count: int) -> type[ctypes.Array]:
+    """The type of so many addresses: ctypes makes it anew once Python has collected it."""
+    return c_void_p * count
+
+
 class Fields:
     """The `Sweep` of one call, and what it points to."""
 
@@ -179,7 +185,7 @@ class Fields:
         """Fields that point to a list of tensors; none where it is empty."""
         for name, tensors in lists.items():
             if tensors:
-                pointers = (c_void_p * len(tensors))(*map(address, tensors))
+                pointers = _pointers(len(tensors))(*map(address, tensors))
                 setattr(self.sweep, name, ctypes.addressof(pointers))
                 self._kept += [pointers, *tensors]
 
