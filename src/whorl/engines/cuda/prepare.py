@@ -5,8 +5,9 @@ from functools import lru_cache
 import torch
 
 from whorl.cells.cell import Graph
-from whorl.engines.cuda import source, store
+from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
@@ -14,29 +15,37 @@ TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
 @lru_cache(maxsize=256)
-def size_of(cell: Graph, units: int, element: int) -> Size:
+def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN) -> Size:
     """What of a layer decides its tiles."""
     apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
-    return Size(units, len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors), apart, element, gate)
+    return Size(
+        units, len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors), apart, element, gate,
+        *source.registers(cell, features),
+    )  # fmt: skip
 
 
 def kernel(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int
-) -> Kernel:
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int,
+    features: Features = PLAIN,
+) -> Kernel:  # fmt: skip
     """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
 
     def make() -> Kernel:
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
         count = {"forward": 13 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
-        name, machine_code = code(kind, cell, units, dtype, tile, flag, chip)
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, f"{count}Q")
+        name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
+        fields = f"{count}Q"
+        if source.has_options(cell, features):
+            fields += options.layout(states, len(cell.inputs))
+        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields)
 
-    return loaded((kind, cell, units, dtype, tile, flag, index), make)
+    return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
 
 
 def code(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip
-) -> tuple[str, bytes]:
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip,
+    features: Features = PLAIN,
+) -> tuple[str, bytes]:  # fmt: skip
     """Name and machine code of a kernel, from the store or compiled; needs no GPU.
 
     Args:
@@ -44,5 +53,5 @@ def code(
     """
     write = source.forward if kind == "forward" else source.backward
     name = source.kernel_name(kind, cell, units, dtype, tile)
-    options = TWO_BYTES if dtype.itemsize == 2 else ()
-    return name, store.kernel(write(cell, units, dtype, tile, flag), name, chip.architecture, options)
+    words = TWO_BYTES if dtype.itemsize == 2 else ()
+    return name, store.kernel(write(cell, units, dtype, tile, flag, features), name, chip.architecture, words)
