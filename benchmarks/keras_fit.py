@@ -1,7 +1,7 @@
 """Keras' recurrent layers on whorl beside Keras' own: seconds of an epoch of `fit`, of `evaluate` and of `predict`.
 
     python benchmarks/keras_fit.py --jax PYTHON --tensorflow PYTHON --out FILE      every case and contender
-    python benchmarks/keras_fit.py --cases plain,masked --sizes 64                  some, on torch alone
+    python benchmarks/keras_fit.py --cases 'plain;masked' --sizes 64               some, on torch alone
 
 Each contender is a process of its own, with the Python that is named for its backend (this one for torch), and they
 take turns.  First the numbers: all hold the same weights, `predict` must give the same, and the loss of the first epoch
@@ -18,9 +18,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-BATCH, BATCHES, STEPS, FEATURES = 32, 16, 100, 64
+
+class Shape(NamedTuple):
+    """Of an epoch."""
+
+    batch: int = 32
+    batches: int = 16
+    steps: int = 100
+    features: int = 64
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "masked": {},
@@ -36,7 +45,7 @@ CONTENDERS = [("torch", "whorl"), ("torch", "keras"), ("jax", "whorl"), ("jax", 
 # --- one contender, in its own process --------------------------------------------------------------------------------
 
 
-def build(case: str, units: int, source: Any) -> Any:
+def build(case: str, units: int, source: Any, shape: Shape) -> Any:
     """A model of one recurrent layer, of weights that are the same in every process."""
     import keras
     import numpy as np
@@ -45,7 +54,7 @@ def build(case: str, units: int, source: Any) -> Any:
     if case.startswith("Bidirectional"):
         layer = source.Bidirectional(layer)
     masking = [keras.layers.Masking()] if "masked" in case else []
-    model = keras.Sequential([keras.Input((STEPS, FEATURES)), *masking, layer, keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((shape.steps, shape.features)), *masking, layer, keras.layers.Dense(1)])
     generator = np.random.default_rng(0)
     for variable in model.trainable_variables:
         variable.assign(0.1 * generator.standard_normal(variable.shape))
@@ -53,18 +62,18 @@ def build(case: str, units: int, source: Any) -> Any:
     return model
 
 
-def data(case: str, batches: int = BATCHES) -> tuple[Any, Any]:
+def data(case: str, shape: Shape) -> tuple[Any, Any]:
     """Sequences [samples, steps, features], padded on the right from half their length on, and a target for each."""
     import numpy as np
 
-    generator = np.random.default_rng(1)
-    x = generator.standard_normal((batches * BATCH, STEPS, FEATURES)).astype("float32")
+    generator, half = np.random.default_rng(1), shape.steps // 2
+    x = generator.standard_normal((shape.batches * shape.batch, shape.steps, shape.features)).astype("float32")
     if "masked" in case:
-        x *= (np.arange(STEPS) < generator.integers(STEPS // 2, STEPS + 1, (len(x), 1)))[..., None]
-    return x, x[:, : STEPS // 2].mean((1, 2), keepdims=True)[:, 0]
+        x *= (np.arange(shape.steps) < generator.integers(half, shape.steps + 1, (len(x), 1)))[..., None]
+    return x, x[:, :half].mean((1, 2), keepdims=True)[:, 0]
 
 
-def work(side: str) -> None:
+def work(side: str, shape: Shape) -> None:
     """Answers each line of standard input, a request as JSON, by a line of standard output."""
     answers, sys.stdout = sys.stdout, sys.stderr
     import keras
@@ -74,28 +83,28 @@ def work(side: str) -> None:
         import whorl.keras
 
         source, facts["whorl"] = whorl.keras, whorl.__version__
-    model, x, target = None, None, None
+    model, x, target, batch = None, None, None, shape.batch
     for line in sys.stdin:
         asked, found = json.loads(line), None
         what = asked["do"]
         if what == "facts":
             found = facts
         elif what == "build":
-            model = build(asked["case"], asked["units"], source)
-            x, target = data(asked["case"])
-            found = model.predict(x[:BATCH], verbose=0).ravel().tolist()
+            model = build(asked["case"], asked["units"], source, shape)
+            x, target = data(asked["case"], shape)
+            found = model.predict(x[:batch], verbose=0).ravel().tolist()
         elif what == "loss":
-            found = model.fit(x, target, batch_size=BATCH, shuffle=False, verbose=0).history["loss"][0]
+            found = model.fit(x, target, batch_size=batch, shuffle=False, verbose=0).history["loss"][0]
         elif what == "engines":
-            found = str(whorl.keras.explain(model, x[:BATCH])) if side == "whorl" else ""
+            found = str(whorl.keras.explain(model, x[:batch])) if side == "whorl" else ""
         else:
             start = time.perf_counter()
             if what == "fit":
-                model.fit(x, target, batch_size=BATCH, shuffle=False, verbose=0)
+                model.fit(x, target, batch_size=batch, shuffle=False, verbose=0)
             elif what == "evaluate":
-                model.evaluate(x, target, batch_size=BATCH, verbose=0)
+                model.evaluate(x, target, batch_size=batch, verbose=0)
             else:
-                model.predict(x, batch_size=BATCH, verbose=0)
+                model.predict(x, batch_size=batch, verbose=0)
             found = time.perf_counter() - start
         print(json.dumps(found), file=answers, flush=True)
 
@@ -113,10 +122,11 @@ def _version() -> str:
 class Contender:
     """A process that does what it is asked."""
 
-    def __init__(self, backend: str, side: str, python: str) -> None:
+    def __init__(self, backend: str, side: str, python: str, shape: Shape) -> None:
         self.backend, self.name = backend, f"{'whorl' if side == 'whorl' else 'Keras'}, {backend}"
         environment = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "WHORL_SLOW": "allow"}
-        command = [python, "-W", "ignore", __file__, "--worker", side]
+        environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command = [python, "-W", "ignore", __file__, "--worker", side, "--shape", *map(str, shape)]
         self._process = subprocess.Popen(command, env=environment, text=True, stdin=-1, stdout=-1)
 
     def ask(self, do: str, **more: Any) -> Any:
@@ -134,9 +144,9 @@ class Contender:
 
 
 @contextmanager
-def started(pythons: dict[str, str]) -> Iterator[list[Contender]]:
+def started(pythons: dict[str, str], shape: Shape) -> Iterator[list[Contender]]:
     """All contenders whose backend has a Python."""
-    made = [Contender(backend, side, pythons[backend]) for backend, side in CONTENDERS if backend in pythons]
+    made = [Contender(backend, side, pythons[backend], shape) for backend, side in CONTENDERS if backend in pythons]
     try:
         yield made
     finally:
@@ -190,26 +200,29 @@ def main() -> None:
     parser.add_argument("--tensorflow", metavar="PYTHON", help="one that has Keras and TensorFlow")
     parser.add_argument("--cases", default=";".join(CASES), help="with semicolons between them")
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128], help="units of the layer")
+    parser.add_argument(
+        "--shape", type=int, nargs=4, default=Shape(), metavar="N", help="batch, batches, steps, features"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a file of results, to which these are added")
     given = parser.parse_args()
     if given.worker:
-        return work(given.worker)
+        return work(given.worker, Shape(*given.shape))
     pythons = {
         backend: getattr(given, backend) for backend in ("torch", "jax", "tensorflow") if getattr(given, backend)
     }
     rows = []
-    with started(pythons) as contenders:
+    with started(pythons, Shape(*given.shape)) as contenders:
         facts = {one.name: one.ask("facts") for one in contenders}
         for units in given.sizes:
             for case in given.cases.split(";"):
                 rows += measure(contenders, case, units, given.rounds)
     if given.out:
-        write(given.out, facts, rows)
+        write(given.out, facts, rows, Shape(*given.shape))
     return None
 
 
-def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shape: Shape) -> None:
     """Adds the rows to a file, in the place of those of the same case."""
     from whorl.bench import machine
     from whorl.bench.results import now
@@ -222,7 +235,7 @@ def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]]) -> N
     header = {
         "machine": machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": versions, "date": now(), "commit": machine.commit(),
-        "shape": {"batch": BATCH, "batches": BATCHES, "steps": STEPS, "features": FEATURES, "dtype": "float32"},
+        "shape": shape._asdict() | {"dtype": "float32"},
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(header | {"results": kept + rows}, indent=1) + "\n", encoding="utf-8")
