@@ -205,7 +205,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a file of results, to which these are added")
+    parser.add_argument("--tables", type=Path, help="only prints a file of results as Markdown")
     given = parser.parse_args()
+    if given.tables:
+        return print(tables(given.tables), end="")
     if given.worker:
         return work(given.worker, Shape(*given.shape))
     pythons = {
@@ -239,6 +242,34 @@ def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shap
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(header | {"results": kept + rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def tables(path: Path) -> str:
+    """The results as Markdown: milliseconds a batch, and how many times as long Keras takes on the same backend."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    batches, made = data["shape"]["batches"], []
+    names = [name for name in data["versions"] if any(name in row["seconds"] for row in data["results"])]
+    heads = [
+        name + (", times" if name == f"Keras, {name.split(', ')[1]}" and _ours(name) in names else "") for name in names
+    ]
+    for do in DOES:
+        lines = [f"| `{do}` | units | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(names)}"]
+        for row in data["results"]:
+            if row["do"] == do:
+                cells = [_cell(row["seconds"], name, batches) for name in names]
+                lines.append(f"| {row['case']} | {row['units']} | {' | '.join(cells)} |")
+        made.append("\n".join(lines))
+    return "\n\n".join(made) + "\n"
+
+
+def _ours(name: str) -> str:
+    return name.replace("Keras", "whorl")
+
+
+def _cell(seconds: dict[str, float], name: str, batches: int) -> str:
+    text = f"{1e3 * seconds[name] / batches:.1f}"
+    ours = seconds.get(_ours(name)) if name.startswith("Keras") else None
+    return text if ours is None else f"{text}, {seconds[name] / ours:.1f}"
 
 
 if __name__ == "__main__":

@@ -184,9 +184,10 @@ def _in_worker(function: Callable[..., Any], *given: Any) -> Any:
 
 def _stream(context: Any, buffers: Sequence[Any]) -> AbstractContextManager[Any]:
     """XLA's own stream as torch's current one, where the buffers are a GPU's."""
-    if torch.from_dlpack(buffers[0]).device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
+    device = torch.from_dlpack(buffers[0]).device
+    return (
+        torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device)) if device.type == "cuda" else nullcontext()
+    )
 
 
 # --- what the callbacks do, with tensors of torch ---------------------------------------------------------------------
