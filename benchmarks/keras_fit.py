@@ -235,13 +235,16 @@ def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shap
     kept = [row for row in before if (row["case"], row["units"], row["do"]) not in new]
     import torch
 
+    when = {"date": now(), "commit": machine.commit()}
     header = {
         "machine": machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": versions, "date": now(), "commit": machine.commit(),
+        "versions": versions,
         "shape": shape._asdict() | {"dtype": "float32"},
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(header | {"results": kept + rows}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(header | {"results": kept + [row | when for row in rows]}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def tables(path: Path) -> str:
