@@ -6,10 +6,11 @@
 //                  where it is not the output of the step before
 // ORDER            the sequences are in another order than the rows of the cluster, from the longest to the shortest
 // PACKED           each step has the rows of the sequences that last so long
-// NOISE            what the operand of the recurrent product is multiplied with
+// NOISE            what the operand of the recurrent product is multiplied with; BY_GATE: the operand of each gate with a
+//                  mask of its own, held over all steps and kept in shared memory in the shape of the operand
 // zoneout(state)   how much of a state stays as it was
 
-constexpr int HELD = 1, GIVEN = 2, DRAWN = 3;           // kinds of NOISE: held over all steps, or of each step
+constexpr int HELD = 1, GIVEN = 2, DRAWN = 3, BY_GATE = 4;  // kinds of NOISE: held over all steps, or of each step
 constexpr int BY_SHARE = 1, AT_RANDOM = 2, BY_MASK = 3;    // kinds of zoneout
 constexpr bool MARKED = LENGTHS || MASK;
 constexpr bool BEFORE = MARKED || RESET || NOISE;
@@ -28,7 +29,7 @@ struct Options {
   const long long* seed;
   const float* inputs[MOST(INPUTS)];     // [rows, UNITS]
   const Element* reset_to[STATES];       // [directions, batch, UNITS]
-  const float* noise[2];                 // [batch, UNITS] where it is held, else [rows, UNITS]
+  const float* noise[2];  // [batch, UNITS] where it is held, [RECURRENT, batch, UNITS] by gate, else [rows, UNITS]
   const float* zoneout[2][STATES];       // [rows, UNITS]
   Element* before[2];                    // [rows, UNITS]: the first state before each step
   Element* sequences[STATES];            // [rows, directions x UNITS], or null: states after each step; their gradients
@@ -96,4 +97,19 @@ __device__ __forceinline__ unsigned drawn_bits(
     }
   }
   return bits;
+}
+
+// The products of the elements of two words.
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+#if ELEMENT_BYTES == 4
+  return operand(__uint_as_float(a) * __uint_as_float(b));
+#else
+  unsigned result;
+#if BFLOAT16
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+#else
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
+  return result;
+#endif
 }
