@@ -144,7 +144,7 @@ class Layers:
                 operands = [x.new_empty(rows, units) for _ in weights] if 0 < features.noise < BY_GATE else []
                 if operands:
                     entered = operands
-                if features.noise == BY_GATE:
+                if features.noise >= BY_GATE:
                     entered = self._by_gate(layer, before, options)
                 if source.has_options(cell, features):
                     extra = found.argument(layer, features, before, operands, grad_sequences)

@@ -8,7 +8,17 @@ from torch import Tensor
 
 from whorl.engines.cuda import source, store
 from whorl.engines.cuda.launch import Kernel, loaded
-from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_MASK, BY_SHARE, DRAWN, GIVEN, HELD, Features
+from whorl.engines.cuda.source import (
+    AT_RANDOM,
+    BY_GATE,
+    BY_MASK,
+    BY_SHARE,
+    DRAWN,
+    GIVEN,
+    GIVEN_BY_GATE,
+    HELD,
+    Features,
+)
 from whorl.engines.cuda.tiling import Chip
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
 from whorl.problem import Call, Form, Problem
@@ -32,7 +42,7 @@ def expected(problem: Problem) -> Features:
     if form.recurrent_dropout_mode == "step":
         noise = GIVEN if given else DRAWN if drawn and form.recurrent_dropout else 0
     elif given or (drawn and form.recurrent_dropout):
-        noise = BY_GATE if is_by_gate(form) else HELD
+        noise = (GIVEN_BY_GATE if given else BY_GATE) if is_by_gate(form) else HELD
     zoneout: tuple[int, ...] = (BY_MASK,) * states if given else ()
     if form.zoneout and not given:
         zoneout = tuple([(AT_RANDOM if drawn else BY_SHARE) if p else 0 for p in form.zoneout])
@@ -182,7 +192,8 @@ class Options:
                 made.append(self._seedless(1.0, by_step))
         if is_by_gate(form):
             gates, like = len(form.cell.recurrent), (self.batch, form.units)
-            return BY_GATE, [None if mask is None else mask.expand(gates, *like).contiguous() for mask in made]
+            kind = BY_GATE if all(mask is None for mask in masks) else GIVEN_BY_GATE
+            return kind, [None if mask is None else mask.expand(gates, *like).contiguous() for mask in made]
         return (GIVEN if by_step else HELD), made
 
     def _draw_by_gate(self, layer: int, direction: int, kept: float) -> Tensor:

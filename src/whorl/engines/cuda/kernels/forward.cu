@@ -27,7 +27,10 @@ constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of
 constexpr int STREAMED = DEPTHS - RESIDENT;
 constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
-constexpr int MASK_WORDS = NOISE == BY_GATE ? RECURRENT * STATE_WORDS : 0;  // as the states, for each gate
+// masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
+constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
+                           : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
+                                                    : 0;
 constexpr unsigned ARRIVING = ROWS * CLUSTER * SLICE * ELEMENT_BYTES;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 == SHARED,
@@ -126,6 +129,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
   __syncthreads();
   if constexpr (NOISE == BY_GATE)
+    for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
+      const int its = i % 32, place = blockIdx.x / CLUSTER * ROWS + i / 32 % TILES * 8 + its / 4;
+      const long long sequence = place < batch ? sequence_at(a, place) : 0;
+      unsigned bits = 0;
+      for (int word = 0; word < 2; ++word)
+        for (int e = 0; e < WORD_ELEMENTS; ++e) {
+          const int column = (i / 32 / TILES * 8 + its % 4 + word * 4) * WORD_ELEMENTS + e;
+          for (int g = 0; g < RECURRENT && place < batch && column < UNITS; ++g)
+            if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
+        }
+      masks[i] = bits;
+    }
+  if constexpr (NOISE == GIVEN_BY_GATE)
     for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
       const int column = i % (WORDS * WORD_ELEMENTS), line = i / (WORDS * WORD_ELEMENTS);
       const int gate = line / ROWS, place = blockIdx.x / CLUSTER * ROWS + line % ROWS;
@@ -155,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
   for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
     const Element* const at = a.bias[direction] + g * UNITS + unit;
-    const bool mine = split == 0 || NOISE == BY_GATE;  // which is added to the sum of all
+    const bool mine = split == 0 || GATEWISE;  // which is added to the sum of all
     bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
   }
@@ -302,8 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
-        sums[g][n][0] = sums[g][n][1] = NOISE == BY_GATE ? 0.f : bias[g][0];
-        sums[g][n][2] = sums[g][n][3] = NOISE == BY_GATE ? 0.f : bias[g][1];
+        sums[g][n][0] = sums[g][n][1] = GATEWISE ? 0.f : bias[g][0];
+        sums[g][n][2] = sums[g][n][3] = GATEWISE ? 0.f : bias[g][1];
       }
     const unsigned from = columns + now * STATE_WORDS * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
@@ -315,15 +331,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
         b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
       }
-      if constexpr (NOISE == BY_GATE) {
+      if constexpr (GATEWISE) {
+        unsigned bits[TILES][2];
+        if constexpr (NOISE == BY_GATE)
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + n) * 32 + lane;
+            bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
+          }
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {
           uint4 own[TILES];
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {
-            const unsigned at = masks_from + (g * STATE_WORDS + n * 8 * STRIDE + d * 8) * 4;
-            const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-            own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
+            if constexpr (NOISE == BY_GATE) {
+              own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
+                        passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
+            } else {
+              const unsigned at = masks_from + (g * STATE_WORDS + n * 8 * STRIDE + d * 8) * 4;
+              const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+              own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
+            }
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
@@ -397,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             r[j][1][g] = sums[g][j / 2][j % 2 + 2];
           }
         }
-        if constexpr (NOISE == BY_GATE)
+        if constexpr (GATEWISE)
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
