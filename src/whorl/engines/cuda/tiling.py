@@ -133,7 +133,7 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
-    used += 8 * bool(size.back)
+    used += 8 * bool(size.back) + 6 * chunk * tiles * (size.bits or bool(size.masks))
     fits = (_registers(warps) - used - _BACKWARD_EXTRA) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
