@@ -67,16 +67,6 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
     ),
     ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
-    (
-        "persistent",
-        {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn",)},
-        "recurrent dropout has a mask for each gate, these kernels take one for all",
-    ),
-    (
-        "persistent",
-        {"extras": ("dropout_masks",)},
-        "masks are given, which may be by gate: these kernels take them in the other modes",
-    ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
@@ -171,7 +161,7 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
-    ("persistent", {"form": replace(RNN, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
+    ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
     (
         "persistent",
         {

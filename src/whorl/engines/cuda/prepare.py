@@ -21,7 +21,8 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN) -
     apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
     return Size(
         units, len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors), apart, element, gate,
-        *source.registers(cell, features),
+        *source.registers(cell, features), len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE),
+        features.noise == source.BY_GATE,
     )  # fmt: skip
 
 
