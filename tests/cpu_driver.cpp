@@ -215,7 +215,8 @@ uint64_t products(int64_t threads) {
   real* sums = make<real>(outputs);
   store* d = draw<store>(rows * outputs);
   whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads);
-  whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, wide, threads);
+  for (int64_t add = 0; add < 2; ++add)
+    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, wide, add, threads);
   uint64_t made = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
   made = digest(made, out, size_t(outputs * wide) * sizeof(real));
   made = digest(made, sums, size_t(outputs) * sizeof(real));
