@@ -24,7 +24,7 @@ from torch import Tensor
 from whorl import problem
 from whorl.engines.cuda import launch, layers, options, persistent, prepare, store
 
-H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 _HOST = Path(__file__).with_suffix(".cpp")
 
 
@@ -52,13 +52,18 @@ def on_host(source: str) -> str:
 class Kernel:
     """What `launch.Kernel` is, on the host."""
 
-    def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str) -> None:
+    def __init__(
+        self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
+        together: bool = False,
+    ) -> None:  # fmt: skip
         assert shared <= 232448
-        self.name, self._sizes, self._layout = name, (block, cluster), struct.Struct(layout)
+        self.name, self._layout, self._together = name, struct.Struct(layout), together
+        self._block, self._cluster = block, cluster
         self._function = ctypes.CDLL(code.decode()).launch
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
-        status = self._function(grid, second, *self._sizes, self._layout.pack(*values))
+        cluster = grid if self._together else self._cluster
+        status = self._function(grid, second, self._block, cluster, self._layout.pack(*values))
         assert status == 0, f"the threads of {self.name} wait for each other"
 
 

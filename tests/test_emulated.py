@@ -12,6 +12,9 @@ import whorl
 from comparison import error, flat, weighted
 from emulation import emulated
 from option_draws import drawn
+from whorl.engines.cuda import grid, spreading
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Size
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -44,6 +47,38 @@ def test_plain_layers(
     kind: str, units: int, batch: int, time: int, dtype: torch.dtype, options: dict[str, Any], folder: Path
 ) -> None:
     torch.manual_seed(1)
+    layer = getattr(whorl, kind)(6, units, **options).to(dtype)
+    x = torch.randn(time, batch, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize(
+    "kind, units, batch, time, ahead, back, options",
+    [
+        ("LSTM", 37, 11, 5, (16, 1, 1, 8, 1), (16, 1, 1, 1, 8), dict(bidirectional=True)),
+        ("LSTM", 37, 11, 3, (16, 2, 1, 8, 2), (16, 2, 1, 2, 8), dict(num_layers=2)),
+        ("GRU", 30, 19, 3, (12, 1, 2, 8, 1), (16, 2, 1, 1, 12), dict(bias=False)),
+        ("RNN", 45, 25, 36, (24, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
+    ],
+)
+def test_layers_spread_over_blocks_that_exchange(
+    kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], back: tuple[int, ...],
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, plain: bool) -> Spread | None:
+        given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
+        return make(size, *given, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    torch.manual_seed(1)
+    dtype = torch.bfloat16
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder)

@@ -16,7 +16,7 @@ from whorl.problem import Device
 BOTH = {"num_layers": 2, "bidirectional": True}
 X = torch.randn(4, 3, 2)
 FLAGS = torch.ones(4, 3, dtype=torch.bool)
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 TITLES = {"cudnn": "cuDNN", "onednn": "oneDNN"}
 AFTER = {"cudnn": "stepwise", "onednn": "reference"}
 """What runs in the place of these, where there is no C++ compiler."""

@@ -99,6 +99,8 @@ class Device:
     """oneDNN or cuDNN takes bfloat16 here."""
     compiler: str = ""
     """The command of the host's C++ compiler, where the device is the host."""
+    multiprocessors: int = 0
+    """Of a CUDA device; 0 elsewhere."""
 
 
 # What a call may have beside x, initial states and dropout between layers, and how a reason names it.
@@ -347,7 +349,9 @@ def _device(kind: str, index: int | None, enabled: bool) -> Device:
         capability = torch.cuda.get_device_capability(index)
         version = (torch.backends.cudnn.version() or 0) if enabled and torch.backends.cudnn.is_available() else 0
         bfloat16 = version >= 91300 and capability >= (8, 0)
-        return Device("cuda", torch.cuda.get_device_name(index), capability, version, bfloat16=bfloat16)
+        count = torch.cuda.get_device_properties(index).multi_processor_count
+        name = torch.cuda.get_device_name(index)
+        return Device("cuda", name, capability, version, bfloat16=bfloat16, multiprocessors=count)
     return Device(kind, kind)
 
 

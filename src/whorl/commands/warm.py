@@ -51,7 +51,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Compile, and print the name of each kernel."""
     gpu = arguments.gpu or _own()
-    device = Device("cuda", gpu.name, gpu.chip.capability)
+    device = Device("cuda", gpu.name, gpu.chip.capability, multiprocessors=gpu.chip.multiprocessors)
     problems = [
         Problem(
             form=Form(CELLS[arguments.cell].graph, units, units, directions=1 + arguments.bidirectional,

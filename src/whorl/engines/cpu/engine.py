@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from whorl import compiler
-from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
+from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import empty
 from whorl.engines.cpu.rows import Rows
+from whorl.engines.cpu.stream import Stream
 from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel
 from whorl.engines.native import OneDNN
 from whorl.noise import given
@@ -57,6 +58,12 @@ class CPU(Engine):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"
         return [f"{'training' if gradient else 'inference'} of {what} is faster on oneDNN"]
+
+    def prepares(self, problem: Problem) -> bool:
+        return problem.device.kind == "cpu"
+
+    def step(self, plan: Plan, call: Call) -> Step:
+        return Stream(plan, call, torch.get_num_threads())
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         return _Pass(plan.problem, call).forward()

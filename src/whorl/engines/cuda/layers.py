@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
-from whorl.engines.cuda import source, tiling
+from whorl.engines.cuda import grid, source
 from whorl.engines.cuda.entering import Dropped, projected
-from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.source import PLAIN, Features
-from whorl.engines.cuda.tiling import Chip, Tile
+from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Call, Outcome, Plan
 from whorl.weights import LayerWeights, join, split
 
@@ -31,7 +31,7 @@ class Layers:
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
-        self._made: dict[tuple[str, Features], tuple[Kernel, Tile]] = {}
+        self._made: dict[tuple[str, Features], Grid] = {}
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
@@ -41,17 +41,18 @@ class Layers:
         if self.problem.gradient:
             self._kernel("backward", back)
 
-    def _kernel(self, kind: str, features: Features) -> tuple[Kernel, Tile]:
+    def _kernel(self, kind: str, features: Features) -> Grid:
         found = self._made.get((kind, features))
         if found is None:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features)
-            tile = tiling.choose(size, self.chip, problem.batch, form.directions, kind)
+            plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
+            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
                 made = kernel(kind, self.cell, form.units, problem.dtype, tile, flag, self.chip, self.index, features)
-            found = self._made[kind, features] = (made, tile)
+            found = self._made[kind, features] = Grid(made, tile, size, self.chip, batch, directions, kind)
         return found
 
     def _options(self, call: Call, stream: int) -> Options | None:
@@ -76,7 +77,7 @@ class Layers:
             if options is not None:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
-            ahead, tile = self._kernel("forward", features)
+            ahead = self._kernel("forward", features)
             gates = self._gates(x.reshape(rows, -1), weights, layer, options)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
@@ -85,9 +86,10 @@ class Layers:
                 if features.sequences:
                     sequences = [torch.empty_like(y) for _ in cell.states]
                 before = self._before(spaces, rows, features) if keep else []
-                extra = options.argument(layer, before=before, sequences=sequences)
+                if source.has_options(cell, features):
+                    extra = options.argument(layer, before=before, sequences=sequences)
             ahead(
-                stream, -(-batch // tile.rows) * tile.cluster, directions,
+                stream, x,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), time, batch, *extra,
@@ -118,8 +120,7 @@ class Layers:
         for layer in reversed(range(form.layers)):
             if options is not None:
                 features = options.features(layer, backward=True)
-            back, tile = self._kernel("backward", features)
-            clusters = -(-batch // tile.rows)
+            back = self._kernel("backward", features)
             weights = per_layer[layer * directions : (layer + 1) * directions]
             kept = saved[layer * each : (layer + 1) * each]
             spaces = kept[directions : 2 * directions]
@@ -131,10 +132,7 @@ class Layers:
             x = x.reshape(rows, -1)
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
             to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
-            sums = [
-                x.new_empty(clusters * tile.tiles, summed * units, dtype=torch.float32) if summed else None
-                for _ in weights
-            ]
+            sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
             out = _plain(out)
             entered: Sequence[Tensor] = ()
             extra: list[int | float] = []
@@ -142,9 +140,10 @@ class Layers:
                 entered = before = self._before(spaces, rows, features)
                 if features.noise:
                     entered = [x.new_empty(rows, units) for _ in weights]
-                extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
+                if source.has_options(cell, features):
+                    extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
             back(
-                stream, clusters * tile.cluster, directions,
+                stream, x,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
                 *_pair([_hidden(own).data_ptr() for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),

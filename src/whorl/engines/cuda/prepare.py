@@ -8,6 +8,7 @@ from whorl.cells.cell import Graph
 from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.source import PLAIN, Features
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
@@ -25,8 +26,8 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN) -
 
 
 def kernel(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int,
-    features: Features = PLAIN,
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
+    index: int, features: Features = PLAIN,
 ) -> Kernel:  # fmt: skip
     """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
 
@@ -37,13 +38,15 @@ def kernel(
         fields = f"{count}Q"
         if source.has_options(cell, features):
             fields += options.layout(states, len(cell.inputs))
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields)
+        together = isinstance(tile, Spread)
+        fields += "4Q" * together
+        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields, together)
 
     return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
 
 
 def code(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip,
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
     features: Features = PLAIN,
 ) -> tuple[str, bytes]:  # fmt: skip
     """Name and machine code of a kernel, from the store or compiled; needs no GPU.

@@ -103,7 +103,7 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
     own = -(-2 * tiles // splits)
     used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += 4 * tiles + 2 * size.recurrent + 2 * size.vectors
-    fits = (_registers(warps) - used - _FORWARD_EXTRA) // (4 * size.recurrent)
+    fits = (registers(warps) - used - _FORWARD_EXTRA) // (4 * size.recurrent)
     resident = min(depths, max(0, fits)) if resident is None else resident
     states = 8 * tiles * (splits * depths * 8 + 4)
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
@@ -122,7 +122,7 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
-    fits = (_registers(warps) - used - _BACKWARD_EXTRA) // 4
+    fits = (registers(warps) - used - _BACKWARD_EXTRA) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
     shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients) + 16
@@ -132,7 +132,8 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 
 
-def _registers(warps: int) -> int:
+def registers(warps: int) -> int:
+    """That a thread may have where a block of so many warps has a multiprocessor to itself."""
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
 
 
