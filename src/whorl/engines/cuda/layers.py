@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import source, tiling
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.prepare import kernel, size_of
+from whorl.engines.cuda.products import product
 from whorl.engines.cuda.tiling import Chip, Size, Tile
-from whorl.problem import Call, Outcome, Plan
+from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
 
@@ -26,7 +26,8 @@ class Layers:
         self.blocks = blocks_of(self.saving)
         properties = torch.cuda.get_device_properties(self.index)
         chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
-        size = size_of(form.cell, form.units, problem.dtype.itemsize)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact(problem))
+        self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         with torch.cuda.device(self.index):
@@ -50,7 +51,7 @@ class Layers:
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         for layer in range(form.layers):
             rows, weights = x.reshape(time * batch, -1), per_layer[layer * directions : (layer + 1) * directions]
-            gates = [self._projected(rows, own) for own in weights]
+            gates = [product(rows, own.ih.t(), tf32=self.tf32, wide=self.gate == torch.float32) for own in weights]
             y = x.new_empty(time, batch, directions * units)
             spaces = [self._space(x) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
             self.ahead(
@@ -110,9 +111,9 @@ class Layers:
                 grad_weights[index] = self._weight_gradients(
                     own, x, hidden, start, to_gates[direction], to_apart[direction], sums[direction], direction == 1
                 )
-            grad_x = torch.mm(to_gates[0], weights[0].ih)
+            grad_x = product(to_gates[0], weights[0].ih, tf32=self.tf32)
             if directions == 2:
-                grad_x = torch.addmm(grad_x, to_gates[1], weights[1].ih)
+                product(to_gates[1], weights[1].ih, grad_x, add=True, tf32=self.tf32)
             grad_x = grad_x.view(time, batch, -1)
             if layer and call.dropout:
                 grad_dropout[layer - 1] = grad_x * below
@@ -136,11 +137,12 @@ class Layers:
             whole = matrix if count * units == matrix.shape[1] else matrix.narrow(1, first * units, count * units)
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
             if rest:
-                torch.mm(whole.narrow(0, at, rest).t(), entered, out=target)
+                product(whole.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
             else:
                 target.zero_()
             if start is not None:
-                target.addmm_(whole.narrow(0, 0 if at else rest, batch).t(), start)
+                first_rows = whole.narrow(0, 0 if at else rest, batch).t()
+                product(first_rows, start, target, add=True, tf32=self.tf32)
         bias_ih = bias_hh = None
         vectors: tuple[Tensor, ...] = ()
         if sums is not None:
@@ -151,15 +153,7 @@ class Layers:
                     place = (first + len(self.cell.gates) * apart) * units
                     bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
             vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
-        return LayerWeights(to_gates.t() @ x, hh, bias_ih, bias_hh, None, vectors)
-
-    def _projected(self, rows: Tensor, own: LayerWeights) -> Tensor:
-        """x of every gate at every step, with its bias, as the kernel reads it."""
-        if self.gate == rows.dtype:
-            return F.linear(rows, own.ih, own.bias_ih)
-        if own.bias_ih is None:
-            return torch.mm(rows, own.ih.T, out_dtype=self.gate)
-        return torch.addmm(own.bias_ih.to(self.gate), rows, own.ih.T, out_dtype=self.gate)
+        return LayerWeights(product(to_gates.t(), x, tf32=self.tf32), hh, bias_ih, bias_hh, None, vectors)
 
     def _space(self, like: Tensor) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, then r of gates that are not a sum."""
@@ -185,6 +179,11 @@ class Layers:
         offset = layer * directions * batch * units * self.problem.dtype.itemsize
         given = [0 if state is None else state.data_ptr() + offset for state in states]
         return given or [0] * len(self.cell.states)
+
+
+def exact(problem: Problem) -> bool:
+    """Whether float32 is to be float32 in the products too."""
+    return problem.dtype == torch.float32 and not problem.tf32
 
 
 def blocks_of(saving: source.Saving) -> list[tuple[bool, int, int, int]]:
@@ -220,9 +219,11 @@ def layers(plan: Plan, device: torch.device) -> Layers:
 _MOST_PREPARED = 8192  # as many as `plan.plan` keeps
 
 
-def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, int, int, int]:
-    biases = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(biases)
+def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, ...]:
+    """The addresses of the weights, then of r's bias, then of x's."""
+    of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
+    of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
+    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *_pair(of_x)
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:
@@ -242,10 +243,9 @@ def _hidden(own: LayerWeights) -> Tensor:
 
 
 def _plain_weights(own: LayerWeights) -> LayerWeights:
-    bias = None if own.bias_hh is None else own.bias_hh.contiguous()
-    return own._replace(
-        hh=_plain(_hidden(own)), bias_hh=bias, vectors=tuple(vector.contiguous() for vector in own.vectors)
-    )
+    of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
+    vectors = tuple(vector.contiguous() for vector in own.vectors)
+    return own._replace(hh=_plain(_hidden(own)), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
 
 
 def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:

@@ -13,7 +13,7 @@ from whorl.cells.expr import COLLECTIVES, topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import tiling
 from whorl.engines.cuda.compile import missing
-from whorl.engines.cuda.layers import layers
+from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.prepare import code, size_of
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
@@ -34,8 +34,8 @@ class Persistent(Engine):
         if device.capability != (9, 0):
             found.append(f"the GPU has compute capability {_dotted(device.capability)}, these kernels are made for 9.0")
         found += [reason] if (reason := missing()) is not None else []
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            found.append(f"the dtype is {_name(problem.dtype)}, these kernels take float16 and bfloat16")
+        if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
         if any(node.op in COLLECTIVES for node in topological(cell.outputs)):
             found.append(f"the step of {cell.name} has a mean or a product inside, these kernels take pointwise steps")
         if not cell.recurrent:
@@ -48,10 +48,11 @@ class Persistent(Engine):
             found.append(f"these kernels do not take {', '.join(problem.additions)}")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
-        if not found and not _fits(cell, form.units, problem.dtype, device.capability):
-            most = _most_units(cell, problem.dtype, device.capability)
-            dtype = _name(problem.dtype)
-            found.append(f"{form.units} units of {cell.name} in {dtype} do not fit one cluster, at most {most} do")
+        width = problem.dtype.itemsize, exact(problem)
+        if not found and not _fits(cell, form.units, width, device.capability):
+            most = _most_units(cell, width, device.capability)
+            name = f"{cell.name} in {problem.precision}"
+            found.append(f"{form.units} units of {name} do not fit one cluster, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
@@ -67,7 +68,7 @@ class Persistent(Engine):
         if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
             return []
         chip = Chip(problem.device.capability, 132)
-        size = size_of(form.cell, form.units, problem.dtype.itemsize)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact(problem))
         tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
         assert tile is not None, "the obstacles say that it fits"
         rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
@@ -93,7 +94,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
     form = problem.form
-    size, names = size_of(form.cell, form.units, problem.dtype.itemsize), []
+    size, names = size_of(form.cell, form.units, problem.dtype.itemsize, exact(problem)), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
         tile = tiling.choose(size, chip, problem.batch, form.directions, kind)
@@ -103,20 +104,16 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
 
 
 @lru_cache(maxsize=8192)
-def _fits(cell: Graph, units: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    size, chip = size_of(cell, units, dtype.itemsize), Chip(capability, 1)
+def _fits(cell: Graph, units: int, width: tuple[int, bool], capability: tuple[int, int]) -> bool:
+    size, chip = size_of(cell, units, *width), Chip(capability, 1)
     return all(tiling.fits(size, chip, kind) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)
-def _most_units(cell: Graph, dtype: torch.dtype, capability: tuple[int, int]) -> int:
+def _most_units(cell: Graph, width: tuple[int, bool], capability: tuple[int, int]) -> int:
     """The most units for which both kernels fit."""
-    fitting = itertools.takewhile(lambda units: _fits(cell, units, dtype, capability), itertools.count(16, 16))
+    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, capability), itertools.count(16, 16))
     return max(fitting, default=0)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -9,15 +9,20 @@ from whorl.engines.cuda import source, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
-TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
-"""Of NVRTC for float16 and bfloat16: what these round is far below what the dtype keeps."""
+_QUICK = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
+
+
+def options(tile: Tile) -> tuple[str, ...]:
+    """Of NVRTC: but in true float32, what these round is far below what a product keeps."""
+    return () if tile.exact else _QUICK
 
 
 @lru_cache(maxsize=256)
-def size_of(cell: Graph, units: int, element: int) -> Size:
+def size_of(cell: Graph, units: int, element: int, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
     apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
-    return Size(units, len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors), apart, element, gate)
+    counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
+    return Size(units, *counts, apart, element, gate, exact)
 
 
 def kernel(
@@ -27,7 +32,7 @@ def kernel(
 
     def make() -> Kernel:
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
-        count = {"forward": 13 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip)
         return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, f"{count}Q")
 
@@ -44,5 +49,4 @@ def code(
     """
     write = source.forward if kind == "forward" else source.backward
     name = source.kernel_name(kind, cell, units, dtype, tile)
-    options = TWO_BYTES if dtype.itemsize == 2 else ()
-    return name, store.kernel(write(cell, units, dtype, tile, flag), name, chip.architecture, options)
+    return name, store.kernel(write(cell, units, dtype, tile, flag), name, chip.architecture, options(tile))

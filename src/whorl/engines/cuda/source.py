@@ -15,6 +15,7 @@ from whorl.engines.cuda.tiling import Tile
 _KERNELS = Path(__file__).parent / "kernels"
 _MARK = "// @generated\n"
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "tf32"}
+"""Of dtypes, in a kernel's name; an exact tile's is float32."""
 
 
 class Saving(NamedTuple):
@@ -59,7 +60,8 @@ def wide_gates(graph: Graph) -> bool:
 
 def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile) -> str:
     """What a profiler shows: cell, direction of the pass, units, dtype and tile."""
-    return f"{identifier(graph.name)}_{kind}_{units}_{NAMES[dtype]}_{tile.cluster}x{tile.rows}"
+    name = "float32" if tile.exact else NAMES[dtype]
+    return f"{identifier(graph.name)}_{kind}_{units}_{name}_{tile.cluster}x{tile.rows}"
 
 
 def forward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, saved: bool) -> str:
@@ -95,6 +97,7 @@ def _source(
         f"#define WIDE_GATES {int(wide_gates(graph))}",
         f"#define FORWARD {int(kind == 'forward')}",
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
+        f"#define EXACT {int(tile.exact)}",
         "#define MOST(count) ((count) > 0 ? (count) : 1)",
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
         _table("sum_of", kept.sums, "the recurrent gate that is saved with a gate's x, as their sum; -1: none"),

@@ -56,6 +56,8 @@ class Size(NamedTuple):
     """Bytes of an element."""
     gate: int
     """Bytes of a gate's value as it is kept."""
+    exact: bool = False
+    """Products of float32 are as good as float32: each is three of TF32."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Tile:
     """Forward: steps of 8 words of depth of one warp."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
+    exact: bool = False
+    """As in `Size`."""
 
     @property
     def rows(self) -> int:
@@ -99,12 +103,14 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
     own = -(-2 * tiles // splits)
     used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states)
     used += 4 * tiles + 2 * size.recurrent + 2 * size.vectors
-    fits = (_registers(warps) - used - _FORWARD_EXTRA) // (4 * size.recurrent)
-    resident = min(depths, max(0, fits)) if resident is None else resident
+    fits = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, tiles)) // (4 * size.recurrent)
+    resident = min(depths, fits) if resident is None else resident
     states = 8 * tiles * (splits * depths * 8 + 4)
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial) + 16
-    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths) if shared <= limit else None
+    if shared > limit:
+        return None
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact)
 
 
 def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None) -> Tile | None:
@@ -118,18 +124,31 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors) + (4 * chunk + 4) * tiles
-    fits = (_registers(warps) - used - _BACKWARD_EXTRA) // 4
-    resident = min(share * depths, max(0, fits)) if resident is None else resident
+    fits = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, tiles)) // 4
+    resident = min(share * depths, fits) if resident is None else resident
     gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
     shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients) + 16
-    return Tile(cluster, part, tiles, resident, shared, warps, chunk=chunk) if shared <= limit else None
+    if shared > limit:
+        return None
+    return Tile(cluster, part, tiles, resident, shared, warps, chunk=chunk, exact=size.exact)
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 
 
+def _extra(size: Size, base: int, tiles: int) -> int:
+    """Of four bytes more, and where each operand is split into two."""
+    return base + (8 + 2 * tiles) * (size.element == 4) + (28 + 2 * tiles) * size.exact
+
+
 def _registers(warps: int) -> int:
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
+
+
+def _room(size: Size, warps: int, used: int) -> int:
+    """Registers of a thread for weights; of those in four bytes more than 160 were spilled all the same."""
+    room = max(0, _registers(warps) - used)
+    return min(room, 160) if size.element == 4 else room
 
 
 def _slice(units: int, cluster: int) -> int:
@@ -175,17 +194,28 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM in bfloat16 on an H200, 128, 256 and 512 units, batch 32 to 512, 49 tiles: it chose a tile within a
-    tenth of the fastest for each.  What arrives from the cluster costs a multiprocessor 0.05 us a KB in forward.
+    tenth of the fastest for each.  What arrives from the cluster costs a multiprocessor 0.05 us a KB in forward, and
+    weights that are read from shared memory at every step 0.0045 us a KB.
     """
     taken = rounds(chip, batch, directions, tile)
     begin = 0.3 * (taken - 1)  # each round loads its weights anew: about 20 us, over 60 steps or so
     groups, words = tile.slice // 16, 4 // size.element
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
+    read = 0.0045 * tile.warps * _streamed(size, tile, kind) / 2 if size.element == 4 else 0.0
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
     if kind == "forward":
         items = groups * tile.tiles / 2
-        step = 0.45 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
+        step = read + 0.45 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
         return begin + taken * (step + 0.05 * size.element * arriving)
     items = groups * tile.tiles / 4
-    step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
+    step = read + 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
     return begin + taken * (step + 0.04 * arriving)
+
+
+def _streamed(size: Size, tile: Tile, kind: str) -> int:
+    """Pieces of 512 bytes of the weights that one warp reads from shared memory at every step."""
+    if kind == "forward":
+        return (tile.depths - tile.resident) * size.recurrent
+    groups, words = tile.slice // 16, 4 // size.element
+    share = -(-tile.cluster * groups // tile.warps)
+    return share * (size.recurrent * tile.slice // (8 * words)) - tile.resident

@@ -301,17 +301,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS)
+            if (d + half < DEPTHS) {
+              Right right[TILES];
+#pragma unroll
+              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
               for (int c = 0; c < CHUNK; ++c)
                 if (i0 + c < SHARE) {
                   const int i = (i0 + c) * DEPTHS + d + half;
-                  const uint4 weight = i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                    : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane];
+                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                           : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
 #pragma unroll
-                  for (int n = 0; n < TILES; ++n)
-                    multiply(sums[c][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+                  for (int n = 0; n < TILES; ++n) multiply(sums[c][n], weight, right[n]);
                 }
+            }
         }
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c) {
