@@ -55,7 +55,7 @@ def draw(cell: str, layout: str, time: int, batch: int, inputs: int, initial: bo
 def weighted(outputs: Sequence[Tensor]) -> Tensor:
     """A loss that gives each element of each output a gradient of its own."""
     given = torch.Generator().manual_seed(1)
-    grads = [torch.randn(out.shape, generator=given, dtype=torch.float64).to(out.dtype) for out in outputs]
+    grads = [torch.randn(out.shape, generator=given, dtype=torch.float64).to(out) for out in outputs]
     return torch.stack([(out * grad).sum().double() for out, grad in zip(outputs, grads, strict=True)]).sum()
 
 

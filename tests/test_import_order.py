@@ -12,7 +12,7 @@ ROOMS += "arguments recurrence layer modules steps adoption explanation diagnosi
 ROOMS += ["commands", "__main__"]
 INSIDE = {  # the order within a room; in a room that has none here, the files may import each other
     "cells": ["expr", "torch_functions", "graphs", "cell", "wrappers", "library", "lower"],
-    "engines": ["base", "reference", "native", "cuda", "cpu"],
+    "engines": ["base", "reference", "native", "segments", "cuda", "cpu"],
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from cells_for_tests import CELLS
 from whorl.engines.cuda import source, tiling
 from whorl.engines.cuda.compile import cubin, missing
-from whorl.engines.cuda.prepare import options, size_of
+from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.tiling import Chip
 
 H200 = Chip((9, 0), 132)
@@ -41,11 +41,11 @@ def listing(
     """The instructions of the tile that would run, with something changed in the source."""
     cell, exact = CELLS[name].graph, precision == "float32"
     dtype = getattr(torch, precision.replace("tf32", "float32"))
-    tile = tiling.choose(size_of(cell, units, dtype.itemsize, exact), H200, batch, 1, kind)
+    tile = tiling.choose(size_of(cell, units, dtype.itemsize, exact=exact), H200, batch, 1, kind)
     assert tile is not None
     text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True)
     assert change[0] in text
-    path.write_bytes(cubin(text.replace(*change), "kernel", "sm_90a", options(tile)))
+    path.write_bytes(cubin(text.replace(*change), "kernel", "sm_90a", flags(tile)))
     tool = nvdisasm()
     assert tool is not None
     return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -45,6 +45,7 @@ HALF = replace(PLAIN, device=H200, dtype=torch.bfloat16)
 ON = {
     "persistent": HALF,
     "cudnn": replace(PLAIN, device=H200),
+    "stepwise": HALF,
     "onednn": PLAIN,
     "cpu": PLAIN,
     "reference": PLAIN,
@@ -66,14 +67,34 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
     ),
     ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
-    ("persistent", {"packed": True}, "the input is a PackedSequence, these kernels take padded input"),
-    ("persistent", {"extras": ("mask", "reset")}, "these kernels do not take a mask, resets"),
+    (
+        "persistent",
+        {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn",)},
+        "recurrent dropout has a mask for each gate, these kernels take one for all",
+    ),
+    (
+        "persistent",
+        {"extras": ("dropout_masks",)},
+        "masks are given, which may be by gate: these kernels take them in the other modes",
+    ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
         {"form": replace(LSTM, units=1024)},
         "1024 units of lstm in bfloat16 do not fit one cluster, at most 768 do",
     ),
+    ("stepwise", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
+    (
+        "stepwise",
+        {"device": replace(H200, capability=(7, 0))},
+        "the GPU has compute capability 7.0, the compiler takes 7.5 and later",
+    ),
+    (
+        "stepwise",
+        {"dtype": torch.float8_e5m2},
+        "the dtype is float8_e5m2, the kernels take float16, bfloat16, float32 and float64",
+    ),
+    ("stepwise", {"batch": 0}, "the batch is 0, the kernels take 1 or more"),
     ("cudnn", {"device": CPU}, "the tensors are on cpu, cuDNN runs on cuda"),
     ("cudnn", {"device": replace(H200, library=0)}, "this torch has no cuDNN, or torch.backends.cudnn is switched off"),
     (
@@ -144,6 +165,15 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(GRU, units=509, directions=2), "dtype": torch.float16}),
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
+    ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
+    ("persistent", {"form": replace(RNN, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
+    (
+        "persistent",
+        {
+            "form": replace(LSTM, zoneout=(0.1, 0.2), recurrent_dropout=0.1, recurrent_dropout_mode="step"),
+            "extras": ("lengths", "mask", "reset", "drawn"),
+        },
+    ),
     ("cudnn", {"time": 65_535, "batch": 1}),
     ("cudnn", {"packed": True, "initial": True, "dropout": True}),
     ("cudnn", {"form": GRU, "dtype": torch.float64, "device": T4}),
@@ -236,10 +266,11 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
     assert [(refusal.engine, len(refusal.reasons)) for refusal in made.refusals] == [
         ("persistent", 1),
         ("cudnn", 1),
+        ("stepwise", 1),
         ("onednn", 4),
         ("cpu", 2),
     ]
-    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn"]
+    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn", "stepwise"]
     assert decide(ON["persistent"]).refusals == ()
     assert decide(ON["cudnn"], "reference").refusals == ()
 

@@ -101,7 +101,8 @@ class Noise:
         self._rows = rows if rows is not None else torch.arange(self._batch, device=like.device)
         self._steps: dict[str, Sequence[Tensor]] = {}
         self._blocks: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
-        self._held = self._hold()
+        self.held = self._hold()
+        """The mask of the recurrent product that all steps share, [batch, width] or [recurrent gates, batch, width]."""
 
     def input(self, width: int) -> Tensor | None:
         """[batch, inputs] or [gates, batch, inputs], for all steps."""
@@ -113,7 +114,7 @@ class Noise:
     def recurrent(self, t: int) -> Tensor | None:
         """What the operand of the recurrent product is multiplied with, [batch, width] or [recurrent gates, ...]."""
         if self._form.recurrent_dropout_mode != "step":
-            return None if self._held is None else self._held[..., : self._alive(t), :]
+            return None if self.held is None else self.held[..., : self._alive(t), :]
         if self._given.recurrent is not None:
             return self._step("recurrent", self._given.recurrent, t)
         probability = self._form.recurrent_dropout

@@ -36,6 +36,9 @@ svg text { font-size: 11px; fill: var(--ink); }
 .grid { stroke: var(--line); }
 .row { stroke: var(--line); stroke-dasharray: 1 3; }
 .legend { list-style: none; padding: 0; }
+.line { fill: none; }
+.name { text-anchor: start; fill: var(--faint); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; }
 .legend svg { width: 16px; display: inline; vertical-align: -2px; }
 details { margin: 1rem 0; }
 summary { cursor: pointer; }
@@ -56,14 +59,6 @@ def html(results: Results) -> str:
     """The report as the text of one HTML file."""
     machine = results.header.machine
     title = f"whorl bench: {machine.get('gpu') or machine.get('cpu')}"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("title", title),
-        element("style", _style()),
-    )
     body = element("body", element("h1", title), *_preface(results))
     tables = iter(times(results))
     for cell in CELLS:
@@ -74,6 +69,19 @@ def html(results: Results) -> str:
                 body.extend(_section(results, measured, which, next(tables)))
     if not results.measured:
         body.append(element("p", "No case is measured yet."))
+    return document(title, body)
+
+
+def document(title: str, body: Element) -> str:
+    """A page with the style of all reports, whose policy refuses scripts and everything from elsewhere."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("title", title),
+        element("style", _style()),
+    )
     return MARK + tostring(element("html", head, body, lang="en"), encoding="unicode", method="html") + "\n"
 
 
@@ -111,11 +119,12 @@ def _preface(results: Results) -> Iterator[Element]:
         yield element("p", text)
     legend = enumerate(described(results).items())
     yield element(
-        "ul", *(element("li", _swatch(kind), f" {name}: {text}") for kind, (name, text) in legend), class_="legend"
+        "ul", *(element("li", swatch(kind), f" {name}: {text}") for kind, (name, text) in legend), class_="legend"
     )
 
 
-def _swatch(index: int) -> Element:
+def swatch(index: int) -> Element:
+    """The mark of a line or contender, as its plot has it."""
     kind = index % KINDS
     return element(
         "svg", element("g", marker(kind, 8, 8), class_=f"kind{kind}"), viewBox="0 0 16 16", aria_hidden="true"
@@ -128,10 +137,10 @@ def _section(results: Results, measured: Sequence[Measured], which: str, table: 
     plots = [_plot(measured, which, precision, names, clock(results)) for precision in PRECISIONS]
     yield element("div", *(plot for plot in plots if plot is not None), class_="plots")
     yield element("p", table.title + ".")
-    yield _rows(table.columns, table.rows)
+    yield table_element(table.columns, table.rows)
     for note in table.notes:
         yield element("p", note, class_="note")
-    inside = _rows(*_all_figures(measured, which))
+    inside = table_element(*_all_figures(measured, which))
     yield element("details", element("summary", "All figures of this pass"), inside)
 
 
@@ -150,7 +159,8 @@ def _plot(measured: Sequence[Measured], which: str, precision: str, names: list[
     return element("figure", element("figcaption", title), dot_plot(title, rows, names, points))
 
 
-def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
+def table_element(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Element:
+    """A table that scrolls sideways by itself where it is wider than the page."""
     head = element("thead", element("tr", *(element("th", column, scope="col") for column in columns)))
     body = element("tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows))
     return element("div", element("table", head, body), class_="wide", tabindex="0")

@@ -12,14 +12,23 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-
-from whorl.bench.passes import Runner
 
 _SETTLE = 2  # calls of a turn on a GPU that are not counted, where there are several: the queue fills
 _WAITED = 5  # the most calls of a turn that are timed by the host's clock, where events time the others
 _MOST = 200  # calls in a turn
+
+
+class Runner(Protocol):
+    """What is timed."""
+
+    def change(self) -> None:
+        """Bring other inputs, perhaps other weights: not timed."""
+
+    def run(self) -> Sequence[torch.Tensor]:
+        """One call, which is timed."""
 
 
 @dataclass(frozen=True)

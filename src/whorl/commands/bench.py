@@ -2,16 +2,21 @@
 
 import argparse
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from whorl.bench.collection import SEEDS, gather, save_collection
 from whorl.bench.contenders import RIVALS, USUAL_RIVALS
 from whorl.bench.page import save_page
 from whorl.bench.program import Options, Program
 from whorl.bench.report import save_report
 from whorl.bench.results import Results, merge
+from whorl.bench.suite import TITLE, SuiteOptions
+from whorl.bench.suite import run as run_suite
 from whorl.bench.tables import described, times
 from whorl.engines import ENGINES
 from whorl.errors import InputError
@@ -28,6 +33,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     def option(name: str, **about: object) -> None:
         parser.add_argument(name, default=argparse.SUPPRESS, **about)  # type: ignore[arg-type]  # what is given is seen
 
+    option("--suite", choices=("grid", "seeds"), help="the grid of layers, or the programs over the batch size (grid)")
+    option(
+        "--report", action="store_true", help="of the suite seeds: no measuring, one page of all figures in --results"
+    )
+    option("--results", type=Path, help=f"the folder of figures that --report shows ({SEEDS})")
+    option("--programs", type=_words, metavar="LIST", help="of the suite seeds (all)")
+    option("--batches", type=_numbers, metavar="LIST", help="of the suite seeds (1,2,4,...,4096)")
+    option("--precisions", type=_words, metavar="LIST", help="of the suite seeds on a GPU: fp32, tf32, bf16 (bf16)")
     option("--quick", action="store_true", help="a few small cases, about a minute on two CPU cores")
     option("--cases", type=_words, metavar="LIST", help="as lstm,gru-*x512-bf16 or lstm-1x32x30x128-fp32 (all)")
     option("--engine", type=_words, metavar="LIST", help=f"of whorl: auto, {', '.join(ENGINES)} (auto)")
@@ -62,15 +75,46 @@ def run(arguments: argparse.Namespace) -> int:
     names |= {"seconds": "seconds", "shard": "shard", "out": "out"}
     chosen = {field: given[name] for name, field in names.items() if name in given}
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if given.get("suite", "grid") == "seeds":
+        return _run_seeds(console, given)
+    _refuse(given, ("report", "results", "programs", "batches", "precisions"), "without --suite seeds")
     if arguments.action == "measure":
         if chosen.get("rivals") == ("none",):
             chosen["rivals"] = ()
         return _measure(console, Program(Options(**chosen)))
-    if chosen:
-        name = next(name for name in names if name in given)
-        raise InputError(f"--{name} before {arguments.action} has no effect: leave it out.")
+    _refuse(given, names, f"before {arguments.action}")
     _combine(console, arguments)
     return 0
+
+
+def _refuse(given: Mapping[str, object], names: Iterable[str], where: str) -> None:
+    for name in names:
+        if name in given:
+            raise InputError(f"--{name} {where} has no effect: leave it out.")
+
+
+def _run_seeds(console: Console, given: Mapping[str, Any]) -> int:
+    if given["action"] != "measure":
+        raise InputError(f"--suite before {given['action']} has no effect: leave it out.")
+    _refuse(given, ("quick", "cases", "engine", "rivals", "shard"), "with --suite seeds")
+    if "report" in given:
+        _refuse(given, ("programs", "batches", "precisions", "device", "seconds"), "with --report")
+        out = given.get("out", Path("runs/seeds.html"))
+        save_collection(out, TITLE, gather(given.get("results", SEEDS)))
+        console.print(f"report      {out}")
+        return 0
+    _refuse(given, ("results",), "without --report")
+    taken = ("programs", "batches", "device", "precisions", "seconds", "out")
+    options = SuiteOptions(**{name: given[name] for name in taken if name in given})
+    for figures in run_suite(options, lambda text: console.print(text)):
+        for table in figures.tables:
+            console.print(f"\n{table.text()}")
+    console.print(f"\nreport      {options.out / 'report.html'}")
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _words(text: str) -> tuple[str, ...]:

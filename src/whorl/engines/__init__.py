@@ -3,7 +3,10 @@
 from whorl.engines.base import Engine
 from whorl.engines.cpu import CPU
 from whorl.engines.cuda.persistent import Persistent
+from whorl.engines.cuda.stepwise import Stepwise
 from whorl.engines.native import CuDNN, OneDNN
 from whorl.engines.reference import Reference
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Persistent(), CuDNN(), OneDNN(), CPU(), Reference())}
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (Persistent(), CuDNN(), Stepwise(), OneDNN(), CPU(), Reference())
+}

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import source, tiling
+from whorl.engines.cuda.entering import Dropped
 from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
-from whorl.engines.cuda.tiling import Chip, Size, Tile
+from whorl.engines.cuda.source import PLAIN, Features
+from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
@@ -25,67 +28,109 @@ class Layers:
         self.saving = source.saving(form.cell)
         self.blocks = blocks_of(self.saving)
         properties = torch.cuda.get_device_properties(self.index)
-        chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
-        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact(problem))
+        self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
-        with torch.cuda.device(self.index):
-            self.ahead, self.ahead_tile = self._kernel("forward", size, chip, problem.gradient)
-            if problem.gradient:
-                self.back, self.back_tile = self._kernel("backward", size, chip, form.bias)
+        self.optional = bool(problem.additions or problem.packed)
+        self._made: dict[tuple[str, Features], tuple[Kernel, Tile]] = {}
+        if not self.optional:
+            self._ready(PLAIN, PLAIN)
 
-    def _kernel(self, kind: str, size: Size, chip: Chip, flag: bool) -> tuple[Kernel, Tile]:
-        tile = tiling.choose(size, chip, self.problem.batch, self.form.directions, kind)
-        assert tile is not None, "the obstacles say that it fits"
-        return kernel(kind, self.cell, self.form.units, self.problem.dtype, tile, flag, chip, self.index), tile
+    def _ready(self, ahead: Features, back: Features) -> None:
+        """Load what a call needs, forward and backward together: a capture of a CUDA graph can load nothing."""
+        self._kernel("forward", ahead)
+        if self.problem.gradient:
+            self._kernel("backward", back)
+
+    def _kernel(self, kind: str, features: Features) -> tuple[Kernel, Tile]:
+        found = self._made.get((kind, features))
+        if found is None:
+            form, problem = self.form, self.problem
+            size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
+            tile = tiling.choose(size, self.chip, problem.batch, form.directions, kind)
+            assert tile is not None, "the obstacles say that it fits"
+            flag = problem.gradient if kind == "forward" else form.bias
+            with torch.cuda.device(self.index):
+                made = kernel(kind, self.cell, form.units, problem.dtype, tile, flag, self.chip, self.index, features)
+            found = self._made[kind, features] = (made, tile)
+        return found
+
+    def _options(self, call: Call, stream: int) -> Options | None:
+        if not self.optional:
+            return None
+        return Options(self.problem, call, self.chip, self.index, stream)
 
     def forward(self, call: Call) -> Outcome:
         units, batch, time, directions = self.sizes
         form, cell, dtype = self.form, self.cell, self.problem.dtype
         keep, x = self.problem.gradient, call.x
+        rows = call.x.shape[0] if self.problem.packed else time * batch
         starts = [_plain(state.to(dtype)) for state in call.states]
         finals = [x.new_empty(form.layers * directions, batch, units) for _ in cell.states]
         saved: list[Tensor] = []
+        sequences: list[Tensor] = []
         per_layer = [_plain_weights(own) for own in split(form, call.weights)]
         stream = torch._C._cuda_getCurrentRawStream(self.index)
+        options, features = self._options(call, stream), PLAIN
         for layer in range(form.layers):
-            rows, weights = x.reshape(time * batch, -1), per_layer[layer * directions : (layer + 1) * directions]
-            gates = [product(rows, own.ih.t(), tf32=self.tf32, wide=self.gate == torch.float32) for own in weights]
-            y = x.new_empty(time, batch, directions * units)
-            spaces = [self._space(x) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
-            self.ahead(
-                stream, -(-batch // self.ahead_tile.rows) * self.ahead_tile.cluster, directions,
+            weights = per_layer[layer * directions : (layer + 1) * directions]
+            if options is not None:
+                features = options.features(layer, backward=False)
+                self._ready(features, options.features(layer, backward=True))
+            ahead, tile = self._kernel("forward", features)
+            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
+            y = x.new_empty(*call.x.shape[:-1], directions * units)
+            spaces = [self._space(x, rows, features) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
+            extra: list[int | float] = []
+            if options is not None:
+                if features.sequences:
+                    sequences = [torch.empty_like(y) for _ in cell.states]
+                before = self._before(spaces, rows, features) if keep else []
+                extra = options.argument(layer, before=before, sequences=sequences)
+            ahead(
+                stream, -(-batch // tile.rows) * tile.cluster, directions,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
-                *self._spaces(spaces), time, batch,
+                *self._spaces(spaces, rows), time, batch, *extra,
             )  # fmt: skip
             if keep:
                 saved += [as_bytes(gate) for gate in gates] + spaces
                 saved += [as_bytes(y)] if layer < form.layers - 1 else []
             x = _with_dropout(y, call, layer)
-        return Outcome(y, tuple(finals), tuple(saved))
+        return Outcome(y, tuple(finals), tuple(saved), tuple(sequences))
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         units, batch, time, directions = self.sizes
         form, cell, dtype = self.form, self.cell, self.problem.dtype
-        grad_y, *grad_finals = (None if grad is None else _plain(grad.to(dtype)) for grad in grads)
+        states = len(cell.states)
+        grad_y, *others = (None if grad is None else _plain(grad.to(dtype)) for grad in grads)
+        grad_finals, grad_sequences = others[:states], others[states:]
         starts = [_plain(state.to(dtype)) for state in call.states]
         grad_starts = [torch.empty_like(state) for state in starts]
         per_layer = [_plain_weights(own) for own in split(form, call.weights)]
         grad_weights: list[LayerWeights] = list(per_layer)
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        tile, each = self.back_tile, 2 * directions + 1
-        clusters, width = -(-batch // tile.rows), (time, batch, directions * units)
+        options, features = self._options(call, stream), PLAIN
+        found = None if options is None else Gradients(call, options)
+        each, width = 2 * directions + 1, (*call.x.shape[:-1], directions * units)
         summed = (len(cell.gates) + len(self.saving.apart) if form.bias else 0) + len(cell.vectors)
-        rows = time * batch
+        rows = call.x.shape[0] if self.problem.packed else time * batch
         for layer in reversed(range(form.layers)):
+            if options is not None:
+                features = options.features(layer, backward=True)
+            back, tile = self._kernel("backward", features)
+            clusters = -(-batch // tile.rows)
             weights = per_layer[layer * directions : (layer + 1) * directions]
             kept = saved[layer * each : (layer + 1) * each]
+            spaces = kept[directions : 2 * directions]
             out = y if layer == form.layers - 1 else from_bytes(kept[-1], width, dtype)
-            below = from_bytes(saved[layer * each - 1], width, dtype) if layer else call.x
-            x = (_with_dropout(below, call, layer - 1) if layer else below).reshape(rows, -1)
+            below = from_bytes(saved[layer * each - 1], width[:-1] + (-1,), dtype) if layer else call.x
+            x = _with_dropout(below, call, layer - 1) if layer else below
+            if options is not None and (layer == 0 or call.dropout):
+                x = options.cleaned(x)
+            x = x.reshape(rows, -1)
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
             to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             sums = [
@@ -93,80 +138,130 @@ class Layers:
                 for _ in weights
             ]
             out = _plain(out)
-            self.back(
+            entered: Sequence[Tensor] = ()
+            extra: list[int | float] = []
+            if found is not None and options is not None:
+                entered = before = self._before(spaces, rows, features)
+                if features.noise:
+                    entered = [x.new_empty(rows, units) for _ in weights]
+                extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
+            back(
                 stream, clusters * tile.cluster, directions,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
                 *_pair([_hidden(own).data_ptr() for own in weights]),
-                *self._vectors(weights), *self._places(starts, layer), out.data_ptr(),
-                *self._spaces(kept[directions : 2 * directions]),
+                *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),
                 0 if grad_y is None else grad_y.data_ptr(), *self._places(grad_finals, layer),
                 *_pair([gate.data_ptr() for gate in to_gates]), *_pair([gate.data_ptr() for gate in to_apart]),
                 *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
-                time, batch,
+                time, batch, *extra,
             )  # fmt: skip
+            grad_x: Tensor | None = None
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
-                hidden = out if directions == 1 else out.narrow(2, direction * units, units)
-                start = starts[0][index] if starts else None
+                if entered:
+                    start, operand = None, entered[direction]
+                else:
+                    hidden = out if directions == 1 else out.narrow(2, direction * units, units)
+                    start, operand = starts[0][index] if starts else None, hidden
+                dropped = None if options is None else self._dropped(layer, direction, options)
+                if dropped is None:
+                    to_ih = product(to_gates[direction].t(), x, tf32=self.tf32)
+                    grad_x = product(to_gates[direction], own.ih, grad_x, add=grad_x is not None, tf32=self.tf32)
+                else:
+                    to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
+                    grad_x = to_x if grad_x is None else grad_x + to_x
+                    assert found is not None
+                    found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
-                    own, x, hidden, start, to_gates[direction], to_apart[direction], sums[direction], direction == 1
-                )
-            grad_x = product(to_gates[0], weights[0].ih, tf32=self.tf32)
-            if directions == 2:
-                product(to_gates[1], weights[1].ih, grad_x, add=True, tf32=self.tf32)
-            grad_x = grad_x.view(time, batch, -1)
+                    own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
+                    sums[direction], direction == 1,
+                )  # fmt: skip
+            assert grad_x is not None
+            grad_x = grad_x.view(*call.x.shape[:-1], -1)
             if layer and call.dropout:
-                grad_dropout[layer - 1] = grad_x * below
-                grad_x = grad_x * call.dropout[layer - 1]
+                mask = call.dropout[layer - 1]
+                if options is None:
+                    grad_dropout[layer - 1] = grad_x * below
+                else:
+                    mask, grad_dropout[layer - 1] = options.cleaned(mask), options.cleaned(grad_x * below)
+                grad_x = grad_x * mask
             grad_y = grad_x
-        none = [None] * (len(call.reset_to) + len(call.inputs) + len(call.noise))
-        return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout, *none]
+        if found is None:
+            return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout]
+        return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout, *found.results()]
+
+    def _dropped(self, layer: int, direction: int, options: Options) -> Dropped | None:
+        mask = options.input_mask(layer, direction)
+        return None if mask is None else Dropped(mask, options, self.tf32)
+
+    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
+        """x of every gate at every step, as the kernel reads it."""
+        made, wide = [], self.gate == torch.float32
+        for direction, own in enumerate(weights):
+            dropped = None if options is None else self._dropped(layer, direction, options)
+            if dropped is None:
+                made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
+            else:
+                made.append(dropped.projected(x, own.ih, wide))
+        return made
 
     def _weight_gradients(
-        self, own: LayerWeights, x: Tensor, hidden: Tensor, start: Tensor | None, to_gates: Tensor, to_apart: Tensor,
-        sums: Tensor | None, reverse: bool,
+        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor, whole: bool, start: Tensor | None, to_gates: Tensor,
+        to_apart: Tensor, sums: Tensor | None, reverse: bool,
     ) -> LayerWeights:  # fmt: skip
-        """Of one layer and direction, by products over all steps and rows."""
+        """Of one layer and direction, by products over all steps and rows.
+
+        Args:
+            hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
+        """
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
-        # what entered each step's product: the output of the step before it, and the initial state
-        entered = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
+        if whole:
+            rest, at, entered = len(hidden), 0, hidden
+        else:  # the output of the step before it, and the initial state
+            entered = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
         hh = torch.empty_like(_hidden(own))
         for apart, first, count, into in self.blocks:
             matrix = to_apart if apart else to_gates
-            whole = matrix if count * units == matrix.shape[1] else matrix.narrow(1, first * units, count * units)
+            part = matrix if count * units == matrix.shape[1] else matrix.narrow(1, first * units, count * units)
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
             if rest:
-                product(whole.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
+                product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
             else:
                 target.zero_()
             if start is not None:
-                first_rows = whole.narrow(0, 0 if at else rest, batch).t()
+                first_rows = part.narrow(0, 0 if at else rest, batch).t()
                 product(first_rows, start, target, add=True, tf32=self.tf32)
         bias_ih = bias_hh = None
         vectors: tuple[Tensor, ...] = ()
         if sums is not None:
-            total = sums.sum(0).to(x.dtype)
+            total = sums.sum(0).to(self.problem.dtype)
             if self.form.bias:
                 bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
                 for apart, first, count, into in self.blocks:
                     place = (first + len(self.cell.gates) * apart) * units
                     bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
             vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
-        return LayerWeights(product(to_gates.t(), x, tf32=self.tf32), hh, bias_ih, bias_hh, None, vectors)
+        return LayerWeights(to_ih, hh, bias_ih, bias_hh, None, vectors)
 
-    def _space(self, like: Tensor) -> Tensor:
-        """Room for what backward reads beside the gates: states in float32, then r of gates that are not a sum."""
-        units, batch, time, _ = self.sizes
+    def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
+        """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
         states, apart = len(self.cell.states) - 1, len(self.saving.apart)
-        each = time * batch * units
-        return like.new_empty(each * (4 * states + apart * self.gate.itemsize), dtype=torch.uint8)
+        each = 4 * states + apart * self.gate.itemsize + features.before * self.problem.dtype.itemsize
+        return like.new_empty(rows * self.form.units * each, dtype=torch.uint8)
 
-    def _spaces(self, spaces: Sequence[Tensor]) -> tuple[int, int, int, int]:
+    def _spaces(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, int, int, int]:
         """The addresses of r apart, then of the states, in each direction's room."""
-        units, batch, time, _ = self.sizes
-        states = 4 * (len(self.cell.states) - 1) * time * batch * units
+        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
         return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
+
+    def _before(self, spaces: Sequence[Tensor], rows: int, features: Features) -> list[Tensor]:
+        """The first state before each step, [rows, units], at the end of each direction's room."""
+        if not features.before:
+            return []
+        shape, dtype = (rows, self.form.units), self.problem.dtype
+        size = rows * self.form.units * dtype.itemsize
+        return [from_bytes(space[space.numel() - size :], shape, dtype) for space in spaces]
 
     def _vectors(self, weights: Sequence[LayerWeights]) -> list[int]:
         count = max(1, len(self.cell.vectors))

@@ -14,7 +14,9 @@ from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import tiling
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import exact, layers
+from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import code, size_of
+from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
@@ -42,15 +44,16 @@ class Persistent(Engine):
             found.append(f"the cell {cell.name} has no recurrent weights, these kernels are made for them")
         if form.projection:
             found.append(f"the projection is {form.projection} wide, these kernels take none")
-        if problem.packed:
-            found.append("the input is a PackedSequence, these kernels take padded input")
-        if problem.additions:
-            found.append(f"these kernels do not take {', '.join(problem.additions)}")
+        by_gate = form.recurrent_dropout_mode == "gate" and len(cell.recurrent) > 1
+        if by_gate and "recurrent dropout" in problem.additions:
+            found.append("recurrent dropout has a mask for each gate, these kernels take one for all")
+        elif by_gate and "dropout_masks" in problem.extras:
+            found.append("masks are given, which may be by gate: these kernels take them in the other modes")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
-        width = problem.dtype.itemsize, exact(problem)
-        if not found and not _fits(cell, form.units, width, device.capability):
-            most = _most_units(cell, width, device.capability)
+        features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
+        if not found and not _fits(cell, form.units, width, device.capability, features):
+            most = _most_units(cell, width, device.capability, features)
             name = f"{cell.name} in {problem.precision}"
             found.append(f"{form.units} units of {name} do not fit one cluster, at most {most} do")
         return found
@@ -68,7 +71,8 @@ class Persistent(Engine):
         if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
             return []
         chip = Chip(problem.device.capability, 132)
-        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact(problem))
+        # cuDNN takes the plain cells alone
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
         tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
         assert tile is not None, "the obstacles say that it fits"
         rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
@@ -93,26 +97,27 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     reasons = Persistent().obstacles(problem)
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
-    form = problem.form
-    size, names = size_of(form.cell, form.units, problem.dtype.itemsize, exact(problem)), []
+    form, features = problem.form, expected(problem)
+    size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
         tile = tiling.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
-        names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip)[0])
+        names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
 
 
 @lru_cache(maxsize=8192)
-def _fits(cell: Graph, units: int, width: tuple[int, bool], capability: tuple[int, int]) -> bool:
-    size, chip = size_of(cell, units, *width), Chip(capability, 1)
+def _fits(cell: Graph, units: int, width: tuple[int, bool], capability: tuple[int, int], features: Features) -> bool:
+    size, chip = size_of(cell, units, width[0], features, width[1]), Chip(capability, 1)
     return all(tiling.fits(size, chip, kind) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)
-def _most_units(cell: Graph, width: tuple[int, bool], capability: tuple[int, int]) -> int:
+def _most_units(cell: Graph, width: tuple[int, bool], capability: tuple[int, int], features: Features) -> int:
     """The most units for which both kernels fit."""
-    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, capability), itertools.count(16, 16))
+    sizes = itertools.count(16, 16)
+    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, capability, features), sizes)
     return max(fitting, default=0)
 
 

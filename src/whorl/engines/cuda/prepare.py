@@ -5,43 +5,49 @@ from functools import lru_cache
 import torch
 
 from whorl.cells.cell import Graph
-from whorl.engines.cuda import source, store
+from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 _QUICK = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
-def options(tile: Tile) -> tuple[str, ...]:
+def flags(tile: Tile) -> tuple[str, ...]:
     """Of NVRTC: but in true float32, what these round is far below what a product keeps."""
     return () if tile.exact else _QUICK
 
 
 @lru_cache(maxsize=256)
-def size_of(cell: Graph, units: int, element: int, exact: bool = False) -> Size:
+def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
     apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
-    return Size(units, *counts, apart, element, gate, exact)
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), exact)
 
 
 def kernel(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int
-) -> Kernel:
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int,
+    features: Features = PLAIN,
+) -> Kernel:  # fmt: skip
     """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
 
     def make() -> Kernel:
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
         count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
-        name, machine_code = code(kind, cell, units, dtype, tile, flag, chip)
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, f"{count}Q")
+        name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
+        fields = f"{count}Q"
+        if source.has_options(cell, features):
+            fields += options.layout(states, len(cell.inputs))
+        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields)
 
-    return loaded((kind, cell, units, dtype, tile, flag, index), make)
+    return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
 
 
 def code(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip
-) -> tuple[str, bytes]:
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip,
+    features: Features = PLAIN,
+) -> tuple[str, bytes]:  # fmt: skip
     """Name and machine code of a kernel, from the store or compiled; needs no GPU.
 
     Args:
@@ -49,4 +55,5 @@ def code(
     """
     write = source.forward if kind == "forward" else source.backward
     name = source.kernel_name(kind, cell, units, dtype, tile)
-    return name, store.kernel(write(cell, units, dtype, tile, flag), name, chip.architecture, options(tile))
+    text = write(cell, units, dtype, tile, flag, features)
+    return name, store.kernel(text, name, chip.architecture, flags(tile))

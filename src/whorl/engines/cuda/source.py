@@ -1,6 +1,6 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,54 @@ _KERNELS = Path(__file__).parent / "kernels"
 _MARK = "// @generated\n"
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "tf32"}
 """Of dtypes, in a kernel's name; an exact tile's is float32."""
+
+
+HELD, GIVEN, DRAWN = 1, 2, 3
+"""Kinds of noise in the recurrent product, as kernels/options.cu numbers them: held over all steps, or of each step."""
+BY_SHARE, AT_RANDOM, BY_MASK = 1, 2, 3
+"""Kinds of zoneout there."""
+
+
+class Features(NamedTuple):
+    """What of kernels/options.cu a kernel has."""
+
+    lengths: bool = False
+    mask: bool = False
+    reset: bool = False
+    reset_to: bool = False
+    order: bool = False
+    """Sequences are in an order of their own."""
+    packed: bool = False
+    noise: int = 0
+    zoneout: tuple[int, ...] = ()
+    """For each state; empty where none has any."""
+    sequences: bool = False
+    noise_gradient: bool = False
+    zoneout_gradient: bool = False
+
+    @property
+    def before(self) -> bool:
+        """What was before each step is saved: it is not the output of the step before."""
+        return bool(self.lengths or self.mask or self.reset or self.noise)
+
+
+PLAIN = Features()
+
+
+Writer = Callable[[], str]
+
+
+def registers(graph: Graph, features: Features) -> tuple[int, int]:
+    """What options take of a thread's registers for each of its items, forward and backward."""
+    if not has_options(graph, features):
+        return 0, 0
+    states, given = len(graph.states), sum(kind == BY_MASK for kind in features.zoneout)
+    draws, marked = features.noise == DRAWN or AT_RANDOM in features.zoneout, features.lengths or features.mask
+    one = 2 + draws + 2 * features.order + features.reset + 2 * features.mask + marked + features.lengths
+    ahead = one + 2 * (given + len(graph.inputs) + (features.noise in (HELD, GIVEN)))
+    back = 2 * one + 4 * (given + 2 * len(graph.inputs) + features.mask + 3 * bool(features.noise))
+    back += 4 * states * (features.reset_to + features.zoneout_gradient) + 2 * states * features.sequences
+    return ahead, back + 6 * features.noise_gradient
 
 
 class Saving(NamedTuple):
@@ -64,7 +112,7 @@ def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: T
     return f"{identifier(graph.name)}_{kind}_{units}_{name}_{tile.cluster}x{tile.rows}"
 
 
-def forward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, saved: bool) -> str:
+def forward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, saved: bool, features: Features = PLAIN) -> str:
     """The source of the forward kernel."""
     own = {
         "SPLITS": tile.splits,
@@ -72,24 +120,43 @@ def forward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, saved: boo
         "RESIDENT": tile.resident,
         "SAVED": int(saved),
     }
-    return _source("forward", graph, units, dtype, tile, own, _step(graph))
+    return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
 
 
-def backward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, bias: bool) -> str:
+def backward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, bias: bool, features: Features = PLAIN) -> str:
     """The source of the backward kernel."""
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
-    return _source("backward", graph, units, dtype, tile, own, _step_backward(graph))
+    steps = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
+    return _source("backward", graph, units, dtype, tile, own, "\n".join(steps), features)
+
+
+def draw() -> str:
+    """The source of the kernel that draws whole masks."""
+    return _text("draw.cu").replace(_MARK, "#define KERNEL draw_masks\n" + _text("noise.cu"), 1)
+
+
+def order() -> str:
+    """The source of the kernel that sorts sequences by their lengths."""
+    return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
+
+
+def has_options(graph: Graph, features: Features) -> bool:
+    """Whether a kernel has the argument of kernels/options.cu."""
+    return features != PLAIN or bool(graph.inputs)
 
 
 def _source(
-    kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile, own: Mapping[str, int], step: str
-) -> str:
+    kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile, own: Mapping[str, int], step: str,
+    features: Features,
+) -> str:  # fmt: skip
     kept = saving(graph)
     numbers = {
         "UNITS": units, "SLICE": tile.slice, "TILES": tile.tiles, "SHARED": tile.shared, "GATES": len(graph.gates),
         "RECURRENT": len(graph.recurrent), "STATES": len(graph.states), "VECTORS": len(graph.vectors),
-        "APART": len(kept.apart), **own,
+        "APART": len(kept.apart), "INPUTS": len(graph.inputs), **own,
     }  # fmt: skip
+    flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
+    numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     words = [
         f"#define KERNEL {kernel_name(kind, graph, units, dtype, tile)}",
         f"#define CLUSTER {tile.cluster}",
@@ -98,11 +165,16 @@ def _source(
         f"#define FORWARD {int(kind == 'forward')}",
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
         f"#define EXACT {int(tile.exact)}",
+        f"#define OPTIONS {int(has_options(graph, features))}",
+        f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
         "#define MOST(count) ((count) > 0 ? (count) : 1)",
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
         _table("sum_of", kept.sums, "the recurrent gate that is saved with a gate's x, as their sum; -1: none"),
         _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
+        _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         _text("ptx.cu"),
+        _text("noise.cu"),
+        _text("options.cu"),
         step,
     ]
     return _text(f"{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
@@ -119,19 +191,23 @@ def _table(name: str, values: Iterable[int], meaning: str) -> str:
 
 
 def _step(graph: Graph) -> str:
-    reads = {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors}
+    reads = _leaves(graph)
     writes = {f"after.{state}": f"after[{index}]" for index, state in enumerate(graph.states)}
-    parameters = "const float* x, const float* r, const float* s, const float* v, float* after"
+    parameters = "const float* x, const float* r, const float* s, const float* v, const float* e, float* after"
     return _function("step", parameters, reads, writes, _only(stages(graph.named(), CUDA)))
 
 
 def _step_backward(graph: Graph) -> str:
-    reads = {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors, "d": graph.states}
-    kinds = {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors}
+    kinds = _leaves(graph)
+    reads = kinds | {"d": graph.states}
     writes = {f"d{kind}.{name}": f"d{kind}[{i}]" for kind, names in kinds.items() for i, name in enumerate(names)}
-    parameters = "const float* x, const float* r, const float* s, const float* v, const float* d, "
-    parameters += "float* dx, float* dr, float* ds, float* dv"
+    parameters = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* d, "
+    parameters += "float* dx, float* dr, float* ds, float* dv, float* de"
     return _function("step_backward", parameters, reads, writes, _only(stages(graph.backward.named(), CUDA)))
+
+
+def _leaves(graph: Graph) -> dict[str, tuple[str, ...]]:
+    return {"x": graph.gates, "r": graph.recurrent, "s": graph.states, "v": graph.vectors, "e": graph.inputs}
 
 
 def _function(

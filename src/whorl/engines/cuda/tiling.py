@@ -56,6 +56,10 @@ class Size(NamedTuple):
     """Bytes of an element."""
     gate: int
     """Bytes of a gate's value as it is kept."""
+    ahead: int = 0
+    """Registers that options take of a thread for each of its items, forward."""
+    back: int = 0
+    """The same backward."""
     exact: bool = False
     """Products of float32 are as good as float32: each is three of TF32."""
 
@@ -101,7 +105,7 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
         return None
     own = -(-2 * tiles // splits)
-    used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states)
+    used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += 4 * tiles + 2 * size.recurrent + 2 * size.vectors
     fits = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, tiles)) // (4 * size.recurrent)
     resident = min(depths, fits) if resident is None else resident
@@ -123,7 +127,7 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors) + (4 * chunk + 4) * tiles
+    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
     fits = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, tiles)) // 4
     resident = min(share * depths, fits) if resident is None else resident
     gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128

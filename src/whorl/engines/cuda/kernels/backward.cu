@@ -15,6 +15,8 @@
 //              sums twice, two barriers, more weights
 //   global     gates, saved states, y and its gradient in; gradients of the gates out
 //
+// What options add stands in options.cu; a kernel without them has none of it.
+//
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
 
 // @generated
@@ -45,12 +47,20 @@ struct Arguments {
   Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
   float* sums[2];                          // [clusters x TILES, SUMMED x UNITS]
   long long time, batch;
+#if OPTIONS
+  Options o;
+#else
+  static constexpr Options o = {};
+#endif
 };
 
 struct Item {  // what one thread reads for an item at a step: two units of each of two sequences
   GatePair gates[2][GATES], apart[2][MOST(APART)];
   Pair y_gradient[2], before[2];
   float2 states[2][MOST(STATES - 1)];
+  bool within[2], valid[2], cut[2];  // before the end; the step counts; no state came into it from the one before
+  float2 zones[2][STATES], noise[2], inputs[2][MOST(INPUTS)];
+  Pair state_gradients[2][STATES];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
@@ -92,37 +102,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
   }
 
-  const int time = (int)a.time, width = gridDim.y * UNITS;
+  // steps of the longest sequence of the cluster; they are computed from the one that forward computed last
+  const int time = LENGTHS ? longest(a, cluster * ROWS) : (int)a.time, width = gridDim.y * UNITS;
   const bool reverse = direction == 1;
-  const long long row_step = reverse ? batch : -batch, begin = reverse ? 0 : (a.time - 1) * batch;
-  const long long state_stride = a.time * batch * UNITS;
+  const int first_step = reverse || time == 0 ? 0 : time - 1;
+  long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? 1 : time - 2 : first_step);
+  long long row_step = PACKED ? next_rows - rows : reverse ? batch : -(long long)batch;
+  const long long begin = rows, state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   const bool has_output_gradient = a.y_gradient != nullptr;
 
   float carried[OWN][STATES][2][2], vectors[OWN][MOST(VECTORS)][2], summed[OWN][MOST(SUMMED)][2] = {};
   Item item[OWN];
   bool in[OWN][2][2];  // whether the value of this sequence and unit is there
+  long long sequence[OWN][2];
+  int ends[OWN][2];  // steps of each sequence
+  // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
+  float factor[OWN][2][2], held[OWN][2][2] = {}, noise_sums[OWN][2][2] = {}, reset_sums[OWN][STATES][2][2] = {};
+  float2 operand_before[OWN][2];
+  bool was_cut[OWN][2];
+  unsigned drawn[OWN][2];
+  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
+  const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
   const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) / TILES * 16 + lane / 4 * 2; };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
-    const int row = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2 + b;
-    return ((long long)direction * batch + row) * UNITS + unit_of(j);
+    return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
+  };
+  // what options need of a step, whose rows begin at `at`
+  const auto load_options = [&](int j, int b, int step, long long at) {
+    const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]), also = there && in[j][b][1];
+    const long long row = at + sequence[j][b], from = row * UNITS + unit_of(j);
+    Item& to = item[j];
+    to.within[b] = there;
+    to.valid[b] = there && (!MASK || a.o.mask[row]);
+    if constexpr (RESET)
+      to.cut[b] = reverse ? in[j][b][0] && step + 1 < ends[j][b] && a.o.reset[rows_of(a, step + 1) + sequence[j][b]]
+                          : there && a.o.reset[row];
+    if constexpr (NOISE == GIVEN) to.noise[b] = load_wide_pair(a.o.noise[direction] + from, there, also);
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      if (zoneout(s) == BY_MASK) to.zones[b][s] = load_wide_pair(a.o.zoneout[direction][s] + from, there, also);
+      if constexpr (SEQUENCES) {
+        const bool wanted = a.o.sequences[s] != nullptr;
+        to.state_gradients[b][s] = load_pair(a.o.sequences[s] + row * width + direction * UNITS + unit_of(j),
+                                             there && wanted, also && wanted);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, step, sequence[j][b], direction, key);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
-  const auto load = [&](int j, bool last) {
+  const auto load = [&](int j, int step, bool last) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const bool first = in[j][b][0], second = in[j][b][1];
+      const bool there = !LENGTHS || step < ends[j][b], first = there && in[j][b][0], second = there && in[j][b][1];
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
-        item[j].gates[b][g] = load_gates(gates_at[j] + (b * GATES + g) * UNITS, first, second);
+        item[j].gates[b][g] = load_gates(gates_at[j] + (away(j, b) * GATES + g) * UNITS, first, second);
 #pragma unroll
       for (int i = 0; i < APART; ++i)
-        item[j].apart[b][i] = load_gates(a.apart[direction] + apart_at[j] + (b * APART + i) * UNITS, first, second);
-      item[j].y_gradient[b] = load_pair(a.y_gradient + outputs_at[j] + b * width, first && has_output_gradient,
-                                        second && has_output_gradient);
-      if (last) {
+        item[j].apart[b][i] =
+            load_gates(a.apart[direction] + apart_at[j] + (away(j, b) * APART + i) * UNITS, first, second);
+      item[j].y_gradient[b] = load_pair(a.y_gradient + outputs_at[j] + away(j, b) * width,
+                                        first && has_output_gradient, second && has_output_gradient);
+      if constexpr (BEFORE) {
+        const long long at = states_at[j] + away(j, b) * UNITS;
+        item[j].before[b] = load_pair(a.o.before[direction] + at, first, second);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          item[j].states[b][s - 1] =
+              load_wide_pair(a.states[direction] + at + (s - 1) * state_stride, first, second);
+      } else if (last) {
         const bool given = a.initial[0] != nullptr;
         item[j].before[b] = load_pair(a.initial[0] + start_of(j, b), first && given, second && given);
 #pragma unroll
@@ -130,18 +183,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           item[j].states[b][s - 1] =
               wide_pair(load_pair(a.initial[s] + start_of(j, b), first && given, second && given));
       } else {
-        item[j].before[b] = load_pair(a.y + outputs_at[j] + (row_step + b) * width, first, second);
+        item[j].before[b] = load_pair(a.y + outputs_at[j] + (row_step + away(j, b)) * width, first, second);
 #pragma unroll
         for (int s = 1; s < STATES; ++s)
           item[j].states[b][s - 1] = load_wide_pair(
-              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + b) * UNITS, first, second);
+              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS, first,
+              second);
       }
     }
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), row = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2;
+    const int unit = unit_of(j), place = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2;
     const bool own = warp + j * WARPS < CELLS;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      sequence[j][b] = place + b < batch ? sequence_at(a, place + b) : place + b;
+      ends[j][b] = LENGTHS && place + b < batch ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
+    }
+    const long long row = sequence[j][0];
     gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
     gradients_at[j] = a.gate_gradients[direction] + (begin + row) * GATES * UNITS + unit;
     apart_gradients_at[j] = a.apart_gradients[direction] + (begin + row) * APART * UNITS + unit;
@@ -155,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      in[j][b][0] = own && row + b < batch && unit < UNITS;
-      in[j][b][1] = own && row + b < batch && unit + 1 < UNITS;
+      in[j][b][0] = own && place + b < batch && unit < UNITS;
+      in[j][b][1] = own && place + b < batch && unit + 1 < UNITS;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
         const bool given = a.final_gradients[s] != nullptr;
@@ -166,7 +226,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         carried[j][s][b][1] = value.y;
       }
     }
-    load(j, time == 1);
+    load(j, first_step, time == 1);
+    if constexpr (OPTIONS)
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        load_options(j, b, first_step, rows);
+        if constexpr (NOISE == HELD)
+          item[j].noise[b] = load_wide_pair(a.o.noise[direction] + sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
+      }
   }
 
 #if CLUSTER > 1
@@ -180,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   cluster_barrier();
 #endif
 
-  const auto arrive = [&](int t) {  // t: steps done before
+  const auto arrive = [&](int t, long long was) {  // t: steps done before; the rows of the last of them begin at `was`
 #if CLUSTER > 1
     wait(barriers + 8 * (t % 2), (t - 1) / 2 % 2);
     if (threadIdx.x == 0) expect(barriers + 8 * (t % 2), ARRIVING);
@@ -197,19 +264,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const float4 part = from[source * 32];
         sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
       }
-      carried[j][0][0][0] += sum.x;
-      carried[j][0][0][1] += sum.y;
-      carried[j][0][1][0] += sum.z;
-      carried[j][0][1][1] += sum.w;
+      const float sums[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          carried[j][0][b][u] += NOISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
+          if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
+          if (RESET && was_cut[j][b])
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              if constexpr (RESET_TO) reset_sums[j][s][b][u] += carried[j][s][b][u];
+              carried[j][s][b][u] = 0.f;
+            }
+        }
+        if (NOISE_GRADIENT && NOISE == GIVEN) {
+          const bool there = in[j][b][0] && (!PACKED || (reverse ? t - 1 : time - t) < ends[j][b]);
+          store_wide_pair(a.o.noise_gradients[direction] + (was + sequence[j][b]) * UNITS + unit_of(j),
+                          noise_sums[j][b][0], noise_sums[j][b][1], there, there && in[j][b][1]);
+          noise_sums[j][b][0] = noise_sums[j][b][1] = 0.f;
+        }
+      }
     }
   };
 
   const unsigned columns = shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
-  const bool wants_initial = a.initial_gradients[0] != nullptr;
+  const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
+  long long rows_before = rows;
   for (int t = 0; t < time; ++t) {
-    if (t > 0) arrive(t);
+    if (t > 0) arrive(t, rows_before);
+    rows_before = rows;
+    const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
 
-    float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT];
+    float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT], to_inputs[OWN][2][MOST(INPUTS)], to_zones[OWN][2][STATES];
+    Pair entered[OWN][2];
     if (warp < CELLS) {  // the same for the whole warp
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
@@ -219,7 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
-            float to_x[GATES], to_r[RECURRENT], to_s[STATES], to_v[MOST(VECTORS)];
+            float to_x[GATES], to_r[RECURRENT], to_s[STATES], to_v[MOST(VECTORS)], to_e[MOST(INPUTS)], e[MOST(INPUTS)];
+            const bool valid = !MARKED || item[j].valid[b];
 #pragma unroll
             for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
 #pragma unroll
@@ -228,14 +317,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
 #pragma unroll
-            for (int s = 0; s < STATES; ++s) d[s] = carried[j][s][b][u];
+            for (int s = 0; s < STATES; ++s) {
+              if constexpr (SEQUENCES) carried[j][s][b][u] += half_of(wide_pair(item[j].state_gradients[b][s]), u);
+              d[s] = carried[j][s][b][u];
+            }
             d[0] += half_of(output, u);
+            if constexpr (MASK) {  // what came to an output that was held goes to the step that it was held from
+              held[j][b][u] += half_of(output, u);
+              d[0] = carried[j][0][b][u] + held[j][b][u];
+              if (valid) held[j][b][u] = 0.f;
+            }
+            float stayed[STATES];  // gradients of what zoneout kept
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              stayed[s] = 0.f;
+              if constexpr (OPTIONS) {
+                const float share =
+                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
+                if (u == 0) to_zones[j][b][s].x = d[s];
+                if (u == 1) to_zones[j][b][s].y = d[s];
+                if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK) stayed[s] = share * d[s], d[s] -= stayed[s];
+                if (keeps) stayed[s] = d[s], d[s] = 0.f;
+              }
+            }
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) v[i] = vectors[j][i][u];
-            step_backward(x, r, before, v, d, to_x, to_r, to_s, to_v);
 #pragma unroll
-            for (int s = 0; s < STATES; ++s) carried[j][s][b][u] = to_s[s];
-            const bool there = in[j][b][u];  // a sum never takes what the cell makes of nothing
+            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
+#if ZONEOUT_GRADIENT
+            float after[STATES];
+            step(x, r, before, v, e, after);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              const float apart = valid ? before[s] - after[s] : 0.f;
+              if (u == 0) to_zones[j][b][s].x = valid ? to_zones[j][b][s].x * apart : 0.f;
+              if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
+            }
+#endif
+            step_backward(x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
+            const bool there = in[j][b][u] && valid;  // a sum never takes what the cell makes of nothing
+            if constexpr (MARKED)
+#pragma unroll
+              for (int g = 0; g < GATES; ++g) to_x[g] = valid ? to_x[g] : 0.f;
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i) {
+              if (u == 0) to_inputs[j][b][i].x = valid ? to_e[i] : 0.f;
+              if (u == 1) to_inputs[j][b][i].y = valid ? to_e[i] : 0.f;
+            }
+            if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
+            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g) {
               const float value = there ? to_r[g] : 0.f;
@@ -254,6 +388,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) summed[j][SUMMED - VECTORS + i][u] += there ? to_v[i] : 0.f;
           }
+          if constexpr (NOISE)
+            entered[j][b] = narrow_pair(h.x * factor[j][b][0], h.y * factor[j][b][1]), operand_before[j][b] = h;
+          if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
         }
       }
 #pragma unroll
@@ -283,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         outputs_at[j] += row_step * width;
         apart_at[j] += row_step * APART * UNITS;
         states_at[j] += row_step * UNITS;
-        load(j, t + 2 == time);
+        load(j, next, t + 2 == time);
       }
     }
 
@@ -344,45 +481,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int j = 0; j < OWN; ++j) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const bool first = in[j][b][0], second = in[j][b][1];
+          const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
+          const auto beyond = away(j, b);
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
-            store_pair(gradients_at[j] + (b * GATES + g) * UNITS, dx[j][b][g].x, dx[j][b][g].y, first, second);
+            store_pair(gradients_at[j] + (beyond * GATES + g) * UNITS, dx[j][b][g].x, dx[j][b][g].y, first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
-            store_pair(apart_gradients_at[j] + (b * APART + i) * UNITS, dr[j][b][apart(i)].x, dr[j][b][apart(i)].y,
-                       first, second);
-          if (t + 1 + AHEAD < time && first) {
+            store_pair(apart_gradients_at[j] + (beyond * APART + i) * UNITS, dr[j][b][apart(i)].x,
+                       dr[j][b][apart(i)].y, first, second);
+          if constexpr (OPTIONS) {
+            const long long from = (rows + sequence[j][b]) * UNITS + unit_of(j);
+            if constexpr (NOISE) {
+              const float2 pair = wide_pair(entered[j][b]);
+              store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
+            }
 #pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + ((AHEAD * row_step + b) * GATES + g) * UNITS);
+            for (int s = 0; s < STATES; ++s)
+              if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+                store_wide_pair(a.o.zoneout_gradients[direction][s] + from, to_zones[j][b][s].x, to_zones[j][b][s].y,
+                                first, second);
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i)
+              store_wide_pair(a.o.input_gradients[direction][i] + from, to_inputs[j][b][i].x, to_inputs[j][b][i].y,
+                              first, second);
+            if (t + 1 < time) load_options(j, b, next, next_rows);
+          }
+          if (t + 1 + AHEAD < time && first && !PACKED) {
+            const auto far = AHEAD * row_step + beyond;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
 #pragma unroll
             for (int i = 0; i < APART; ++i)
-              prefetch(a.apart[direction] + apart_at[j] + ((AHEAD * row_step + b) * APART + i) * UNITS);
-            if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + (AHEAD * row_step + b) * width);
-            prefetch(a.y + outputs_at[j] + (AHEAD * row_step + b) * width);
+              prefetch(a.apart[direction] + apart_at[j] + (far * APART + i) * UNITS);
+            if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + far * width);
+            if constexpr (BEFORE)
+              prefetch(a.o.before[direction] + states_at[j] + far * UNITS);
+            else
+              prefetch(a.y + outputs_at[j] + far * width);
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
-              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + (AHEAD * row_step + b) * UNITS);
+              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + far * UNITS);
           }
         }
         gradients_at[j] += row_step * GATES * UNITS;
         apart_gradients_at[j] += row_step * APART * UNITS;
       }
     }
+    if constexpr (OPTIONS) {
+      rows = next_rows;
+      if (t + 2 < time) next_rows = rows_of(a, reverse ? next + 1 : next - 1);
+      if constexpr (PACKED) row_step = next_rows - rows;
+    }
   }
 
   if (wants_initial) {
-    arrive(time);
+    if (!LENGTHS || time > 0) arrive(time, rows_before);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
       for (int b = 0; b < 2; ++b)
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
-          store_pair(a.initial_gradients[s] + start_of(j, b), carried[j][s][b][0], carried[j][s][b][1], in[j][b][0],
-                     in[j][b][1]);
+          const bool given = a.initial_gradients[s] != nullptr;
+          store_pair(a.initial_gradients[s] + start_of(j, b), carried[j][s][b][0], carried[j][s][b][1],
+                     given && in[j][b][0], given && in[j][b][1]);
+          if constexpr (RESET_TO)
+            store_pair(a.o.reset_gradients[s] + start_of(j, b), reset_sums[j][s][b][0], reset_sums[j][s][b][1],
+                       in[j][b][0], in[j][b][1]);
+          if (NOISE_GRADIENT && NOISE == HELD && s == 0)
+            store_wide_pair(a.o.noise_gradients[direction] + sequence[j][b] * UNITS + unit_of(j), noise_sums[j][b][0],
+                            noise_sums[j][b][1], in[j][b][0], in[j][b][1]);
         }
   }
+  if constexpr (LENGTHS && !PACKED)  // past the end of all of the cluster's sequences
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int b = 0; b < 2; ++b)
+        for (long long t = time; t < a.time; ++t) {
+          const long long row = t * batch + sequence[j][b], from = row * UNITS + unit_of(j);
+          const bool first = in[j][b][0], second = in[j][b][1];
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            store_pair(a.gate_gradients[direction] + (row * GATES + g) * UNITS + unit_of(j), 0.f, 0.f, first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit_of(j), 0.f, 0.f, first, second);
+          if constexpr (NOISE) store_pair(a.o.entered[direction] + from, 0.f, 0.f, first, second);
+          if (NOISE_GRADIENT && NOISE == GIVEN)
+            store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, first, second);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+              store_wide_pair(a.o.zoneout_gradients[direction][s] + from, 0.f, 0.f, first, second);
+#pragma unroll
+          for (int i = 0; i < INPUTS; ++i)
+            store_wide_pair(a.o.input_gradients[direction][i] + from, 0.f, 0.f, first, second);
+        }
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
     const int unit = unit_of(j), tile = (warp + j * WARPS) % TILES;

@@ -13,6 +13,8 @@
 //   shared     states twice (read at this step, arriving for the next), partial sums, two barriers, more weights
 //   global     x in (without its bias, which is added here), gates out in its place where they are saved; y, saved states, final states
 //
+// What options add stands in options.cu; a kernel without them has none of it.
+//
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
 
@@ -41,6 +43,11 @@ struct Arguments {
   Gate* apart[2];                  // [time, batch, APART x UNITS]: r of gates that are not a sum
   float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
   long long time, batch;
+#if OPTIONS
+  Options o;
+#else
+  static constexpr Options o = {};
+#endif
 };
 
 // one word of the weights of unit `row`, from element `column` on; zero outside
@@ -51,6 +58,32 @@ __device__ __forceinline__ unsigned weight_word(const Element* weights, int gate
 #else
   return row < UNITS && column < UNITS ? operand(*at) : 0u;
 #endif
+}
+
+// The operand of a sequence and unit at the first step; it is computed where it is read.
+__device__ __forceinline__ Element first_operand(
+    const Arguments& a, long long sequence, int unit, int direction, int step) {
+  const long long at = (direction * a.batch + sequence) * UNITS + unit;
+  Element value = a.initial[0] != nullptr ? a.initial[0][at] : Element{};
+  if constexpr (RESET) {
+    const long long length = LENGTHS ? a.o.lengths[sequence] : a.time;
+    if (direction == 0 && length > 0 && a.o.reset[sequence]) value = RESET_TO ? a.o.reset_to[0][at] : Element{};
+  }
+  if constexpr (NOISE == HELD) value = narrow(wide(value) * a.o.noise[direction][sequence * UNITS + unit]);
+  if constexpr (NOISE == GIVEN || NOISE == DRAWN) {
+    const bool there = !LENGTHS || step < a.o.lengths[sequence];
+    const long long row = rows_of(a, step) + sequence;
+    float factor = 0.f;
+    if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
+    if constexpr (NOISE == DRAWN) {
+      const unsigned id = (unsigned)(a.o.ids != nullptr ? a.o.ids[sequence] : sequence);
+      const uint4 words =
+          philox((unsigned)unit, (unsigned)step, id, tag_of(FOR_RECURRENT, a.o.layer, direction), key_of(a.o.seed));
+      factor = is_event(words.x, a.o.noise_below) ? 0.f : (float)a.o.noise_scale;
+    }
+    value = narrow(wide(value) * factor);
+  }
+  return value;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
@@ -84,14 +117,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         streamed[((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * 32 + lane] = word;
     }
 
+  // steps of the longest sequence of the cluster
+  const int time = LENGTHS ? longest(a, blockIdx.x / CLUSTER * ROWS) : (int)a.time;
+  const bool reverse = direction == 1;
+  const int first_step = reverse && time > 0 ? time - 1 : 0;
+
   for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
   __syncthreads();
-  if (a.initial[0] != nullptr) {
-    const Element* const initial = a.initial[0] + (long long)direction * batch * UNITS;
+  if (a.initial[0] != nullptr || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
-      const int row = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
-      if (row < batch) {
-        const Element value = initial[(long long)row * UNITS + column];
+      const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
+      if (place < batch) {
+        const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step);
         unsigned* const at = states + i / UNITS * STRIDE;
 #if ELEMENT_BYTES == 2
         ((Element*)at)[column] = value;
@@ -127,22 +164,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
 
-  const int time = (int)a.time, width = gridDim.y * UNITS;
-  const long long row_step = direction == 0 ? batch : -batch, begin = direction == 0 ? 0 : (a.time - 1) * batch;
-  const long long state_stride = a.time * batch * UNITS;
+  const int width = gridDim.y * UNITS;
+  const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   // the thread's first item, and how many sequences further on the others are
-  const int row = row0 + position / 2 * 8 + position % 2;
-  const auto further = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
+  const int place = row0 + position / 2 * 8 + position % 2;
+  const auto beyond = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
   const auto is_there = [&](int j) {
-    return has_first && row + further(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
+    return has_first && place + beyond(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
   };
+  long long sequence[OWN];
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) sequence[j] = is_there(j) ? sequence_at(a, place + beyond(j)) : place + beyond(j);
+  const long long row = sequence[0];
+  const auto further = [&](int j) { return ORDER ? sequence[j] - row : beyond(j); };
+
+  // The rows of a step begin at `rows`; `next_rows` are those of the step that is computed after it.
+  long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? time - 2 : 1 : first_step);
+  long long row_step = PACKED ? next_rows - rows : reverse ? -(long long)batch : batch;
+  const long long begin = rows;
+  int ends[OWN];  // steps of each item's sequence
+  bool valid[OWN], cut[OWN];  // the step counts; no state comes into the next
+  unsigned drawn[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
+  float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
+  float2 inputs[OWN][MOST(INPUTS)];
+  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
+  const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
+  const auto counts = [&](int j, int step, long long at) {
+    return within(j, step) && (!MASK || a.o.mask[at + sequence[j]]);
+  };
+  const auto is_cut = [&](int j, int step, long long at, long long after) {  // before a step, as it is computed
+    return RESET && is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) && a.o.reset[after + sequence[j]]
+                                            : within(j, step) && a.o.reset[at + sequence[j]]);
+  };
+  const auto draw = [&](int j, int zone_step, int operand_step) {
+    drawn[j] = drawn_bits(a, unit, zone_step, operand_step, sequence[j], direction, key);
+  };
+  const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
+    const bool first = within(j, step), second = first && has_second;
+    const long long from = (at + sequence[j]) * UNITS + unit;
+#pragma unroll
+    for (int s = 0; s < STATES; ++s)
+      if (zoneout(s) == BY_MASK) {
+        const float2 value = load_wide_pair(a.o.zoneout[direction][s] + from, first, second);
+        zones[j][s][0] = value.x, zones[j][s][1] = value.y;
+      }
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i) inputs[j][i] = load_wide_pair(a.o.inputs[i] + from, first, second);
+  };
+  const auto load_noise = [&](int j, int step, long long at) {  // of what enters a step
+    const bool first = within(j, step), second = first && has_second;
+    const float2 value = load_wide_pair(a.o.noise[direction] + (at + sequence[j]) * UNITS + unit, first, second);
+    noise[j][0] = value.x, noise[j][1] = value.y;
+  };
+  const auto reset_state = [&](int j, int s, int u) {
+    const bool there = RESET_TO && is_there(j) && (u == 0 || has_second);
+    return there ? wide(a.o.reset_to[s][((long long)direction * batch + sequence[j]) * UNITS + unit + u]) : 0.f;
+  };
+
   Gate* gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
   Element* y_at = a.y + (begin + row) * width + direction * UNITS + unit;
   Gate* apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
   float* states_at = a.states[direction] + (begin + row) * UNITS + unit;
+  Element* before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
   GatePair x[OWN][GATES];
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
+    ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
     const bool first = is_there(j), second = first && has_second;
     const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
 #pragma unroll
@@ -152,9 +239,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       state[j][s][0] = value.x;
       state[j][s][1] = value.y;
     }
+    const bool read = within(j, first_step), also = read && has_second;
 #pragma unroll
     for (int g = 0; g < GATES; ++g)
-      x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, first, second);
+      x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, read, also);
+    if constexpr (OPTIONS) {
+      const int next = reverse ? time - 2 : 1;
+      held[j][0] = held[j][1] = 0.f;
+      valid[j] = counts(j, first_step, rows);
+      cut[j] = next >= 0 && next < time && is_cut(j, next, next_rows, rows);
+      if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
+      load_options(j, first_step, rows);
+      if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
+      if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
+      if constexpr (DRAWS) draw(j, first_step, next);
+      if constexpr (BEFORE && SAVED) {
+        const bool stored = PACKED ? read : first;
+        store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, state[j][s][0], state[j][s][1],
+                          stored, stored && has_second);
+      }
+    }
   }
 
 #if CLUSTER > 1
@@ -237,8 +346,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       named_barrier(1 + group, 32 * SPLITS);
     }
 
+    const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
     if (position < ITEMS) {  // the same for the whole warp
       float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
+      float output[OWN][2], entering[OWN][2];
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
         const int item = min(position + j * SPLITS, ITEMS - 1);
@@ -274,14 +385,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          float v[MOST(VECTORS)], before[STATES];
+          float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
 #pragma unroll
           for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
 #pragma unroll
-          for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
-          step(given[j][u], r[j][u], before, v, after[j][u]);
+          for (int i = 0; i < INPUTS; ++i) e[i] = half_of(inputs[j][i], u);
 #pragma unroll
-          for (int s = 0; s < STATES; ++s) state[j][s][u] = after[j][u][s];
+          for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
+          step(given[j][u], r[j][u], before, v, e, after[j][u]);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) {
+            if constexpr (OPTIONS) {
+              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
+              after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
+              if (MARKED && !valid[j]) after[j][u][s] = before[s];
+            }
+            state[j][s][u] = after[j][u][s];
+            if (RESET && cut[j]) state[j][s][u] = reset_state(j, s, u);
+          }
+          output[j][u] = after[j][u][0];
+          if constexpr (MASK) output[j][u] = held[j][u] = valid[j] ? after[j][u][0] : held[j][u];
+          if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
+          entering[j][u] = state[j][0][u];
+          if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
+          if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
         }
       }
 
@@ -289,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         uint4 data[OWN];
 #pragma unroll
         for (int j = 0; j < OWN; ++j)
-          data[j] = gathered(has_first ? after[j][0][0] : 0.f, has_second ? after[j][1][0] : 0.f, lane);
+          data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           const int item = position + j * SPLITS;
@@ -310,17 +437,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        const bool first = is_there(j), second = first && has_second;
+        const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
         Gate* const now_at = gates_at + further(j) * GATES * UNITS;
         if (t + 1 < time) {
+          const bool read = within(j, next), also = read && has_second;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, first, second);
+          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
         }
-        if (t + AHEAD < time && first) {
+        if (t + AHEAD < time && is_there(j) && !PACKED) {
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
         }
-        store_pair(y_at + further(j) * width, after[j][0][0], after[j][1][0], first, second);
+        store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
+        if constexpr (SEQUENCES) {
+          const bool shown = !LENGTHS || step_now < ends[j];
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (a.o.sequences[s] != nullptr)
+              store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
+                         shown ? after[j][1][s] : 0.f, first, second);
+        }
         if constexpr (SAVED) {
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
@@ -333,16 +469,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int i = 0; i < APART; ++i)
             store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
                        second);
+          if constexpr (BEFORE) {
+            if (t + 1 < time) {
+              const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
+              store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
 #pragma unroll
-          for (int s = 1; s < STATES; ++s)
-            store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
-                            after[j][1][s], first, second);
+              for (int s = 1; s < STATES; ++s)
+                store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
+                                state[j][s][1], stored, also);
+            }
+          } else {
+#pragma unroll
+            for (int s = 1; s < STATES; ++s)
+              store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
+                              after[j][1][s], first, second);
+          }
         }
         if (t + 1 == time) {
           const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
 #pragma unroll
           for (int s = 0; s < STATES; ++s)
-            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], first, second);
+            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
+        }
+      }
+      if constexpr (OPTIONS) {
+        if (t + 1 < time) {  // what the next step reads, and of the one after it what enters
+          const int later = reverse ? next - 1 : next + 1;
+          const bool goes_on = t + 2 < time;
+          const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
+            if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
+            load_options(j, next, next_rows);
+            if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
+            if constexpr (DRAWS) draw(j, next, later);
+          }
         }
       }
     }
@@ -350,9 +512,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     y_at += row_step * width;
     apart_at += row_step * APART * UNITS;
     states_at += row_step * UNITS;
+    if constexpr (BEFORE) before_at += row_step * UNITS;
+    if constexpr (OPTIONS) {
+      rows = next_rows;
+      if (t + 2 < time) next_rows = rows_of(a, reverse ? next - 1 : next + 1);
+      if constexpr (PACKED) row_step = next_rows - rows;
+    }
 #if CLUSTER == 1
     __syncthreads();
 #endif
+  }
+  if (LENGTHS && position < ITEMS) {
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const bool first = is_there(j), second = first && has_second;
+      if (time == 0)
+#pragma unroll
+        for (int s = 0; s < STATES; ++s)
+          store_pair(a.finals[s] + ((long long)direction * batch + sequence[j]) * UNITS + unit, state[j][s][0],
+                     state[j][s][1], first, second);
+      for (long long t = time; t < a.time && !PACKED; ++t) {  // past the end of all of the cluster's sequences
+        const long long at = t * batch + sequence[j], shown = at * width + direction * UNITS + unit;
+        store_pair(a.y + shown, 0.f, 0.f, first, second);
+        if constexpr (SEQUENCES)
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (a.o.sequences[s] != nullptr) store_pair(a.o.sequences[s] + shown, 0.f, 0.f, first, second);
+        if constexpr (SAVED) store_pair(a.o.before[direction] + at * UNITS + unit, 0.f, 0.f, first, second);
+      }
+    }
   }
 #if CLUSTER > 1
   cluster_barrier();  // a block that has ended must not be sent to

@@ -1,0 +1,164 @@
+// All steps of a group, forward.
+
+namespace kernel {
+
+static void forward_group(const Group& g, Memory own_memory, Memory memory) {
+  const Sweep& k = g.k;
+  const Cell& cell = g.cell;
+  const Weights& w = g.w;
+  const int64_t slots = cell.forward.slots * g.padded, deep = up(up(k.width, STEP), 32), larger = g.larger;
+  Own own = Own::take(own_memory, cell, g.count, larger, cell.forward.means);
+  const int kinds = k.noise_kind == 2 ? cell.recurrent : 1;
+  real* r_rows = memory.take<real>(g.count * w.r_size);
+  real* scratch = memory.take<real>(g.count * slots);
+  real* after = memory.take<real>(g.count * cell.states * larger);
+  real* narrow = memory.take<real>(g.count * g.wide);
+  real* room = memory.take<real>(g.count * cell.extras * g.padded);
+  store* entering = memory.take<store>(g.count * kinds * deep);
+  store* second = memory.take<store>(g.count * up(up(larger, STEP), 32));
+  real* kept[MOST_STATES];
+  for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
+  const bool direct = WHORL_DTYPE != 16 && k.noise_kind == 0;
+  const int64_t row_saved = cell.saved * k.units + cell.saved_means;
+  for (int64_t i = 0; i < g.count; ++i) own.last[i] = -1;
+
+  for (int64_t step = 0; step < k.time; ++step) {
+    const int64_t t = k.reverse ? k.time - 1 - step : step;
+    int64_t n = 0;
+    for (int64_t i = 0; i < g.count; ++i) {
+      const int64_t r = g.rows[i];
+      if (t >= g.length(r)) {
+        if (k.starts) continue;  // a PackedSequence has no such rows
+        const int64_t o = g.outer(t, r);
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) put(k.y + o * k.y_stride + u, real(0));
+        for (int s = 0; s < cell.states && k.sequences; ++s)
+          for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u)
+            put(k.sequences[s] + o * k.sequence_strides[s] + u, real(0));
+        continue;
+      }
+      const int64_t o = g.outer(t, r);
+      if (g.cut(t, r))
+        for (int s = 0; s < cell.states; ++s) {
+          real* state = k.states[s] + r * g.width_of(s);
+          const real* to = k.reset_to ? k.reset_to[s] + r * g.width_of(s) : nullptr;
+          for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u) state[u] = to ? to[u] : real(0);
+        }
+      if (g.counts(o)) {
+        own.active[n] = i, own.outer[n] = o, ++n;
+        continue;
+      }
+      store* y = k.y + o * k.y_stride;
+      const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
+      for (int64_t u = g.wfirst; u < g.wlast; ++u) held ? (void)(y[u] = held[u]) : put(y + u, real(0));
+      for (int s = 0; s < cell.states && k.sequences; ++s)
+        for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u)
+          put(k.sequences[s] + o * k.sequence_strides[s] + u, k.states[s][r * g.width_of(s) + u]);
+    }
+    if (n == 0) continue;
+
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t i = own.active[j], r = g.rows[i], o = own.outer[j], c = g.compact(o);
+      Row& row = own.row[j];
+      row.units = k.units, row.first = g.first, row.last = g.last, row.means_at = cell.saved * k.units;
+      row.x = k.x + c * k.x_stride;
+      row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
+      row.scratch = scratch + j * slots, row.padded = g.padded;
+      row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
+      row.means = own.means + j * cell.forward.means;
+      row.v = k.vectors;
+      extras_of(g, o, room + j * cell.extras * g.padded, own.extras + j * cell.extras);
+      row.e = own.extras + j * cell.extras;
+      for (int s = 0; s < cell.states; ++s) {
+        row.before[s] = k.states[s] + r * g.width_of(s);
+        row.after[s] = after + (j * cell.states + s) * larger;
+      }
+      if (cell.recurrent == 0) continue;
+      const real* h = row.before[0];
+      if (!direct)
+        for (int kind = 0; kind < kinds; ++kind)
+          g.enter(entering + (j * kinds + kind) * deep, k.width, h, g.noise(r, o, t, kind, own.drawn), g.wfirst,
+                  g.wlast);
+      if (k.entered && !k.keep_plain && !direct)
+        g.keep(k.entered + c * k.width, entering + j * deep, g.wfirst, g.wlast);
+      else if (k.entered)
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) put(k.entered + c * k.width + u, h[u]);
+    }
+    g.team.wait();
+    for (int m = 0; m < w.count; ++m) {
+      if (!w.leaf[m]) continue;
+      for (int64_t j = 0; j < n; ++j) {
+        own.a[j] = direct ? (const store*)own.row[j].before[0]
+                          : entering + (j * kinds + (kinds > 1 ? w.first[m] : 0)) * deep;
+        own.c[j] = (real*)own.row[j].r + w.r_offset[w.first[m]];
+      }
+      g.multiply(w.packed[m], n, own.a, own.c);
+    }
+    g.team.wait();
+    for (int segment = 0; segment < cell.forward.segments; ++segment) {
+      for (int64_t j = 0; j < n; ++j) cell.forward.segment(segment, own.row[j], g.team);
+      for (int l = 0; l < cell.forward.links; ++l) {
+        const Link& link = cell.forward.link[l];
+        if (link.segment != segment) continue;
+        for (int64_t j = 0; j < n; ++j) {
+          const int64_t r = g.rows[own.active[j]], o = own.outer[j];
+          store* entered = second + j * up(up(larger, STEP), 32);
+          const real* value = own.row[j].scratch + link.operand * g.padded;
+          g.enter(entered, k.width, value, g.noise(r, o, t, link.gate, own.drawn), g.wfirst, g.wlast);
+          if (k.operands) {
+            store* operand = k.operands[link.product] + g.compact(o) * k.width;
+            if (k.keep_plain)
+              for (int64_t u = g.wfirst; u < g.wlast; ++u) put(operand + u, value[u]);
+            else
+              g.keep(operand, entered, g.wfirst, g.wlast);
+          }
+          own.a[j] = entered, own.c[j] = own.row[j].scratch + link.result * g.padded;
+        }
+        g.team.wait();
+        g.multiply(w.packed[w.of_gate[link.gate]], n, own.a, own.c);
+        g.team.wait();
+      }
+    }
+    if (k.hr) {
+      for (int64_t j = 0; j < n; ++j) {
+        store* entered = second + j * up(up(larger, STEP), 32);
+        g.enter(entered, k.units, own.row[j].after[0], nullptr, g.first, g.last);
+        if (k.unprojected) g.keep(k.unprojected + g.compact(own.outer[j]) * k.units, entered, g.first, g.last);
+        own.a[j] = entered, own.c[j] = narrow + j * g.wide;
+      }
+      g.team.wait();
+      g.multiply(w.projection, n, own.a, own.c);
+      g.team.wait();
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t i = own.active[j], r = g.rows[i], o = own.outer[j];
+      g.draw_zoneout(r, t, kept);
+      for (int s = 0; s < cell.states; ++s) {
+        real* state = k.states[s] + r * g.width_of(s);
+        const real* made = s == 0 && k.hr ? narrow + j * g.wide : own.row[j].after[s];
+        const int64_t begin = g.begin_of(s), end = g.end_of(s);
+        if (k.zoneout[s].kind == 0)
+          memcpy(state + begin, made + begin, size_t(end - begin) * sizeof(real));
+        else if (k.zoneout[s].kind == 2)  // what is kept is kept to the bit, also beside a NaN
+          g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) { state[u] = z > real(0) ? state[u] : made[u]; });
+        else if (k.zoneout[s].kind == 3) {
+          if (real* apart = k.zoneout[s].apart)
+            for (int64_t u = begin; u < end; ++u) apart[g.compact(o) * g.width_of(s) + u] = state[u] - made[u];
+          g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) { state[u] = made[u] + z * (state[u] - made[u]); });
+        } else
+          g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) { state[u] = z * state[u] + (real(1) - z) * made[u]; });
+        if (k.sequences) {
+          store* to = k.sequences[s] + o * k.sequence_strides[s];
+          EACH_ALONE
+          for (int64_t u = begin; u < end; ++u) put(to + u, state[u]);
+        }
+        if (s > 0) continue;
+        store* y = k.y + o * k.y_stride;
+        EACH_ALONE
+        for (int64_t u = begin; u < end; ++u) put(y + u, state[u]);
+        own.last[i] = o;
+      }
+    }
+  }
+}
+
+}  // namespace kernel

@@ -1,0 +1,145 @@
+// What forward and backward share: a group of rows, the memory of those who compute it, noise and zoneout.
+
+namespace kernel {
+
+// Memory of a team for one group: a bump allocator that its members walk through alike.
+struct Memory {
+  char* next;
+  template <typename T>
+  T* take(int64_t count) {
+    T* made = (T*)next;
+    next += up(count * int64_t(sizeof(T)), 64);
+    return made;
+  }
+};
+
+struct Group {
+  const Sweep& k;
+  const Cell& cell;
+  const Weights& w;
+  const int64_t* rows;
+  int64_t count;
+  Team team;
+  int64_t padded, wide, larger;  // units, width filled up to whole vectors, and the larger of them
+  int64_t first, last, wfirst, wlast;
+
+  Group(const Sweep& k, const Weights& w, const int64_t* rows, int64_t count, Team team)
+      : k(k), cell(*k.cell), w(w), rows(rows), count(count), team(team) {
+    padded = up(k.units, LANES), wide = up(k.width, LANES), larger = padded > wide ? padded : wide;
+    first = team.first(k.units), last = team.last(k.units), wfirst = team.first(k.width), wlast = team.last(k.width);
+  }
+  int64_t width_of(int state) const { return state == 0 ? k.width : k.units; }
+  int64_t begin_of(int state) const { return state == 0 ? wfirst : first; }
+  int64_t end_of(int state) const { return state == 0 ? wlast : last; }
+  int64_t length(int64_t r) const { return k.lengths ? k.lengths[r] : k.time; }
+  int64_t outer(int64_t t, int64_t r) const { return (k.starts ? k.starts[t] : t * k.batch) + r; }
+  int64_t compact(int64_t o) const { return k.place ? k.place[o] : o; }
+  bool counts(int64_t o) const { return !k.mask || k.mask[o]; }
+  // Whether no state enters step t of r from the step that is processed before it.  The cut of a reset lies between a
+  // step and the one before: backwards, it is the step before that the state does not enter.
+  bool cut(int64_t t, int64_t r) const {
+    const int64_t at = k.reverse ? t + 1 : t;
+    return k.reset && at < length(r) && k.reset[outer(at, r)];
+  }
+  void multiply(const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add = false) const {
+    product(b, rows, a, c, add, b.panels() * team.member / team.members, b.panels() * (team.member + 1) / team.members);
+  }
+  // What the operand of the recurrent product of this row and gate is multiplied with; null: nothing.
+  const real* noise(int64_t r, int64_t o, int64_t t, int gate, real* drawn) const {
+    if (k.noise_kind == 1) return k.noise + r * k.width;
+    if (k.noise_kind == 2) return k.noise + (gate * k.batch + r) * k.width;
+    if (k.noise_kind == 3) return k.noise + o * k.width;
+    if (k.noise_kind == 4) {
+      const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
+      events(1, &drawn, &k.noise_below, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
+      EACH_ALONE
+      for (int64_t u = wfirst; u < wlast; ++u) drawn[u] = (real(1) - drawn[u]) * real(k.noise_scale);
+      return drawn;
+    }
+    return nullptr;
+  }
+  // How much of each state is kept, of this row: drawn ones into `kept`.
+  void draw_zoneout(int64_t r, int64_t t, real* const* kept) const {
+    chance below[MOST_STATES] = {};
+    bool any = false;
+    for (int s = 0; s < cell.states; ++s)
+      if (k.zoneout[s].kind == 2) below[s] = k.zoneout[s].below, any = true;
+    if (!any) return;
+    const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
+    const int64_t begin = wfirst < first ? wfirst : first, end = wlast > last ? wlast : last;
+    events(cell.states, kept, below, k.seed, uint32_t(t), row, uint32_t(k.zoneout_tag), begin, end);
+  }
+  // The part of zoneout in unit u of a state, from what `draw_zoneout` drew.
+  template <typename Body>
+  void with_zoneout(int s, int64_t o, const real* kept, Body body) const {
+    const Zoneout& z = k.zoneout[s];
+    const int64_t begin = begin_of(s), end = end_of(s);
+    const real* given = z.kind == 3 ? z.given + o * width_of(s) : kept;
+    const real share = real(z.share);
+    if (z.kind == 1) {
+      EACH_ALONE
+      for (int64_t u = begin; u < end; ++u) body(u, share);
+    } else if (z.kind == 0) {
+      EACH_ALONE
+      for (int64_t u = begin; u < end; ++u) body(u, real(0));
+    } else {
+      EACH_ALONE
+      for (int64_t u = begin; u < end; ++u) body(u, given[u]);
+    }
+  }
+  // An operand in a row of its own, filled up with zeros to a multiple of STEP.
+  void enter(store* to, int64_t size, const real* value, const real* factor, int64_t begin, int64_t end) const {
+    if (factor) {
+      EACH_ALONE
+      for (int64_t u = begin; u < end; ++u) put(to + u, value[u] * factor[u]);
+    } else {
+      EACH_ALONE
+      for (int64_t u = begin; u < end; ++u) put(to + u, value[u]);
+    }
+    if (end == size)
+      for (int64_t u = size; u < up(size, STEP); ++u) put(to + u, real(0));
+  }
+  void keep(store* to, const store* from, int64_t begin, int64_t end) const {
+    if (to && end > begin) memcpy(to + begin, from + begin, size_t(end - begin) * sizeof(store));
+  }
+};
+
+struct Own {  // of one member, so that nothing is written by two
+  Row* row;
+  int64_t *active, *outer, *last;
+  const store** a;
+  real** c;
+  const real** extras;
+  real** lists;
+  real* means;
+  real* drawn;
+  real* nowhere;
+
+  static Own take(Memory& memory, const Cell& cell, int64_t rows, int64_t larger, int64_t means) {
+    Own own;
+    own.row = memory.take<Row>(rows), own.active = memory.take<int64_t>(rows), own.outer = memory.take<int64_t>(rows);
+    own.last = memory.take<int64_t>(rows), own.a = memory.take<const store*>(rows), own.c = memory.take<real*>(rows);
+    own.extras = memory.take<const real*>(rows * (cell.extras + 1));
+    own.lists = memory.take<real*>(rows * (cell.vectors + cell.extras + cell.products + 1));
+    own.means = memory.take<real>(rows * (means + 1)), own.drawn = memory.take<real>(larger * MOST_STATES);
+    own.nowhere = memory.take<real>(cell.saved * larger + cell.saved_means + 1);
+    return own;
+  }
+};
+
+// Extra inputs of a row, each as `units` values.
+static void extras_of(const Group& g, int64_t o, real* room, const real** to) {
+  const Cell& cell = g.cell;
+  for (int e = 0; e < cell.extras; ++e) {
+    const int64_t width = g.k.extra_widths[e];
+    const real* from = g.k.extras[e] + o * width;
+    if (width == 1 && g.k.units > 1) {
+      real* filled = room + e * g.padded;
+      for (int64_t u = g.first; u < g.last; ++u) filled[u] = from[0];
+      from = filled;
+    }
+    to[e] = from;
+  }
+}
+
+}  // namespace kernel

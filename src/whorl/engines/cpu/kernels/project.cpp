@@ -1,0 +1,57 @@
+// The input product: y = x w' + bias for the rows of all steps at once, in blocks of rows that threads take in turn.
+
+namespace kernel {
+
+struct Projection {
+  real* y;
+  const store* x;
+  const store* w;
+  const real* bias;
+  int64_t rows, inputs, outputs, stride;
+  bool across;  // w is [outputs, inputs]; else [inputs, outputs]
+  int64_t next;
+  Packed packed;
+};
+
+static void pack_projection(void* data, int thread, int threads) {
+  const Projection& p = *(Projection*)data;
+  const int64_t panels = p.packed.panels();
+  pack(p.packed, p.w, p.across ? p.inputs : p.outputs, p.across, panels * thread / threads, panels * (thread + 1) / threads);
+}
+
+static void project_rows(void* data, int, int) {
+  Projection& p = *(Projection*)data;
+  constexpr int64_t block = 8 * ROWS;
+  const int64_t deep = up(p.inputs, STEP);
+  store* padded = deep > p.inputs ? (store*)malloc(size_t(block * deep) * sizeof(store)) : nullptr;
+  for (;;) {
+    const int64_t begin = __atomic_fetch_add(&p.next, block, __ATOMIC_RELAXED);
+    if (begin >= p.rows) break;
+    const int64_t count = p.rows - begin < block ? p.rows - begin : block;
+    const store* a[block];
+    real* c[block];
+    for (int64_t i = 0; i < count; ++i) {
+      a[i] = p.x + (begin + i) * p.inputs, c[i] = p.y + (begin + i) * p.stride;
+      if (!padded) continue;
+      store* row = padded + i * deep;
+      memcpy(row, a[i], size_t(p.inputs) * sizeof(store));
+      put(row + p.inputs, real(0));
+      a[i] = row;
+    }
+    product(p.packed, count, a, c, false, 0, p.packed.panels());
+  }
+  free(padded);
+}
+
+static void project(Projection p, int threads) {
+  p.packed.n = p.outputs, p.packed.k = p.inputs;
+  const int64_t bytes = up(p.packed.bytes(), 64), bias = up(p.outputs, LANES);
+  char* memory = (char*)aligned_alloc(64, size_t(bytes + up(bias * int64_t(sizeof(real)), 64)));
+  p.packed.data = (packed_t*)memory, p.packed.bias = (real*)(memory + bytes);
+  for (int64_t n = 0; n < bias; ++n) p.packed.bias[n] = p.bias && n < p.outputs ? p.bias[n] : real(0);
+  parallel(p.inputs * p.outputs < 16384 ? 1 : threads, pack_projection, &p);
+  parallel(p.rows * p.inputs * p.outputs < 200000 ? 1 : threads, project_rows, &p);
+  free(memory);
+}
+
+}  // namespace kernel

@@ -1,0 +1,99 @@
+// All groups, and what Python calls.
+
+namespace kernel {
+
+struct Run {
+  const Sweep* k;
+  const Weights* w;
+  void (*group)(const Group&, Memory, Memory);
+  char *memory, *own;
+  int64_t bytes, own_bytes, next;
+  Barrier* barriers;
+};
+
+static void run_groups(void* data, int thread, int threads) {
+  Run& run = *(Run*)data;
+  const Sweep& k = *run.k;
+  const int64_t team = threads < k.threads ? 1 : k.team;  // fewer threads than asked for: no team is whole
+  const int64_t slot = thread / team;
+  if (team > 1 && slot >= k.groups) return;
+  Team mine = {&run.barriers[slot], team, thread % team};
+  if (team == 1) mine.barrier->size = 1;
+  for (;;) {
+    const int64_t group = team > 1 ? slot : __atomic_fetch_add(&run.next, 1, __ATOMIC_RELAXED);
+    if (group >= k.groups) return;
+    const int64_t begin = k.ends[group];
+    run.group(Group(k, *run.w, k.order + begin, k.ends[group + 1] - begin, mine), {run.own + thread * run.own_bytes},
+              {run.memory + slot * run.bytes});
+    if (team > 1) return;
+  }
+}
+
+static void run_all(const Sweep& k, bool backward) {
+  const Cell& cell = *k.cell;
+  const Cell::Direction& way = backward ? cell.backward : cell.forward;
+  Weights w = make_weights(k, !backward);
+  const int64_t larger = up(k.units > k.width ? k.units : k.width, 64), gates = cell.recurrent > 1 ? cell.recurrent : 1;
+  const int64_t row = w.r_size + (way.slots + 2 * cell.states + cell.extras + gates + 8) * (larger + 64);
+  Run run = {};
+  run.k = &k, run.w = &w, run.group = backward ? backward_group : forward_group;
+  run.bytes = up(k.largest * row * int64_t(sizeof(real)) + 4096, 4096);
+  const int64_t pointers = cell.vectors + 2 * cell.extras + cell.products + 16;
+  const int64_t own = k.largest * (int64_t(sizeof(Row)) + (pointers + way.means) * 8) +
+                      (cell.saved + MOST_STATES) * (larger + 64) * 8;
+  run.own_bytes = up(own + 2 * cell.saved_means * 8 + 8192, 4096);
+  const int64_t teams = k.threads / k.team;
+  run.memory = (char*)aligned_alloc(64, size_t(run.bytes * k.threads));
+  run.own = (char*)aligned_alloc(64, size_t(run.own_bytes * k.threads));
+  run.barriers = (Barrier*)calloc(size_t(k.threads), sizeof(Barrier));
+  for (int64_t slot = 0; slot < k.threads; ++slot) run.barriers[slot].size = int32_t(slot < teams ? k.team : 1);
+  parallel(int(k.threads), run_groups, &run);
+  free(run.barriers), free(run.own), free(run.memory), free(w.memory);
+}
+
+}  // namespace kernel
+
+extern "C" {
+
+void whorl_start(void* parallel, void* thread, void* threads) {
+  if (parallel && thread && threads)
+    kernel::runtime = {(void (*)(void (*)(void*), void*, unsigned, unsigned))parallel, (int (*)())thread,
+                       (int (*)())threads};
+  pthread_atfork(nullptr, nullptr, kernel::after_fork);
+}
+
+int64_t whorl_size() { return int64_t(sizeof(kernel::Sweep)); }
+void whorl_forward(const kernel::Sweep* k) { kernel::run_all(*k, false); }
+void whorl_backward(const kernel::Sweep* k) { kernel::run_all(*k, true); }
+
+// y = x w' + bias of many rows: x [rows, inputs], y [rows, stride], the stride in whole vectors; w is [outputs, inputs]
+// where `across`, else [inputs, outputs].
+void whorl_project(
+    kernel::real* y, const kernel::store* x, const kernel::store* w, const kernel::real* bias, int64_t rows,
+    int64_t inputs, int64_t outputs, int64_t stride, int64_t across, int64_t threads) {
+  kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
+}
+
+// out [n, stride] += a' b over rows: a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] += those of a, where
+// wanted.
+void whorl_outer(
+    kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
+    int64_t m, int64_t lda, int64_t ldb, int64_t stride, int64_t threads) {
+  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, stride, 0, nullptr, nullptr}, int(threads));
+}
+
+// Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].
+void whorl_draw(
+    kernel::real* to, int64_t count, int64_t rows, int64_t width, const int64_t* ids, uint64_t seed, int64_t tag,
+    uint64_t below, double scale) {
+  const kernel::chance all[4] = {below, below, below, below};
+  for (int64_t r = 0; r < rows; ++r) {
+    kernel::real* out[4] = {};
+    for (int64_t word = 0; word < count; ++word) out[word] = to + (word * rows + r) * width;
+    const uint32_t row = uint32_t(ids ? ids[r] : r);
+    kernel::events(int(count), out, all, seed, 0, row, uint32_t(tag), 0, width);
+    for (int64_t word = 0; word < count; ++word)
+      for (int64_t u = 0; u < width; ++u) out[word][u] = (kernel::real(1) - out[word][u]) * kernel::real(scale);
+  }
+}
+}

@@ -1,0 +1,32 @@
+// Random numbers: Philox-4x32-10, counted as whorl/noise.py counts, so that every engine draws the same.
+
+__device__ __forceinline__ uint4 philox(unsigned unit, unsigned step, unsigned row, unsigned tag, uint2 key) {
+  unsigned a = unit, b = step, c = row, d = tag;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const unsigned low = a * 0xD2511F53u, high = __umulhi(a, 0xD2511F53u);
+    const unsigned other_low = c * 0xCD9E8D57u, other_high = __umulhi(c, 0xCD9E8D57u);
+    a = other_high ^ b ^ key.x, b = other_low;
+    c = high ^ d ^ key.y, d = low;
+    key.x += 0x9E3779B9u, key.y += 0xBB67AE85u;
+  }
+  return {a, b, c, d};
+}
+
+__device__ __forceinline__ uint2 key_of(const long long* seed) {
+  const unsigned long long value = (unsigned long long)*seed;
+  return {(unsigned)value, (unsigned)(value >> 32)};
+}
+
+// Purposes of a draw, and the last word of a counter.
+constexpr unsigned FOR_RECURRENT = 1, FOR_ZONEOUT = 3;
+__device__ __forceinline__ unsigned tag_of(unsigned purpose, long long layer, int direction) {
+  return purpose | (unsigned)direction << 8 | (unsigned)layer << 16;
+}
+
+// A word below this is an event of its probability; 2^32 is certain.
+__device__ __forceinline__ bool is_event(unsigned word, long long below) { return (long long)word < below; }
+
+__device__ __forceinline__ unsigned word_of(const uint4& words, int which) {
+  return which == 0 ? words.x : which == 1 ? words.y : which == 2 ? words.z : words.w;
+}

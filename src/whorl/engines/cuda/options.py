@@ -1,0 +1,359 @@
+"""The options of a call as the kernels take them: which of kernels/options.cu a layer has, and its argument."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from whorl.engines.cuda import source, store
+from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.source import AT_RANDOM, BY_MASK, BY_SHARE, DRAWN, GIVEN, HELD, Features
+from whorl.engines.cuda.tiling import Chip
+from whorl.noise import INPUT, RECURRENT, ZONEOUT, Given, given, tag, threshold
+from whorl.problem import Call, Problem
+
+_DRAW, _ORDER = "3Q6q2d", "2Qq"  # the arguments of kernels/draw.cu and kernels/order.cu
+_THREADS = 256
+_FEWEST = 8
+
+
+def layout(states: int, inputs: int) -> str:
+    """The fields of `Options` in kernels/options.cu."""
+    inputs = max(1, inputs)
+    return f"{7 + 3 * inputs + 7 * states + 8}Q{2 + states}q{1 + states}d"
+
+
+def expected(problem: Problem) -> Features:
+    """The most that a call of a problem can ask of the kernels."""
+    form, extras, states = problem.form, problem.extras, len(problem.form.cell.states)
+    given, drawn = "dropout_masks" in extras, "drawn" in extras
+    noise = 0
+    if form.recurrent_dropout_mode == "step":
+        noise = GIVEN if given else DRAWN if drawn and form.recurrent_dropout else 0
+    elif given or (drawn and form.recurrent_dropout):
+        noise = HELD
+    zoneout: tuple[int, ...] = (BY_MASK,) * states if given else ()
+    if form.zoneout and not given:
+        zoneout = tuple([(AT_RANDOM if drawn else BY_SHARE) if p else 0 for p in form.zoneout])
+    lengths, reset = problem.packed or "lengths" in extras, "reset" in extras
+    return Features(
+        lengths=lengths, mask="mask" in extras, reset=reset, reset_to=reset, order=lengths and not problem.packed,
+        packed=problem.packed, noise=noise, zoneout=zoneout, sequences=problem.sequences, noise_gradient=given,
+        zoneout_gradient=given,
+    )  # fmt: skip
+
+
+class Options:
+    """What one call has beside x, states and weights, on the device.
+
+    Sequences are sorted by their lengths where there are more than the fewest of a cluster.
+    """
+
+    def __init__(self, problem: Problem, call: Call, chip: Chip, index: int, stream: int) -> None:
+        form, marks, self._call = problem.form, call.marks, call
+        self._problem, self.form, self._chip, self._index, self._stream = problem, form, chip, index, stream
+        self.time, self.batch, self.seed = problem.time, problem.batch, marks.seed
+        self.packed, self.count = problem.packed, call.x.numel() // max(1, call.x.shape[-1])
+        self.ids = None if marks.rows is None else marks.rows.contiguous()
+        self.mask = None if marks.mask is None else marks.mask.contiguous()
+        self.reset = None if marks.reset is None else marks.reset.contiguous()
+        self.lengths = None if marks.lengths is None else marks.lengths.contiguous()
+        self.starts: Tensor | None = None
+        if marks.batch_sizes is not None:
+            sizes, device = marks.batch_sizes, call.x.device
+            ends = sizes.cumsum(0)
+            both = torch.cat([ends - sizes, ends[-1:], (sizes[:, None] > torch.arange(self.batch)).sum(0)])
+            both = both.to(device, non_blocking=True)
+            self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
+        self.order = self._order() if self.lengths is not None and not self.packed and self.batch > _FEWEST else None
+        self._given = given(form, call)
+        self.inputs = [
+            extra.to(torch.float32).expand(*extra.shape[:-1], form.units).contiguous() for extra in call.inputs
+        ]
+        self.reset_to = [_aligned(state.to(call.x.dtype)) for state in call.reset_to]
+
+    def features(self, layer: int, backward: bool) -> Features:
+        """What a layer's kernel has."""
+        noise, _ = self.noise(layer)
+        zoneout = [kind for kind, _ in self.zoneouts(layer)]
+        masks = [self._given[index] for index in self._indices(layer)]
+        return Features(
+            lengths=self.lengths is not None, mask=self.mask is not None, reset=self.reset is not None,
+            reset_to=bool(self.reset_to), order=self.order is not None, packed=self.packed, noise=noise,
+            zoneout=tuple(zoneout) if any(zoneout) else (),
+            sequences=self._problem.sequences and layer == self.form.layers - 1,
+            noise_gradient=backward and noise > 0 and any(mask.recurrent is not None for mask in masks),
+            zoneout_gradient=backward and BY_MASK in zoneout,
+        )  # fmt: skip
+
+    def argument(
+        self, layer: int, *, before: Sequence[Tensor] = (), sequences: Sequence[Tensor | None] = (),
+        entered: Sequence[Tensor] = (), reset_gradients: Sequence[Tensor] = (),
+        input_gradients: Sequence[Sequence[Tensor]] = (), noise_gradients: Sequence[Tensor | None] = (),
+        zoneout_gradients: Sequence[Sequence[Tensor | None]] = (),
+    ) -> list[int | float]:  # fmt: skip
+        """The fields of `Options` in kernels/options.cu; a list of two is by direction."""
+        form, states = self.form, len(self.form.cell.states)
+        inputs, probabilities = max(1, len(self.inputs)), form.zoneout or (0.0,) * states
+        (_, noise), zoneouts = self.noise(layer), self.zoneouts(layer)
+        by_direction = [[masks[d] for _, masks in zoneouts] for d in range(form.directions)]
+        offset = layer * form.directions * self.batch * form.units * self._call.x.element_size()
+        dropout = form.recurrent_dropout
+        return [
+            *_addresses((self.lengths, self.mask, self.reset, self.order, self.starts, self.ids, self.seed), 7),
+            *_addresses(self.inputs, inputs),
+            *_addresses(self.reset_to, states, offset),
+            *_addresses(noise, 2),
+            *_pairs(by_direction, states),
+            *_addresses(before, 2),
+            *_addresses(sequences, states),
+            *_addresses(entered, 2),
+            *_addresses(reset_gradients, states, offset),
+            *_pairs(input_gradients, inputs),
+            *_addresses(noise_gradients, 2),
+            *_pairs(zoneout_gradients, states),
+            layer, threshold(dropout), *map(threshold, probabilities), _scale(dropout), *probabilities,
+        ]  # fmt: skip
+
+    # --- masks --------------------------------------------------------------------------------------------------------
+
+    def noise(self, layer: int) -> tuple[int, list[Tensor | None]]:
+        """What the operand of the recurrent product is multiplied with: its kind, and the masks of each direction."""
+        return self._noises[layer]
+
+    def zoneouts(self, layer: int) -> list[tuple[int, list[Tensor | None]]]:
+        """The same of each state's zoneout."""
+        return self._zoneouts[layer]
+
+    def input_mask(self, layer: int, direction: int) -> Tensor | None:
+        """[batch, inputs] or [gates, batch, inputs], float32."""
+        mask, form = self._given[layer * self.form.directions + direction].input, self.form
+        if mask is not None:
+            return mask.to(torch.float32)
+        if not form.input_dropout or self.seed is None:
+            return None
+        code, width = tag(INPUT, layer, direction), form.layer_inputs(layer)
+        return self._draw(1, 1, width, code, form.input_dropout, 0.0, _scale(form.input_dropout))[0, 0]
+
+    def given_masks(self, layer: int, direction: int) -> Given:
+        return self._given[layer * self.form.directions + direction]
+
+    @cached_property
+    def _noises(self) -> list[tuple[int, list[Tensor | None]]]:
+        return [self._noise(layer) for layer in range(self.form.layers)]
+
+    @cached_property
+    def _zoneouts(self) -> list[list[tuple[int, list[Tensor | None]]]]:
+        states = range(len(self.form.cell.states))
+        return [[self._zoneout(layer, state) for state in states] for layer in range(self.form.layers)]
+
+    def _noise(self, layer: int) -> tuple[int, list[Tensor | None]]:
+        form, probability = self.form, self.form.recurrent_dropout
+        masks = [self._given[index].recurrent for index in self._indices(layer)]
+        draws, by_step = self.seed is not None and probability > 0, form.recurrent_dropout_mode == "step"
+        if not form.cell.recurrent or (not draws and all(mask is None for mask in masks)):
+            return 0, []
+        if by_step and all(mask is None for mask in masks):
+            return DRAWN, []
+        made: list[Tensor | None] = []
+        for direction, mask in enumerate(masks):
+            if mask is not None:  # by gate, of a cell that has one recurrent gate
+                mask = mask[0] if mask.dim() == 3 and not by_step else mask
+                made.append(mask.to(torch.float32).contiguous())
+            elif draws:
+                code, time = tag(RECURRENT, layer, direction), self.time if by_step else 1
+                drawn = self._draw(1, time, form.units, code, probability, 0.0, _scale(probability))[0]
+                made.append(self._by_row(drawn) if by_step else drawn[0])
+            else:
+                made.append(self._seedless(1.0, by_step))
+        return (GIVEN if by_step else HELD), made
+
+    def _zoneout(self, layer: int, state: int) -> tuple[int, list[Tensor | None]]:
+        form, probability = self.form, self.form.zoneout[state] if self.form.zoneout else 0.0
+        masks = [self._given[index].zoneout[state] for index in self._indices(layer)]
+        if all(mask is None for mask in masks):
+            kind = AT_RANDOM if self.seed is not None else BY_SHARE
+            return (kind if probability else 0), [None] * form.directions
+        made: list[Tensor | None] = []
+        for direction, mask in enumerate(masks):
+            if mask is not None:
+                made.append(mask.to(torch.float32).contiguous())
+            elif probability and self.seed is not None:
+                code = tag(ZONEOUT, layer, direction)
+                drawn = self._draw(state + 1, self.time, form.units, code, probability, 1.0, 0.0)[state]
+                made.append(self._by_row(drawn))
+            else:
+                made.append(self._seedless(probability, True))
+        return BY_MASK, made
+
+    def _indices(self, layer: int) -> range:
+        return range(layer * self.form.directions, (layer + 1) * self.form.directions)
+
+    def _seedless(self, value: float, by_step: bool) -> Tensor:
+        rows = self.count if by_step else self.batch
+        return torch.full((rows, self.form.units), value, dtype=torch.float32, device=self._call.x.device)
+
+    def _by_row(self, drawn: Tensor) -> Tensor:
+        """Of [time, batch, units] what a PackedSequence has rows for."""
+        return drawn if self.steps is None else drawn[self.steps, self.sequences].contiguous()
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> Tensor | None:
+        """Of a PackedSequence the step of each row."""
+        sizes = self._call.batch_sizes
+        if sizes is None:
+            return None
+        return torch.arange(self.time).repeat_interleave(sizes).to(self._call.x.device, non_blocking=True)
+
+    @cached_property
+    def sequences(self) -> Tensor | None:
+        """Of a PackedSequence the sequence of each row."""
+        if self.steps is None or self.starts is None:
+            return None
+        return torch.arange(self.count, device=self.starts.device) - self.starts[self.steps]
+
+    @cached_property
+    def ignored(self) -> Tensor | None:
+        """bool [time, batch, 1]: the steps that do not count; None where all do."""
+        if self.packed or (self.lengths is None and self.mask is None):
+            return None
+        past = None
+        if self.lengths is not None:
+            past = torch.arange(self.time, device=self.lengths.device).unsqueeze(1) >= self.lengths
+        if self.mask is None:
+            assert past is not None
+            return past.unsqueeze(-1)
+        masked = self.mask.logical_not()
+        return (masked if past is None else masked | past).unsqueeze(-1)
+
+    def cleaned(self, x: Tensor) -> Tensor:
+        """Zero in the steps that do not count: there may be anything, and zero times infinite is not a number."""
+        return x if self.ignored is None else x.masked_fill(self.ignored, 0.0)
+
+    def _order(self) -> Tensor:
+        made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
+        assert self.lengths is not None
+        kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
+        kernel(self._stream, -(-self.batch // _THREADS), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch)
+        return made
+
+    def _draw(
+        self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float
+    ) -> Tensor:
+        """float32 [count, time, batch, width]: `event` where a word of this purpose is one."""
+        made = torch.empty(count, time, self.batch, width, dtype=torch.float32, device=self._call.x.device)
+        kernel = _small("draw_masks", source.draw, _DRAW, self._chip, self._index)
+        blocks = min(1024, -(-time * self.batch * width // _THREADS))
+        kernel(
+            self._stream, blocks, 1, made.data_ptr(), *_addresses((self.ids, self.seed), 2), count, time, self.batch,
+            width, code, threshold(probability), event, other,
+        )  # fmt: skip
+        return made
+
+
+class Gradients:
+    """Where the gradients of what `Options` holds go."""
+
+    def __init__(self, call: Call, options: Options) -> None:
+        self._call, self._options, self._form = call, options, options.form
+        self._noise: list[Tensor | None] = [None] * len(call.noise)
+        self._reset_to = [torch.empty_like(state) for state in options.reset_to]
+        self._inputs: list[list[Tensor]] = []
+
+    def argument(
+        self, layer: int, features: Features, before: Sequence[Tensor], entered: Sequence[Tensor],
+        sequences: Sequence[Tensor | None],
+    ) -> list[int | float]:  # fmt: skip
+        """`Options.argument` of a backward kernel.
+
+        Args:
+            before: the first state before each step, in each direction.
+            entered: where the operands of the recurrent product go.
+            sequences: gradients of the states of each step of the last layer, or none.
+        """
+        options, form = self._options, self._form
+        inputs: list[list[Tensor]] = []
+        noise: list[Tensor | None] = []
+        zoneout: list[list[Tensor | None]] = []
+        for direction in range(form.directions):
+            index, masks = layer * form.directions + direction, options.given_masks(layer, direction)
+            inputs.append([self._room(options.count) for _ in options.inputs])
+            rows = options.batch if features.noise == HELD else options.count
+            noise.append(self._of_mask(index, 1, masks.recurrent, rows) if features.noise_gradient else None)
+            kinds = enumerate(features.zoneout if features.zoneout_gradient else ())
+            zoneout.append(
+                [
+                    self._of_mask(index, 2 + state, masks.zoneout[state], options.count) if kind == BY_MASK else None
+                    for state, kind in kinds
+                ]
+            )
+        self._inputs += inputs
+        return options.argument(
+            layer, before=before, entered=entered, sequences=sequences if features.sequences else (),
+            reset_gradients=self._reset_to, input_gradients=inputs, noise_gradients=noise, zoneout_gradients=zoneout,
+        )  # fmt: skip
+
+    def of_input(self, index: int, grad: Tensor) -> None:
+        """The gradient of a mask of input dropout, of this layer x directions + direction."""
+        if self._options.given_masks(*divmod(index, self._form.directions)).input is not None:
+            self._noise[index * self._per] = grad
+
+    def results(self) -> list[Tensor | None]:
+        """Of `Call.reset_to`, `inputs` and `noise`."""
+        call = self._call
+        inputs: list[Tensor | None] = []
+        for place, extra in enumerate(call.inputs):
+            total = torch.stack([row[place] for row in self._inputs]).sum(0)
+            total = total.sum(-1) if extra.shape[-1] == 1 and self._form.units > 1 else total
+            inputs.append(total.reshape(extra.shape))
+        found = [*self._reset_to, *inputs, *self._noise]
+        given = [*call.reset_to, *call.inputs, *call.noise]
+        return [
+            None if grad is None else grad.to(tensor.dtype).view(tensor.shape)
+            for grad, tensor in zip(found, given, strict=True)
+        ]
+
+    @property
+    def _per(self) -> int:
+        """Masks of each layer and direction."""
+        return 2 + len(self._form.cell.states)
+
+    def _room(self, rows: int) -> Tensor:
+        return torch.empty(rows, self._form.units, dtype=torch.float32, device=self._call.x.device)
+
+    def _of_mask(self, index: int, place: int, mask: Tensor | None, rows: int) -> Tensor:
+        made = self._room(rows)
+        if mask is not None:
+            self._noise[index * self._per + place] = made
+        return made
+
+
+def _small(name: str, write: source.Writer, fields: str, chip: Chip, index: int) -> Kernel:
+    """A kernel of one launch that depends on no layer."""
+
+    def make() -> Kernel:
+        return Kernel(store.kernel(write(), name, chip.architecture, ()), name, index, _THREADS, 0, 1, fields)
+
+    return loaded((name, index), make)
+
+
+def _scale(probability: float) -> float:
+    return 1 / (1 - probability) if probability < 1 else 0.0
+
+
+def _addresses(tensors: Sequence[Tensor | None], count: int, offset: int = 0) -> list[int]:
+    found = [0 if tensor is None else tensor.data_ptr() + offset for tensor in tensors]
+    return found + [0] * (count - len(found))
+
+
+def _pairs(directions: Sequence[Sequence[Tensor | None]], count: int) -> list[int]:
+    rows = [_addresses(row, count) for row in directions]
+    return [*(rows[0] if rows else [0] * count), *(rows[1] if len(rows) > 1 else [0] * count)]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()

@@ -1,0 +1,287 @@
+"""A cell's step as C++ in segments: the lines of its forward and of its backward, for the marked place of a kernel.
+
+A segment is what lies between two products with the recurrent weights.  Its lines work on one row, unit by unit, in
+loops over the units of a thread; `row` is where they read and write, `team` the threads that share a row.  The kernels
+of a processor and of a GPU say what these are, and what `put`, `sum_of` and EACH_ALONE do.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from whorl.cells.cell import Graph
+from whorl.cells.expr import Expr, topological, var
+from whorl.cells.graphs import rewritten
+from whorl.cells.lower import HOST, Collective, Stage, Target, Value, identifier, stages
+
+_DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus mean product".split())
+"""Operations whose result is kept for backward; what is cheaper is computed again from what is kept."""
+
+
+class Link(NamedTuple):
+    """Between two segments: result = a gate's weights (or their transpose) times operand, both in scratch."""
+
+    segment: int
+    """After which it comes."""
+    gate: int
+    """Among the recurrent ones."""
+    operand: int
+    result: int
+    product: int
+    """Which of the step's own products it is."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction of a step."""
+
+    text: str
+    """A function for each segment, and one that calls them by number."""
+    slots: int
+    """Values in scratch for each unit of a row."""
+    means: int
+    """Values in `row.means`."""
+    segments: int
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The C++ of one cell, and what of it a kernel must know."""
+
+    forward: Pass
+    backward: Pass
+    saved: int
+    """Values kept for each unit of each step."""
+    saved_means: int
+    """Values kept for each step."""
+    reads_x: bool
+    """Backward reads the input projection."""
+    dr_is_dx: bool
+    """Each gate's gradient is the same for its input and its recurrent projection."""
+    leaves: tuple[bool, ...]
+    """For each recurrent gate whether the step reads `r.gate`."""
+    products: tuple[int, ...]
+    """The recurrent gate of each `r.gate(a)`."""
+
+
+@lru_cache(maxsize=256)
+def segments(graph: Graph, infinity: str = HOST.infinity, nan: str = HOST.nan) -> Segments:
+    """The C++ of a cell, for every dtype and size.
+
+    Args:
+        infinity, nan: how the compiler spells them.
+    """
+    target = replace(HOST, functions=frozenset({"sigmoid"}), infinity=infinity, nan=nan)
+    kept = _kept(graph)
+    place = {node.digest: index for index, node in enumerate(kept.units)}
+    means = {node.digest: index for index, node in enumerate(kept.means)}
+
+    def from_saved(node: Expr, made: Expr) -> Expr:
+        if node.digest in place:
+            return var(f"saved.{place[node.digest]}")
+        return var(f"level.{means[node.digest]}") if node.digest in means else made
+
+    named = graph.backward.named()
+    backward = dict(zip(named, rewritten(list(named.values()), from_saved), strict=True))
+    read = {node.args[0] for node in topological(graph.outputs) if node.op == "var"}
+    leaves = tuple(f"r.{gate}" in read for gate in graph.recurrent)
+    dx, dr = graph.backward.x, graph.backward.r
+    same = graph.recurrent == graph.gates and all(leaves)
+    same = same and all(dx[gate].digest == dr[gate].digest for gate in graph.gates)
+    if same:
+        backward = {name: node for name, node in backward.items() if not name.startswith("dr.")}
+    forward = graph.named() | {f"keep.{index}": node for index, node in enumerate(kept.units)}
+    return Segments(
+        _Printer(graph, "forward", forward, kept.means, target).printed(),
+        _Printer(graph, "backward", backward, (), target).printed(),
+        len(kept.units), len(kept.means), kept.reads_x, same, leaves,
+        tuple(graph.recurrent.index(node.args[0]) for node in graph.products),
+    )  # fmt: skip
+
+
+@dataclass
+class _Kept:
+    """What forward keeps for backward."""
+
+    units: list[Expr] = field(default_factory=list)
+    means: list[Expr] = field(default_factory=list)
+    reads_x: bool = False
+
+
+def _kept(graph: Graph) -> _Kept:
+    """The values of the step that its gradient reads, cut where a value is dear to compute again."""
+    known = {node.digest for node in topological(graph.outputs)}
+    kept, seen, pending = _Kept(), set(), list(graph.backward.named().values())
+    while pending:
+        node = pending.pop()
+        if node.digest in seen:
+            continue
+        seen.add(node.digest)
+        kind = node.args[0].partition(".")[0] if node.op == "var" else ""
+        if kind == "x":
+            kept.reads_x = True
+        elif kind in ("r", "s") or (node.digest in known and node.op in _DEAR - {"mean"}) or _is_seen(node):
+            kept.units.append(node)
+        elif node.op == "mean" and node.digest in known:
+            kept.means.append(node)
+        else:
+            pending.extend(arg for arg in reversed(node.args) if isinstance(arg, Expr))
+    return kept
+
+
+def _is_seen(node: Expr) -> bool:
+    """x.n + r.n: one value to keep in the place of two."""
+    kinds = [arg.args[0][:2] for arg in node.args if isinstance(arg, Expr) and arg.op == "var"]
+    return node.op == "add" and sorted(kinds) == ["r.", "x."]
+
+
+class _Printer:
+    """One direction of a step as C++.
+
+    Args:
+        outputs: an expression by the name of its place: after.h, keep.0, dx.i, ...
+        levels: means whose results are kept too.
+    """
+
+    def __init__(
+        self, graph: Graph, name: str, outputs: Mapping[str, Expr], levels: Sequence[Expr], target: Target
+    ) -> None:
+        self._name, self._recurrent = name, graph.recurrent
+        together = dict(outputs) | {f"level.{index}": node for index, node in enumerate(levels)}
+        self._stages = stages(together, target)
+        self._reads, self._writes = _leaves(graph), _places(graph)
+        made = [collective for stage in self._stages for collective in stage.collectives]
+        # results are numbered as they stand in the graph, and so are the graph's products
+        products = sorted((m.result for m in made if m.kind == "product"), key=lambda result: int(result[1:]))
+        self._products = {result: index for index, result in enumerate(products)}
+        self._slots: dict[str, int] = {}
+        self._means: dict[str, int] = {}
+        self._links: list[Link] = []
+
+    def printed(self) -> Pass:
+        """The functions, and the links between their segments."""
+        segments: list[list[str]] = [[]]
+        for stage in self._stages:
+            segments[-1] += self._stage(stage)
+            multiplied = [made for made in stage.collectives if made.kind != "mean"]
+            for made in multiplied:
+                self._link(len(segments) - 1, made)
+            if multiplied:
+                segments.append([])
+        name, arguments = self._name, "const Row& row, const Team& team"
+        lines = []
+        for index, body in enumerate(segments):
+            lines += [f"static void {name}_{index}({arguments}) {{"]
+            lines += ["  const int64_t units = row.units, first = row.first, last = row.last;"]
+            lines += ["  (void)team, (void)units, (void)first, (void)last;"]
+            lines += [f"  {line}" for line in body] + ["}"]
+        cases = [f"    case {i}: return {name}_{i}(row, team);" for i in range(len(segments))]
+        lines += [
+            f"static void {name}_segment(int segment, {arguments}) {{",
+            "  switch (segment) {",
+            *cases,
+            "  }",
+            "}",
+        ]
+        return Pass("\n".join(lines), len(self._slots), len(self._means), len(segments), tuple(self._links))
+
+    def _stage(self, stage: Stage) -> list[str]:
+        """One loop over the units, and the means after it."""
+        reads, writes = list(stage.reads), [value for value in stage.writes if not _is_level(value.name)]
+        for collective in stage.collectives:  # an operand that is no temporary gets a place like one
+            for operand in collective.operands:
+                if operand not in self._slots and all(operand != value.name for value in writes):
+                    writes.append(Value(operand))
+                    reads += [] if any(operand == value.name for value in reads) else [Value(operand)]
+        before, loads, stores, lines = [], [], [], []
+        for value in reads:
+            scalar = self._scalar(value.name)
+            if scalar is not None:
+                before.append(f"const real {value.name} = {scalar};")
+                continue
+            pointer, load = self._reads.get(value.name) or (self._slot(value.name), "{0}[u]")
+            load = load.format(f"p_{value.name}") + (" != real(0)" if value.condition else "")
+            before.append(f"const auto* const p_{value.name} = {pointer};")
+            loads.append(f"const {'bool' if value.condition else 'real'} {value.name} = {load};")
+        for value in writes:
+            pointer, store = self._writes.get(value.name) or (self._slot(value.name), "{0}[u] = {1};")
+            before.append(f"auto* const w_{value.name} = {pointer};")
+            stores.append(store.format(f"w_{value.name}", value.name))
+        levels = [line for line in stage.lines if _is_level(line.removeprefix("const real "))]
+        body = [*loads, *(line for line in stage.lines if line not in levels), *stores]
+        if stores:
+            lines = ["{", *(f"  {line}" for line in before), "  EACH_ALONE"]
+            lines += ["  for (int64_t u = first; u < last; ++u) {", *(f"    {line}" for line in body), "  }", "}"]
+        for line in levels:  # const real level_0 = t5;
+            level, result = line.removeprefix("const real level_").rstrip(";").split(" = ")
+            lines.append(f"if (team.member == 0) row.saved[row.means_at + {level}] = {self._scalar(result)};")
+        means = [collective for collective in stage.collectives if collective.kind == "mean"]
+        lines += ["team.wait();"] if means else []
+        for mean in means:
+            place = self._means[mean.result] = len(self._means)
+            sums = " + ".join(f"sum_of({self._slot(operand)}, units)" for operand in mean.operands)
+            lines.append(f"row.means[{place}] = ({sums}) / real({len(mean.operands)} * units);")
+        return lines
+
+    def _link(self, segment: int, made: Collective) -> None:
+        gate, (operand,) = self._recurrent.index(made.gate), made.operands
+        for name in (operand, made.result):
+            self._slots.setdefault(name, len(self._slots))
+        places = self._slots[operand], self._slots[made.result]
+        self._links.append(Link(segment, gate, *places, self._products.get(made.result, 0)))
+
+    def _slot(self, name: str) -> str:
+        return f"row.scratch + {self._slots.setdefault(name, len(self._slots))} * row.padded"
+
+    def _scalar(self, name: str) -> str | None:
+        """The value of a name that is one for the whole row."""
+        if name in self._means:
+            return f"row.means[{self._means[name]}]"
+        return f"row.saved[row.means_at + {name.removeprefix('level_')}]" if _is_level(name) else None
+
+
+def _is_level(name: str) -> bool:
+    return name.startswith("level_")
+
+
+def _leaves(graph: Graph) -> dict[str, tuple[str, str]]:
+    """Where each leaf of the step is read, and how."""
+    rows = {
+        "x": (graph.gates, "row.x + {} * units", "{0}[u]"),
+        "r": (graph.recurrent, "row.r + row.r_offset[{}]", "{0}[u]"),
+        "s": (graph.states, "row.before[{}]", "{0}[u]"),
+        "v": (graph.vectors, "row.v[{}]", "{0}[u]"),
+        "e": (graph.inputs, "row.e[{}]", "{0}[u]"),
+        "d": (graph.states, "row.d[{}]", "{0}[u]"),
+        "saved": (tuple(map(str, range(_MOST))), "row.saved + {} * units", "{0}[u]"),
+    }
+    return _named(rows)
+
+
+def _places(graph: Graph) -> dict[str, tuple[str, str]]:
+    """Where each output of a step is written, and how."""
+    rows = {
+        "after": (graph.states, "row.after[{}]", "{0}[u] = {1};"),
+        "keep": (tuple(map(str, range(_MOST))), "row.saved + {} * units", "{0}[u] = {1};"),
+        "dx": (graph.gates, "row.dx + {} * units", "put({0} + u, {1});"),
+        "dr": (graph.recurrent, "row.dr + {} * units", "put({0} + u, {1});"),
+        "ds": (graph.states, "row.ds[{}]", "{0}[u] = {1};"),
+        "dv": (graph.vectors, "row.dv[{}]", "{0}[u] += {1};"),
+        "de": (graph.inputs, "row.de[{}]", "{0}[u] += {1};"),
+        "dp": (tuple(map(str, range(len(graph.products)))), "row.dp[{}]", "put({0} + u, {1});"),
+    }
+    return _named(rows)
+
+
+_MOST = 1000
+"""Values kept for a unit; a cell has far fewer."""
+
+
+def _named(rows: Mapping[str, tuple[Sequence[str], str, str]]) -> dict[str, tuple[str, str]]:
+    return {
+        identifier(f"{kind}.{name}"): (pointer.format(index), way)
+        for kind, (names, pointer, way) in rows.items()
+        for index, name in enumerate(names)
+    }

@@ -1,0 +1,250 @@
+// What a CUDA kernel of whorl uses of its GPU, on the host: each thread is a fiber, and what threads do together is done
+// by the last of them to come.  It knows clusters, shared memory, mbarriers, mma.sync and ldmatrix; it knows nothing of
+// time, caches or the order in which memory becomes visible, and threads run in one order only.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes)
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct dim { unsigned x, y, z; };
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned __float_as_uint(float v) { unsigned r; memcpy(&r, &v, 4); return r; }
+inline float __uint_as_float(unsigned v) { float r; memcpy(&r, &v, 4); return r; }
+inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+template <class T> inline T __ldg(const T* p) { return *p; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = (uint64_t)b << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (unsigned)((both >> 8 * (selector >> 4 * i & 7)) & 0xff) << 8 * i;
+  return result;
+}
+
+namespace host {
+
+constexpr size_t STACK = 256 << 10, SHARED = 232448;
+
+struct Barrier { int pending = 1, count = 1; long bytes = 0; unsigned phase = 0; };
+struct Warp { unsigned given[32][12], taken[32][8]; int came = 0; unsigned turn = 0; };
+struct Meeting { int came = 0; unsigned turn = 0; };
+struct Block {
+  alignas(128) unsigned char shared[SHARED];
+  std::map<unsigned, Barrier> barriers;
+  std::vector<Warp> warps;
+  Meeting meetings[17];
+  unsigned rank;
+};
+struct Fiber { ucontext_t context; Block* block; dim thread, of_block; bool done = false; };
+
+static ucontext_t scheduler;
+static Fiber* now;
+static std::vector<Block*> cluster;
+static Meeting of_cluster;
+static unsigned threads;
+
+inline void yield() { swapcontext(&now->context, &scheduler); }
+inline void meet(Meeting& at, int wanted) {
+  const unsigned turn = at.turn;
+  if (++at.came == wanted) at.came = 0, ++at.turn;
+  while (at.turn == turn) yield();
+}
+inline int lane() { return now->thread.x % 32; }
+// All lanes give some words; the last to come runs `act` for all.
+template <class Act>
+inline unsigned* together(const unsigned* words, int count, Act act) {
+  Warp& warp = now->block->warps[now->thread.x / 32];
+  memcpy(warp.given[lane()], words, 4 * count);
+  const unsigned turn = warp.turn;
+  if (++warp.came == 32) act(warp), warp.came = 0, ++warp.turn;
+  while (warp.turn == turn) yield();
+  return warp.taken[lane()];
+}
+
+inline unsigned address_of(const void* p) {
+  const long at = (const unsigned char*)p - now->block->shared;
+  if (at < 0 || at >= (long)SHARED) fprintf(stderr, "no shared address\n"), abort();
+  return (unsigned)at;
+}
+inline Block& block_at(unsigned address) { return address >> 20 ? *cluster[(address >> 20) - 1] : *now->block; }
+inline unsigned char* at(unsigned address) {
+  if ((address & 0xfffff) + 4 > SHARED) fprintf(stderr, "outside shared memory\n"), abort();
+  return block_at(address).shared + (address & 0xfffff);
+}
+inline Barrier& barrier_at(unsigned address) { return block_at(address).barriers[address & 0xfffff]; }
+inline void settle(Barrier& b) {
+  if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase;
+}
+
+inline float half_to_float(unsigned short v) { _Float16 h; memcpy(&h, &v, 2); return (float)h; }
+inline unsigned short float_to_half(float v) { const _Float16 h = (_Float16)v; unsigned short r; memcpy(&r, &h, 2); return r; }
+inline float bfloat_to_float(unsigned short v) { return __uint_as_float((unsigned)v << 16); }
+inline unsigned short float_to_bfloat(float v) {
+  const unsigned bits = __float_as_uint(v);
+  if (v != v) return 0x7fff;
+  return (unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace host
+
+#define threadIdx (host::now->thread)
+#define blockIdx (host::now->of_block)
+inline dim grid_of_launch;
+#define gridDim grid_of_launch
+
+inline void __syncthreads() { host::meet(host::now->block->meetings[0], (int)host::threads); }
+inline void __syncwarp() { host::together(nullptr, 0, [](host::Warp&) {}); }
+inline unsigned shuffle_words(unsigned value, int apart) {
+  const int mine = host::lane() ^ apart;
+  unsigned* const taken = host::together(&value, 1, [](host::Warp& w) {
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = w.given[l][0];
+  });
+  const unsigned result = (taken - 8 * host::lane() + 8 * mine)[0];
+  __syncwarp();
+  return result;
+}
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int apart) { return shuffle_words(value, apart); }
+inline float __shfl_xor_sync(unsigned, float value, int apart) {
+  return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
+}
+inline unsigned __shfl_sync(unsigned, unsigned value, int from) { return shuffle_words(value, host::lane() ^ from); }
+
+// --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
+
+#if ELEMENT_BYTES == 2
+#if BFLOAT16
+inline float emulated_wide(unsigned short v) { return host::bfloat_to_float(v); }
+inline unsigned short emulated_narrow(float v) { return host::float_to_bfloat(v); }
+#else
+inline float emulated_wide(unsigned short v) { return host::half_to_float(v); }
+inline unsigned short emulated_narrow(float v) { return host::float_to_half(v); }
+#endif
+inline unsigned emulated_narrow_pair(float low, float high) {
+  return emulated_narrow(low) | (unsigned)emulated_narrow(high) << 16;
+}
+inline float operand_value(unsigned word, int half) { return emulated_wide((unsigned short)(word >> 16 * half)); }
+constexpr int HALVES = 2;
+#else
+inline unsigned emulated_high_of(unsigned v) { return v + 0x1000 & 0xffffe000u; }
+inline unsigned emulated_to_tf32(float v) { return emulated_high_of(__float_as_uint(v)); }
+inline float operand_value(unsigned word, int) { return __uint_as_float(word & 0xffffe000u); }  // cut off, not rounded
+constexpr int HALVES = 1;
+#endif
+inline unsigned __cvta_generic_to_shared(const void* p) { return host::address_of(p); }
+inline void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
+  unsigned words[10] = {a.x, a.y, a.z, a.w, b.x, b.y};
+  memcpy(words + 6, sums, 16);
+  const unsigned* const taken = host::together(words, 10, [](host::Warp& w) {
+    static float left[16][16], right[16][8];
+    for (int l = 0; l < 32; ++l)
+      for (int half = 0; half < HALVES; ++half) {
+        const int k = l % 4 * HALVES + half, far = k + 4 * HALVES;
+        left[l / 4][k] = operand_value(w.given[l][0], half), left[l / 4 + 8][k] = operand_value(w.given[l][1], half);
+        left[l / 4][far] = operand_value(w.given[l][2], half), left[l / 4 + 8][far] = operand_value(w.given[l][3], half);
+        right[k][l / 4] = operand_value(w.given[l][4], half), right[far][l / 4] = operand_value(w.given[l][5], half);
+      }
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        float sum = __uint_as_float(w.given[l][6 + i]);
+        for (int k = 0; k < 8 * HALVES; ++k) sum += left[l / 4 + i / 2 * 8][k] * right[k][l % 4 * 2 + i % 2];
+        w.taken[l][i] = __float_as_uint(sum);
+      }
+  });
+  memcpy(sums, taken, 16);
+}
+inline uint4 load_matrices(unsigned address, int count) {
+  struct Rows { int count; };
+  const Rows rows = {count};
+  const unsigned* const taken = host::together(&address, 1, [rows](host::Warp& w) {
+    for (int l = 0; l < 32; ++l)
+      for (int m = 0; m < 4; ++m)
+        w.taken[l][m] = m < rows.count ? *(unsigned*)host::at(w.given[m * 8 + l / 4][0] + l % 4 * 4) : 0;
+  });
+  return {taken[0], taken[1], taken[2], taken[3]};
+}
+inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
+inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
+inline void emulated_prefetch(const void*) {}
+inline void emulated_named_barrier(int id, int count) { host::meet(host::now->block->meetings[id], count); }
+inline float emulated_fast_tanh(float v) { return std::tanh(v); }
+inline float emulated_fast_exp(float v) { return std::exp(v); }
+inline float emulated_reciprocal(float v) { return 1.f / v; }
+inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
+inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
+inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::cluster.size())); }
+inline void emulated_start_barrier(unsigned barrier) { host::barrier_at(barrier) = host::Barrier(); }
+inline void emulated_barriers_started() {}
+inline void emulated_expect(unsigned barrier, unsigned bytes) {
+  host::Barrier& b = host::barrier_at(barrier);
+  b.bytes += bytes, --b.pending;
+  host::settle(b);
+}
+inline void emulated_wait(unsigned barrier, unsigned phase) {
+  while ((host::barrier_at(barrier).phase & 1) == phase) host::yield();
+}
+inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
+  memcpy(host::at(address), &data, 16);
+  host::Barrier& b = host::barrier_at(barrier);
+  b.bytes -= 16;
+  host::settle(b);
+}
+
+//: kernel
+
+static const Arguments* arguments_of_launch;
+static void enter() {
+  KERNEL(*arguments_of_launch);
+  host::now->done = true;
+  host::yield();
+}
+
+extern "C" int launch(unsigned grid, unsigned second, unsigned block, unsigned cluster, const Arguments* arguments) {
+  arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block;
+  std::vector<unsigned char> stacks(host::STACK * block * cluster);
+  for (unsigned y = 0; y < second; ++y)
+    for (unsigned first = 0; first < grid; first += cluster) {
+      std::vector<host::Block> blocks(cluster);
+      std::vector<host::Fiber> fibers(block * cluster);
+      host::cluster.clear(), host::of_cluster = {};
+      for (unsigned rank = 0; rank < cluster; ++rank) {
+        memset(blocks[rank].shared, 0xff, host::SHARED);
+        blocks[rank].rank = rank, blocks[rank].warps.resize(block / 32);
+        host::cluster.push_back(&blocks[rank]);
+      }
+      for (unsigned i = 0; i < fibers.size(); ++i) {
+        host::Fiber& f = fibers[i];
+        f.block = &blocks[i / block], f.thread = {i % block, 0, 0}, f.of_block = {first + i / block, y, 0};
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = stacks.data() + host::STACK * i, f.context.uc_stack.ss_size = host::STACK;
+        f.context.uc_link = &host::scheduler;
+        makecontext(&f.context, enter, 0);
+      }
+      for (size_t left = fibers.size(), idle = 0; left;) {
+        for (host::Fiber& f : fibers) {
+          if (f.done) continue;
+          host::now = &f;
+          swapcontext(&host::scheduler, &f.context);
+          if (f.done) --left, idle = 0;
+        }
+        if (++idle > 100000) return 1;  // they wait for each other
+      }
+    }
+  return 0;
+}

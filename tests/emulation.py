@@ -1,0 +1,109 @@
+"""whorl's CUDA kernels on the host, through `emulation.cpp`: what they compute, tested where there is no GPU.
+
+    with emulated():
+        layer(x)  # engine `persistent`, on tensors of the CPU
+
+The kernels are the real sources with the real tiles; only the functions of `ptx.cu` that are PTX are others.
+"""
+
+import ctypes
+import hashlib
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl import problem
+from whorl.bench.baseline import to_tf32
+from whorl.engines.cuda import entering, launch, layers, options, persistent, prepare, store
+from whorl.plan import plan
+
+H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+_HOST = Path(__file__).with_suffix(".cpp")
+
+
+def on_host(source: str) -> str:
+    """C++ of a kernel's source."""
+    found, at = [], 0
+    for match in re.finditer(r"__device__ __forceinline__ [\w ]+?(\w+)\(((?:[^()]|\([^()]*\))*)\) \{", source):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(source[end], 0)
+            end += 1
+        if "asm" not in source[match.end() : end]:
+            continue
+        parameters = [
+            re.sub(r"\(&(\w+)\)", r"\1", part).split("[")[0].split()[-1] for part in match[2].split(",") if part
+        ]
+        call = f"return emulated_{match[1]}({', '.join(name.strip('*&') for name in parameters)});"
+        found += [source[at : match.end()], call, "}"]
+        at = end
+    text = "".join([*found, source[at:]])
+    memory = "unsigned* const memory = (unsigned*)host::now->block->shared;"
+    return re.sub(r"extern __shared__ [^;]*?unsigned memory\[\];", memory, text)
+
+
+class Kernel:
+    """What `launch.Kernel` is, on the host."""
+
+    def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str) -> None:
+        assert shared <= 232448
+        self.name, self._sizes, self._layout = name, (block, cluster), struct.Struct(layout)
+        self._function = ctypes.CDLL(code.decode()).launch
+
+    def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
+        status = self._function(grid, second, *self._sizes, self._layout.pack(*values))
+        assert status == 0, f"the threads of {self.name} wait for each other"
+
+
+def compiled(source: str, name: str, architecture: str, options: Any, folder: Path) -> bytes:
+    """Where the shared library of a kernel lies."""
+    text = _HOST.read_text().replace("//: kernel", on_host(source))
+    defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16) (\d)$", source, re.M)
+    text = "".join(f"#define {key} {value}\n" for key, value in defines) + text
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        words = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
+        made = subprocess.run([*words, str(path)], input=text, text=True, capture_output=True)
+        assert made.returncode == 0, made.stderr[:4000]
+    return str(path).encode()
+
+
+@contextmanager
+def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
+    """Engine `persistent` takes tensors of the CPU for those of an H200; `tf32` is torch's switch."""
+
+    def product(
+        a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
+    ) -> Tensor:
+        made = torch.mm(*(to_tf32(t) if tf32 else t.float() for t in (a, b)))
+        made = made if out is None or not add else made + out
+        return made.to(torch.float32 if wide else a.dtype) if out is None else out.copy_(made)
+
+    chip = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    plan.cache_clear()  # what is asked of this processor is another problem inside
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "_device", lambda *_: replace(H200, tf32=tf32))
+        patch.setattr(persistent, "missing", lambda: None)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: chip)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        patch.setattr(layers, "product", product)
+        patch.setattr(entering, "product", product)
+        patch.setattr(layers, "_prepared", {})
+        patch.setattr(launch, "_loaded", {})
+        patch.setattr(prepare, "Kernel", Kernel)
+        patch.setattr(options, "Kernel", Kernel)
+        patch.setattr(store, "kernel", lambda source, name, *rest: compiled(source, name, *rest, folder=folder))
+        yield
+    plan.cache_clear()

@@ -1,0 +1,235 @@
+"""Layers and calls of engine `persistent` with options drawn at random, and how they compare with `reference`."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import whorl
+from comparison import error, flat
+
+States = dict[str, Any]
+
+
+@whorl.cell(gates="i f g o", states="h c", inputs="dt")
+def timed_lstm(x: Any, r: Any, s: Any) -> States:
+    """An LSTM whose cell decays with the time since the step before."""
+    i, f, o = whorl.sigmoid(x.i + r.i), whorl.sigmoid(x.f + r.f), whorl.sigmoid(x.o + r.o)
+    c = f * s.c * whorl.exp(-0.1 * x.dt * x.dt) + i * whorl.tanh(x.g + r.g)
+    return dict(h=o * whorl.tanh(c), c=c)
+
+
+@whorl.cell(gates="a b k", states="h c n", vectors={"w": 0.5}, inputs="d q", x_only="k")
+def three_states(x: Any, r: Any, s: Any, v: Any) -> States:
+    """One gate as a sum, one whose x and r are apart, one without r; a vector, two extra inputs, three states."""
+    c = whorl.sigmoid(x.a + r.a) * s.c + v.w * whorl.tanh(x.b * r.b + x.d)
+    n = 0.9 * s.n + 0.1 * s.h * whorl.sigmoid(x.k + x.q)
+    return dict(h=whorl.tanh(c) * whorl.sigmoid(x.k) + 0.2 * whorl.tanh(n), c=c, n=n)
+
+
+CELLS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "timed_lstm": (timed_lstm, ("dt",)),
+    "three_states": (three_states, ("d", "q")),
+}
+STATES = {"LSTM": "hc", "GRU": "h", "RNN": "h", "timed_lstm": "hc", "three_states": "hcn"}
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1, "timed_lstm": 4, "three_states": 2}
+OPTIONS = (
+    "lengths", "mask", "reset", "reset_to", "packed", "shared", "step", "zoneout", "input_dropout", "given", "states",
+    "dropout", "eval", "initial", "recompute", "cell",
+)  # fmt: skip
+
+
+@dataclass
+class Drawn:
+    """A layer and a call.
+
+    Args:
+        on: which of OPTIONS it has.
+    """
+
+    kind: str
+    on: frozenset[str]
+    units: int
+    batch: int
+    time: int
+    layers: int = 1
+    directions: int = 1
+    inputs: int = 5
+    seed: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        sizes = f"{self.layers}x{self.directions} layers, {self.units} units, batch {self.batch}, time {self.time}"
+        return f"{self.kind} seed {self.seed}: {sizes}, {', '.join(sorted(self.on)) or 'plain'}"
+
+    def layer(self, device: str, dtype: torch.dtype) -> torch.nn.Module:
+        torch.manual_seed(self.seed)
+        draw = random.Random(self.seed)
+        made: dict[str, Any] = dict(num_layers=self.layers, bidirectional=self.directions == 2)
+        if "shared" in self.on or "step" in self.on:
+            made |= dict(recurrent_dropout=0.4, recurrent_dropout_mode="step" if "step" in self.on else "shared")
+        if "zoneout" in self.on:
+            made["zoneout"] = draw.choice([0.3, {"h": 0.4}])
+        if "input_dropout" in self.on:
+            made["input_dropout"] = 0.3
+        if "dropout" in self.on and self.layers > 1:
+            made["dropout"] = 0.25
+        if "recompute" in self.on:
+            made["memory"] = "recompute"
+        if "cell" in self.on:
+            made |= _cell_options(self.kind, draw)
+        made |= self.arguments
+        cell = (CELLS[self.kind][0],) if self.kind in CELLS else ()
+        layer = getattr(whorl, "Recurrent" if cell else self.kind)(*cell, self.inputs, self.units, **made)
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight.copy_((torch.randn(weight.shape) * (0.6 / max(1.0, self.units / 24) ** 0.5)).to(dtype))
+        return layer.train("eval" not in self.on).to(device)
+
+    def call(self, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What gradients flow to, and marks; values that `dtype` can hold."""
+        draw = torch.Generator().manual_seed(self.seed)
+        time, batch, units, count = self.time, self.batch, self.units, self.layers * self.directions
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw).to(dtype).double().to(device)
+
+        tensors = {"x": normal(time, batch, self.inputs)}
+        for name in ("initial", "reset_to"):
+            if name in self.on:
+                tensors |= {f"{name} {state}": normal(count, batch, units) for state in STATES[self.kind]}
+        if self.kind in CELLS:
+            widths = {name: units if place == 0 else 1 for place, name in enumerate(CELLS[self.kind][1])}
+            tensors |= {f"inputs {name}": normal(time, batch, width) for name, width in widths.items()}
+        if "given" in self.on:
+            step = "step" in self.on
+            for index in range(count):
+                below = self.inputs if index < self.directions else units * self.directions
+                if step or "shared" in self.on:
+                    tensors[f"recurrent_dropout {index}"] = normal(*([time] if step else []), batch, units)
+                if "input_dropout" in self.on:
+                    by_gate = [len(self._gates())] if self.seed % 2 else []
+                    tensors[f"input_dropout {index}"] = normal(*by_gate, batch, below)
+                if "zoneout" in self.on:
+                    tensors[f"zoneout_h {index}"] = normal(time, batch, units).sigmoid().to(dtype).double()
+        marks: dict[str, Any] = {}
+        lengths = torch.randint(0 if "packed" not in self.on else 1, time + 1, (batch,), generator=draw)
+        if "packed" in self.on:
+            lengths[batch // 2] = time
+            marks["packed"] = lengths.tolist()
+        elif "lengths" in self.on:
+            marks["lengths"] = lengths.to(device)
+        if "mask" in self.on and "packed" not in self.on:
+            marks["mask"] = (torch.rand(time, batch, generator=draw) < 0.7).to(device)
+        if "reset" in self.on or "reset_to" in self.on:
+            marks["reset"] = (torch.rand(time, batch, generator=draw) < 0.3).to(device)
+        ignored = torch.zeros(time, batch, 1, dtype=torch.bool, device=device)
+        if "lengths" in marks:
+            ignored |= (torch.arange(time, device=device)[:, None] >= marks["lengths"]).unsqueeze(-1)
+        if "mask" in marks:
+            ignored |= ~marks["mask"].unsqueeze(-1)
+        for name, tensor in tensors.items():  # nothing of a step that does not count may be seen
+            if tensor.shape[:2] == (time, batch) and not name.startswith("initial") and "reset_to" not in name:
+                tensors[name] = tensor.masked_fill(ignored, torch.nan)
+        return tensors, marks
+
+    def _gates(self) -> str:
+        return {"LSTM": "ifgo", "GRU": "rzn", "RNN": "n", "timed_lstm": "ifgo", "three_states": "abk"}[self.kind]
+
+    def results(
+        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Outputs, states and every gradient."""
+        layer = layer.to(dtype)
+        leaves = {name: tensor.to(dtype).detach().requires_grad_() for name, tensor in tensors.items()}
+
+        def named(prefix: str) -> list[Tensor]:
+            return [leaf for name, leaf in leaves.items() if name.split()[0] == prefix]
+
+        def packed(value: Tensor) -> Any:
+            if "packed" not in marks:
+                return value
+            return pack_padded_sequence(value, marks["packed"], enforce_sorted=False)
+
+        def states(prefix: str) -> Any:
+            found = named(prefix)
+            return None if not found else tuple(found) if len(found) > 1 else found[0]
+
+        options: dict[str, Any] = {key: marks[key] for key in ("lengths", "mask") if key in marks}
+        if "reset" in marks:
+            options["reset"] = packed(marks["reset"])
+        if "reset_to" in self.on:
+            options["reset_to"] = states("reset_to")
+        if self.kind in CELLS:
+            options["inputs"] = {name: packed(leaves[f"inputs {name}"]) for name in CELLS[self.kind][1]}
+        masks = {name: named(name) for name in ("recurrent_dropout", "input_dropout", "zoneout_h") if named(name)}
+        if "packed" in marks:
+            masks = {
+                name: [packed(m) if m.shape[:2] == (self.time, self.batch) else m for m in row]
+                for name, row in masks.items()
+            }
+        if masks:
+            options["dropout_masks"] = masks
+        if "states" in self.on:
+            options["return_states"] = True
+        torch.manual_seed(self.seed + 1)
+        found = layer(packed(leaves["x"]), states("initial"), **options)
+        outputs = flat([*found[:2], *(list(found[2].values()) if len(found) > 2 else [])])
+        wanted = leaves | dict(layer.named_parameters())
+        grads = torch.autograd.grad(_weighted(outputs), list(wanted.values()), allow_unused=True)
+        named_grads = zip(wanted, grads, strict=True)
+        result = {f"output {place}": out.detach() for place, out in enumerate(outputs)}
+        return result | {f"grad of {name}": grad for name, grad in named_grads if grad is not None}
+
+    def errors(self, device: str, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+        """What breaks the error rule: its error and its bound."""
+        layer = self.layer(device, dtype)
+        tensors, marks = self.call(device, dtype)
+        found = {}
+        for engine, kind in (("reference", torch.float64), ("reference", dtype), ("persistent", dtype)):
+            layer.engine = engine
+            found[engine, kind] = self.results(layer, tensors, marks, kind)
+        truth, plain, got = found.values()
+        eps = torch.finfo(dtype).eps
+        assert got.keys() == truth.keys()
+        bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
+        errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+        return {name: e for name, e in errors.items() if not e[0] <= e[1]}
+
+
+def drawn(seed: int, largest: int = 40, batch: int = 20, time: int = 5, options: tuple[str, ...] = OPTIONS) -> Drawn:
+    """A layer and call of this seed."""
+    draw = random.Random(seed)
+    kind = draw.choice(["LSTM", "LSTM", "GRU", "RNN", "timed_lstm", "three_states"])
+    on = {name for name in options if draw.random() < 0.45}
+    if "packed" in on:
+        on -= {"lengths", "mask"}
+    if "shared" in on:
+        on.discard("step")
+    if "given" in on and not on & {"shared", "step"}:
+        on.add("step")  # by gate otherwise
+    times = [1, *range(2, time + 1), time]
+    return Drawn(
+        kind, frozenset(on), draw.randint(1, largest), draw.randint(2, batch), draw.choice(times),
+        draw.choice([1, 1, 2]), draw.choice([1, 2]), draw.randint(1, 9), seed,
+    )  # fmt: skip
+
+
+def _cell_options(kind: str, draw: random.Random) -> dict[str, Any]:
+    clip = dict(clip=draw.choice([0.5, {"h": 0.4}]))
+    own = {
+        "LSTM": [dict(peephole=True), dict(coupled=True), dict(activation="softplus"), clip, dict(bias=False)],
+        "GRU": [dict(recurrent_activation="hard_sigmoid"), clip, dict(bias=False)],
+        "RNN": [dict(activation="silu"), clip, dict(bias=False)],
+    }
+    return draw.choice(own.get(kind, [dict(bias=False), clip]))
+
+
+def _weighted(outputs: list[Tensor]) -> Tensor:
+    """Each element of each output with a gradient of its own, the same in every dtype."""
+    draw = torch.Generator().manual_seed(1)
+    grads = [torch.randn(out.shape, generator=draw).to(out.device).to(torch.bfloat16) for out in outputs]
+    return sum((out * grad.to(out.dtype)).sum().double() for out, grad in zip(outputs, grads, strict=True))

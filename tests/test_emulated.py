@@ -1,0 +1,80 @@
+"""The kernels of engine `persistent`, run on the host by `emulation`: the numbers of `reference` in float64."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import whorl
+from comparison import error, flat, weighted
+from emulation import emulated
+from option_draws import drawn
+from whorl.bench.baseline import TF32_EPS
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def outcome(
+    layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, engine: str, folder: Path, tf32: bool = False
+) -> dict[str, Tensor]:
+    layer = layer.to(dtype)
+    layer.engine = engine
+    x = x.to(dtype).detach().requires_grad_()
+    with emulated(folder, tf32):
+        outputs = flat(layer(x))
+        wanted = {"x": x, **dict(layer.named_parameters())}
+        grads = torch.autograd.grad(weighted(outputs), list(wanted.values()))
+    return dict(enumerate(outputs)) | dict(zip(wanted, grads, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind, units, batch, time, dtype, options",
+    [
+        ("LSTM", 20, 9, 4, torch.bfloat16, dict(num_layers=2, bidirectional=True)),
+        ("GRU", 33, 5, 3, torch.float16, {}),
+        ("RNN", 130, 10, 2, torch.bfloat16, dict(nonlinearity="relu")),
+    ],
+)
+def test_plain_layers(
+    kind: str, units: int, batch: int, time: int, dtype: torch.dtype, options: dict[str, Any], folder: Path
+) -> None:
+    torch.manual_seed(1)
+    layer = getattr(whorl, kind)(6, units, **options).to(dtype)
+    x = torch.randn(time, batch, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    "kind, units, options", [("LSTM", 20, dict(num_layers=2)), ("GRU", 33, dict(bidirectional=True))]
+)
+def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], folder: Path) -> None:
+    torch.manual_seed(1)
+    layer, x = getattr(whorl, kind)(6, units, **options), torch.randn(4, 9, 6)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain = outcome(layer, x, torch.float32, "reference", folder)
+    got = outcome(layer, x, torch.float32, "persistent", folder, tf32)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    allowed = 4 * TF32_EPS if tf32 else 2 * max(error(plain[name], truth[name]) for name in truth) + 4 * 2.0**-23
+    assert max(errors.values()) <= allowed
+    assert (max(errors.values()) > 1e-5) == tf32
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_options(seed: int, folder: Path) -> None:
+    case = drawn(seed, largest=20, batch=12)
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}

@@ -1,0 +1,97 @@
+"""Options on engine `persistent`, on an NVIDIA GPU: random combinations, and what the numbers alone do not show."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from option_draws import drawn
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_options(seed: int) -> None:
+    case = drawn(seed, largest=300 if seed % 4 == 0 else 60, batch=70 if seed % 4 == 0 else 20, time=12)
+    print(case)
+    assert case.errors("cuda", DTYPES[seed % 2]) == {}
+
+
+def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:
+    layer = whorl.LSTM(
+        24, 48, 2, bidirectional=True, zoneout=0.2, recurrent_dropout=0.3, recurrent_dropout_mode="step",
+        input_dropout=0.2, device="cuda", dtype=torch.bfloat16, engine="persistent",
+    )  # fmt: skip
+    x = torch.randn(9, 20, 24, device="cuda", dtype=torch.bfloat16)
+    marks = dict(
+        lengths=torch.randint(0, 10, (20,), device="cuda"), mask=torch.rand(9, 20, device="cuda") < 0.7,
+        reset=torch.rand(9, 20, device="cuda") < 0.2,
+    )  # fmt: skip
+    seed = torch.tensor(5, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        y, _ = layer(x, **marks)
+        return [y, *torch.autograd.grad(y.float().square().sum(), list(layer.parameters()))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randint", lambda *_, **__: seed)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for number in range(20):
+            with torch.no_grad():
+                x.copy_(torch.randn_like(x))
+                seed.fill_(number * 2**33 + number)
+                marks["lengths"].copy_(torch.arange(20, device="cuda") * (number + 3) % 10)
+                for name in ("mask", "reset"):
+                    marks[name].copy_(torch.rand(9, 20, device="cuda") < 0.5)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(memory="recompute")])
+def test_the_host_does_not_wait(options: dict[str, Any]) -> None:
+    layer = whorl.GRU(
+        12, 40, zoneout=0.1, recurrent_dropout=0.2, recurrent_dropout_mode="shared", device="cuda",
+        dtype=torch.bfloat16, engine="persistent", **options,
+    )  # fmt: skip
+    x = torch.randn(6, 20, 12, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    marks = dict(lengths=torch.arange(20, device="cuda") % 7, reset=torch.rand(6, 20, device="cuda") < 0.2)
+    layer(x, **marks)[0].float().sum().backward()  # first calls load
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, **marks)[0].float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_sequence_gives_the_same_in_any_batch() -> None:
+    """Its draws are counted by its place, and its order among the others changes nothing."""
+    layer = whorl.LSTM(
+        12, 40, zoneout=0.3, recurrent_dropout=0.4, recurrent_dropout_mode="step", device="cuda",
+        dtype=torch.bfloat16, engine="persistent",
+    )  # fmt: skip
+    x, lengths = torch.randn(6, 128, 12, device="cuda", dtype=torch.bfloat16), torch.arange(128, device="cuda") % 7
+    found = []
+    for batch in (3, 128):
+        torch.manual_seed(3)
+        found.append(layer(x[:, :batch], lengths=lengths[:batch])[0][:, :3])
+    assert torch.equal(*found)
+
+
+def test_an_order_changes_no_bit() -> None:
+    layer = whorl.LSTM(12, 40, device="cuda", dtype=torch.bfloat16, engine="persistent")
+    x, lengths = torch.randn(9, 64, 12, device="cuda", dtype=torch.bfloat16), torch.arange(64, device="cuda") * 7 % 10
+    place = torch.randperm(64, device="cuda")
+    y, (h, c) = layer(x, lengths=lengths)
+    moved, (moved_h, moved_c) = layer(x[:, place], lengths=lengths[place])
+    assert torch.equal(y[:, place], moved)
+    assert torch.equal(h[:, place], moved_h)
+    assert torch.equal(c[:, place], moved_c)
