@@ -18,7 +18,7 @@ H200 = Chip((9, 0), 132)
 CASES = [
     ("lstm", 512, 128, "bfloat16"), ("lstm", 128, 32, "float16"), ("gru", 512, 128, "bfloat16"),
     ("lstm", 509, 9, "bfloat16"), ("lstm", 512, 32, "tf32"), ("gru", 512, 128, "tf32"), ("rnn_relu", 640, 8, "tf32"),
-    ("lstm", 512, 32, "float32"), ("gru", 300, 64, "float32"), ("lstm", 128, 128, "float32"),
+    ("lstm", 512, 32, "float32"), ("gru", 512, 128, "float32"), ("lstm", 128, 128, "float32"),
 ]  # fmt: skip
 
 

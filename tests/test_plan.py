@@ -233,6 +233,12 @@ def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
         replace(large, form=replace(large.form, units=640), batch=128, dtype=torch.float16),
     ):
         assert decide(faster).engine == "persistent"
+    for tf32, rounds, batch in ((True, 9, 512), (False, 4, 200)):
+        wide = replace(large, dtype=torch.float32, device=replace(H200, tf32=tf32), form=replace(large.form, units=512))
+        made = decide(replace(wide, batch=batch))
+        assert made.engine == "cudnn"
+        assert str(made.refusals[0]).endswith(f"cuDNN is estimated to be faster from {rounds} on")
+        assert decide(replace(wide, batch=128)).engine == "persistent"
 
 
 @pytest.mark.parametrize("engine, changes", WITHIN, ids=str)

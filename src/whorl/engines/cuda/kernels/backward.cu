@@ -18,6 +18,9 @@
 // What options add stands in options.cu; a kernel without them has none of it.
 //
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+//
+// Arrived sums are added up before the block's gradients are made, those are multiplied after a barrier of the block, and
+// what is made of them is sent: who overwrites sums of step t, by sending at step t + 1, has waited for all of that.
 
 // @generated
 

@@ -11,12 +11,22 @@
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
 //   shared     states twice (read at this step, arriving for the next), partial sums, two barriers, more weights
-//   global     x in (without its bias, which is added here), gates out in its place where they are saved; y, saved states, final states
+//   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
+//              states, final states
 //
 // What options add stands in options.cu; a kernel without them has none of it.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+//
+// Why one barrier a step is enough in a cluster, where racecheck sees a hazard.  A step begins when all states of the
+// step before have arrived, of this block's own units too: they come through the same barrier.
+//   - Partial sums are read, the cell is computed of them, its states are sent.  A warp that overwrites them at the next
+//     step has waited for those very states: each reader has read.  (Where no state that is sent is made of a sum, its
+//     load still stands before the sends in the one queue of the warp's loads and stores.)
+//   - States that were read at step t are overwritten by what is sent at step t + 1.  Who sends there has waited for
+//     the states that this block sent at step t, and a warp sends after the group's barrier (or of its own products), so
+//     that all warps of its group have read; every group sends.
 
 // @generated
 

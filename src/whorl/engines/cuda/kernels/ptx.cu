@@ -150,10 +150,10 @@ constexpr unsigned KEPT = 0xffffe000u;  // the bits of a float32 that tf32 has
 __device__ __forceinline__ unsigned high_of(unsigned value) {
   unsigned result;
   asm volatile("add.u32 %0, %1, 0x1000;" : "=r"(result) : "r"(value));
-  return result & KEPT;  // half the time of `cvt.rna.tf32`, and the same but for numbers that are not finite
+  return result & KEPT;  // as `cvt.rna.tf32`, which takes an instruction more to look for what is not finite
 }
 __device__ __forceinline__ unsigned low_of(unsigned value, unsigned high) {
-  return __float_as_uint(__uint_as_float(value) - __uint_as_float(high));  // one bit too long: tensor cores cut it off
+  return __float_as_uint(__uint_as_float(value) - __uint_as_float(high)) & KEPT;  // which is at most one bit longer
 }
 __device__ __forceinline__ Left left_of(const uint4& a) {
   const uint4 high = {high_of(a.x), high_of(a.y), high_of(a.z), high_of(a.w)};
