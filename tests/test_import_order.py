@@ -8,7 +8,9 @@ import pytest
 
 # The rooms of the package. "whorl" is the package's own __init__: what stands after it, `import whorl` never loads.
 ROOMS = "errors settings compiler cells problem weights noise engines plan run compiled functional options".split()
-ROOMS += "arguments recurrence layer modules steps adoption explanation diagnosis whorl keras text bench".split()
+ROOMS += (
+    "arguments recurrence stepper layer modules steps adoption explanation diagnosis whorl keras text bench".split()
+)
 ROOMS += ["commands", "__main__"]
 INSIDE = {  # the order within a room; in a room that has none here, the files may import each other
     "cells": ["expr", "torch_functions", "graphs", "cell", "wrappers", "library", "lower"],

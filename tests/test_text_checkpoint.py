@@ -104,6 +104,30 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, steps: int,
         assert torch.equal(one, other)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [2, 9])
+@pytest.mark.parametrize("kind", ["dropout", "sgd"])
+def test_a_captured_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, steps: int, kind: str) -> None:
+    def made(count: int) -> Trainer:
+        torch.manual_seed(0)
+        text, options = torch.randint(len(VOCABULARY), (201,), dtype=torch.uint8), dict(TRAININGS[kind])
+        recipe = options.pop("recipe", RECIPE)
+        model = LanguageModel(Architecture(**SIZES | options)).cuda()
+        trainer = Trainer(model, Streams(text.cuda(), recipe.batch), recipe)
+        for _ in range(count):
+            trainer.advance()
+        return trainer
+
+    unbroken = made(steps)
+    save(tmp_path / "saved", capture(unbroken))
+    taken, resumed = load(tmp_path / "saved"), made(0)
+    resumed.model.load_state_dict(taken.model().state_dict())
+    restore(resumed, taken)
+    for _ in range(8):  # eager, captured, and over the end of the rows
+        torch.testing.assert_close(resumed.advance(), unbroken.advance())
+    torch.testing.assert_close(resumed.losses, unbroken.losses)
+
+
 def test_a_checkpoint_holds_what_it_held_when_saved(saved: Path) -> None:
     made = trainer(3)
     weights = load(saved).weights

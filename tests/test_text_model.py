@@ -1,12 +1,16 @@
 """The model: what it is made of, what it predicts, how that is measured, and what it writes."""
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from whorl.bench import baseline
 from whorl.errors import InputError
+from whorl.text import model as module
 from whorl.text.evaluation import measure, score
 from whorl.text.model import LAYERS, OPTIONS, SETTLED, Architecture, LanguageModel
 from whorl.text.sampling import encoded, sample
@@ -223,3 +227,36 @@ def test_a_prompt_that_is_no_text_is_refused() -> None:
     assert encoded(Vocabulary("bytes"), b"\xff").tolist() == [255]
     with pytest.raises(InputError, match="prompt is not UTF-8 .at byte 1"):
         encoded(Vocabulary("characters", "ab"), b"a\xff")
+
+
+def test_a_widened_tensor_is_the_tensor_and_zeros_and_so_is_its_gradient() -> None:
+    tensor = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    wide = module._Widened.apply(tensor, 8, torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide[..., :5], tensor.float())
+    assert torch.equal(wide[..., 5:], torch.zeros(3, 2, 3))
+    assert torch.autograd.gradcheck(lambda x: module._Widened.apply(x, 8, torch.float64), tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 13, 16, 650])
+def test_the_head_is_right_at_any_width(width: int) -> None:
+    head, x = torch.nn.Linear(width, 24, device="cuda"), torch.randn(7, 3, width, device="cuda")
+    weights = torch.randn(7, 3, 24, device="cuda").bfloat16()
+
+    def results(product: Callable[..., torch.Tensor], layer: torch.nn.Linear, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, enabled=x.dtype == torch.float32):
+            y = product(x, layer)
+        return [y, *torch.autograd.grad((y * weights).sum(), (x, layer.weight, layer.bias))]
+
+    def called(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+        return layer(x)
+
+    truth = results(called, copy.deepcopy(head).double(), x.double())
+    plain, found = results(called, head, x), results(module._product, head, x)
+    assert found[0].dtype == torch.bfloat16
+    for mine, other, true in zip(found, plain, truth, strict=True):
+        assert mine.shape == true.shape
+        bound = 2 * baseline.error(other, true) + 4 * torch.finfo(torch.bfloat16).eps
+        assert baseline.error(mine, true) <= bound

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,7 @@ WRONG = [
     ({"hold": 3}, "this one is linear"),
     ({"schedule": "decay"}, "needs a factor"),
     ({"schedule": "decay", "decay": 0.0}, "decay is 0.0"),
+    ({"clip": 0.0, "clip_rows": True}, "clip is 0"),
     ({"optimizer": "sgd", "beta1": 0.5}, "are of adamw"),
 ]
 
@@ -109,7 +111,7 @@ def test_a_budget_that_is_given_is_the_only_one(
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_says_only_what_differs(name: str) -> None:
-    made, usual = Options.of(name), Options()
+    made, usual = Options.of(name, path=Path("text")), Options()
     for part in ("source", "architecture", "recipe"):
         values, others = asdict(getattr(made, part)), asdict(getattr(usual, part))
         for field in PRESETS[name].keys() & values.keys():

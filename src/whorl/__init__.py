@@ -35,13 +35,14 @@ from whorl.explanation import Explanation, explain
 from whorl.modules import GRU, LSTM, RNN, Recurrent
 from whorl.problem import Plan
 from whorl.settings import settings
+from whorl.stepper import Stepper
 from whorl.steps import GRUCell, LSTMCell, RNNCell
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "GRU", "LSTM", "RNN", "AdoptionReport", "Cell", "CellError", "Explanation", "GRUCell", "InputError", "KernelError",
     "LSTMCell", "LayerReport", "Plan", "RNNCell", "Recurrent", "SettingError", "SlowError", "SlowWarning",
-    "UnsupportedError", "accelerate", "cell", "clip", "cos", "erf", "exp", "explain", "expm1", "log", "log1p",
-    "maximum", "mean", "minimum", "relu", "restore", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt", "tanh",
-    "where",
+    "Stepper", "UnsupportedError", "accelerate", "cell", "clip", "cos", "erf", "exp", "explain", "expm1", "log",
+    "log1p", "maximum", "mean", "minimum", "relu", "restore", "rsqrt", "settings", "sigmoid", "sin", "softplus", "sqrt",
+    "tanh", "where",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from whorl.functional import autocasts, complaint, dropout_masks, planned, recur
 from whorl.options import Options, make_cell, wrapped, zoneouts
 from whorl.problem import Call, Form, Plan
 from whorl.recurrence import Recurrence, exporting, leaf
+from whorl.stepper import Stepper
 
 
 def _option(name: str) -> property:
@@ -186,6 +187,19 @@ class Layer(Recurrence, torch.nn.Module):
         _check_flag("return_states", return_states)
         call, _, _ = self._arranged(input, hx, Extras(**options), draw=False)
         return planned(self._form, call, self._engine, return_states)
+
+    def stepper(self, batch: int = 1) -> Stepper:
+        """One step at a time, for streams: weights are laid out once, and states are kept from call to call.
+
+        Args:
+            batch: how many streams step together.
+
+        Raises:
+            UnsupportedError: the layer is bidirectional, or the engine that it names cannot run this.
+            InputError: it is in train mode and has dropout or zoneout.
+            SlowError: `settings.slow` is "error", and only steps in Python could run it.
+        """
+        return Stepper(self, batch)
 
     def extra_repr(self) -> str:
         options = [f", {name}={value!r}" for name, value in self._options.given().items()]

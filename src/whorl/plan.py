@@ -3,6 +3,7 @@
 import re
 import sys
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 
 from whorl.engines import ENGINES
@@ -38,6 +39,26 @@ def decide(problem: Problem, engine: str = "auto") -> Plan:
         refusals.append(Refusal(name, reasons))
     who = "no engine can run" if engine == "auto" else f"the engine {engine!r} cannot run"
     raise UnsupportedError("\n".join([f"{who} {problem}:", *(f"  {refusal}" for refusal in refusals)]))
+
+
+def decide_step(problem: Problem, engine: str = "auto") -> Plan:
+    """The plan of a stepper: as `decide`, but an engine with a prepared step of its own comes before all others.
+
+    Args:
+        problem: of one step.
+    """
+    if check_engine(engine) != "auto":
+        return decide(problem, engine)
+    refusals: list[Refusal] = []
+    for name, candidate in ENGINES.items():
+        if candidate.prepares(problem):
+            reasons = candidate.obstacles(problem)
+            if not reasons:
+                return Plan(problem, name, engine, tuple(refusals))
+            refusals.append(Refusal(name, tuple(reasons)))
+    made = decide(problem, engine)
+    known = {refusal.engine for refusal in made.refusals}
+    return replace(made, refusals=(*made.refusals, *(one for one in refusals if one.engine not in known)))
 
 
 def check_engine(engine: str) -> str:

@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +22,7 @@ from whorl.errors import InputError
 from whorl.settings import settings
 from whorl.text import curves, devices
 from whorl.text.evaluation import measure
+from whorl.text.group import is_called
 from whorl.text.model import LAYERS, PRECISIONS
 from whorl.text.options import PRESETS, Options
 from whorl.text.program import METRICS, Program
@@ -27,6 +31,7 @@ from whorl.text.training import Report
 from whorl.text.vocabulary import KINDS
 
 LINE_SECONDS = 10  # between two lines where no terminal shows live progress
+GRACE = 15  # seconds from a signal to the end of a process of several, however busy: torchrun kills after 30
 SIGNALED = 128  # plus the signal's number: the exit status of what a signal ended
 BESIDE_RESUME = {"path", "valid", "test", "device", "sample"}  # the rest stands in the run folder
 
@@ -64,8 +69,10 @@ ARGUMENTS: dict[str, list[tuple[str, str, Any, str]]] = {
         ("--hold", "hold", int, "epochs before the rate decays, for the schedule decay"),
         ("--decay", "decay", float, "factor of the rate in each later epoch, for the schedule decay"),
         ("--clip", "clip", float, "largest 2-norm of the gradients; 0: none"),
+        ("--clip-rows", "clip_rows", bool, "the embedding's gradient counts by position in that norm"),
         ("--weight-decay", "weight_decay", float, "of the optimizer"),
         ("--precision", "precision", PRECISIONS, "of products"),
+        ("--eager", "eager", bool, "launch a step's kernels one by one, not as one CUDA graph"),
         ("--seed", "seed", int, "of the first parameters, dropout and the sample"),
     ],
     "run": [
@@ -95,6 +102,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         type=Path,
         help="a file or folder of text; none: the source of Python's standard library",
     )
+    parser.add_argument("--data", type=Path, metavar="PATH", help="the same")
     parser.add_argument("--preset", choices=tuple(PRESETS), help="a set of options, those given beside it excepted")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with the training of a run folder")
     defaults = _flat(Options())
@@ -134,18 +142,36 @@ def _option(text: str) -> tuple[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print what happens and what came of it."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     # The kernel line says what runs: a warning beside it would say it twice.
     with settings(slow="allow" if settings.slow == "warn" else settings.slow), _interruption() as signals:
         program = make_program(arguments)
-        _print_start(console, program)
-        reports = program.train(lambda: bool(signals))
-        (_print_live if console.is_terminal else _print_lines)(console, program, reports)
-        if signals:
-            folder, step = program.folder.path, program.trainer.step
-            console.print(f"stopped after {step:,} steps; the model is saved in {program.checkpoint}")
-            console.print(f"go on with: whorl train --resume {folder}")
-            return SIGNALED + signals[0]
+        try:
+            status = _train(program, signals)
+        except RuntimeError as error:
+            if program.group.size == 1:
+                raise
+            # Of this process or of one that is gone: the others hear of it as a connection that breaks.
+            message = str(error).strip().split("\n")[0]
+            raise InputError(
+                f"process {program.group.rank} of {program.group.size} ends, after {program.trainer.step:,} steps: "
+                f"{message}. Go on with: whorl train --resume {program.folder.path}"
+            ) from error
+        program.close()
+    return status
+
+
+def _train(program: Program, signals: list[int]) -> int:
+    """Train; the first process of several prints for all."""
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not program.first)
+    _print_start(console, program)
+    reports = program.train(lambda: bool(signals))
+    (_print_live if console.is_terminal else _print_lines)(console, program, reports)
+    if program.trainer.finished < 1:
+        folder, step = program.folder.path, program.trainer.step
+        console.print(f"stopped after {step:,} steps; the model is saved in {program.checkpoint}")
+        console.print(f"go on with: whorl train --resume {folder}")
+        return SIGNALED + (signals or [signal.SIGTERM])[0]  # which another process of several had
+    if program.first:
         _print_end(console, program)
     return 0
 
@@ -157,7 +183,10 @@ def make_program(arguments: argparse.Namespace) -> Program:
         InputError, UnsupportedError: as Program does, and for options beside --resume.
     """
     given = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
-    preset, resume = given.pop("preset"), given.pop("resume")
+    preset, resume, data = given.pop("preset"), given.pop("resume"), given.pop("data")
+    if data is not None and given["path"] is not None:
+        raise InputError(f"the text is given twice, as {given['path']} and as --data {data}: give one of them.")
+    given["path"] = given["path"] or data
     if given["path"] is None:
         del given["path"]
     if "options" in given:
@@ -181,11 +210,30 @@ def _interruption() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    if is_called():
+        _end_after_signals()
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_after_signals() -> None:
+    """End this process GRACE seconds after a signal, also where it waits for a process that is gone.
+
+    A handler in Python does not run while torch waits; the number of a signal is written to a pipe all the same.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def end() -> None:
+        number = os.read(read, 1)[0]
+        time.sleep(GRACE)
+        os._exit(SIGNALED + number)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _print_start(console: Console, program: Program) -> None:
@@ -207,6 +255,11 @@ def _print_start(console: Console, program: Program) -> None:
         f"model       {shape.cell.upper()}, {shape.layers} x {shape.units} units, {parameters:,} parameters, "
         f"{options.recipe.precision} on {devices.describe(model.device)}"
     )
+    if program.group.joined:
+        rows = program.trainer.streams.batch
+        console.print(f"processes   {program.group.size}, each with {rows} of {options.recipe.batch} rows")
+    if program.trainer.captured:
+        console.print("step        one CUDA graph")
     if program.trainer.step:
         console.print(f"resumed     {program.checkpoint}, after {program.trainer.step:,} steps")
     for plan in program.kernel.plans:
@@ -243,7 +296,8 @@ def _line(program: Program, report: Report) -> str:
 
 
 def _print_end(console: Console, program: Program) -> None:
-    console.print(f"time        {program.trainer.seconds:.0f} s for {program.trainer.step:,} steps")
+    speed = f", {program.speed:,.0f} {program.options.source.kind}/s" if program.speed else ""
+    console.print(f"time        {program.trainer.seconds:.0f} s for {program.trainer.step:,} steps{speed}")
     console.print(f"checkpoint  {program.checkpoint}")
     console.print(f"metrics     {program.folder.path / METRICS}")
     console.print(f"curve       {program.curve() or curves.MISSING}")

@@ -11,6 +11,48 @@ from whorl.problem import Call, Outcome, Plan, Problem
 Grads = Sequence[Tensor | None]
 
 
+class Step(ABC):
+    """One step of a layer, made ready for many calls; no gradient is recorded."""
+
+    prepared: bool = True
+    """Everything that can be done once was done."""
+    states: Sequence[Tensor]
+    """Of each state of the cell [layers, batch, width]: each call moves them on, in place."""
+
+    def moved(self) -> None:  # noqa: B027
+        """Told where somebody else has written the states."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, reset: Tensor | None, inputs: Sequence[Tensor]) -> Tensor:
+        """The output [batch, width] of one step.
+
+        Args:
+            x: [batch, inputs].
+            reset: bool [batch]: True where the states are zero before the step; None for nowhere.
+            inputs: what the cell reads beside x, [batch, units or 1] each.
+        """
+
+
+class StepByCall(Step):
+    """A step that is a call of an engine's forward with one step."""
+
+    prepared = False
+
+    def __init__(self, engine: "Engine", plan: Plan, call: Call) -> None:
+        self._engine, self._plan, self._weights, self.states = engine, plan, call.weights, list(call.states)
+
+    def __call__(self, x: Tensor, reset: Tensor | None, inputs: Sequence[Tensor]) -> Tensor:
+        states = tuple(self.states)
+        if reset is not None:
+            states = tuple([state.masked_fill(reset[:, None], 0) for state in states])
+        call = Call(x[None], states, self._weights, inputs=tuple([extra[None] for extra in inputs]))
+        with torch.no_grad():
+            outcome = self._engine.forward(self._plan, call)
+            for state, final in zip(self.states, outcome.finals, strict=True):
+                state.copy_(final)
+        return outcome.y[0]
+
+
 class Engine(ABC):
     """One way to run a recurrent layer over all of its steps."""
 
@@ -27,6 +69,18 @@ class Engine(ABC):
     def slower(self, problem: Problem) -> list[str]:
         """Reasons to leave a problem that it can run to an engine that comes later, unless it is asked for by name."""
         return []
+
+    def prepares(self, problem: Problem) -> bool:
+        """Whether it has a step of its own, with everything laid out once: the first choice for a stepper."""
+        return False
+
+    def step(self, plan: Plan, call: Call) -> Step:
+        """The prepared step of a plan of one step.
+
+        Args:
+            call: weights, and the states to begin with; x is any of the right shape.
+        """
+        return StepByCall(self, plan, call)
 
     @abstractmethod
     def forward(self, plan: Plan, call: Call) -> Outcome:

@@ -80,9 +80,15 @@ class Checkpoint:
 
 
 def capture(trainer: Trainer, vocabulary: Vocabulary, source: Source, text: str) -> Checkpoint:
-    """The checkpoint of a trainer as it stands; its tensors are the trainer's own until they are saved."""
+    """The checkpoint of a trainer as it stands; its tensors are the trainer's own until they are saved.
+
+    It holds the states of all rows: every process of the trainer's group takes part, and each gets the same.
+    """
     parts = [states for states in trainer.states if states is not None]
-    training = {f"states.{i}": torch.cat(state, 1) for i, state in enumerate(zip(*parts, strict=True))}
+    group = trainer.group
+    states = [group.joint(torch.cat(state, 1), 1) for state in zip(*parts, strict=True)]
+    training = {f"states.{i}": state for i, state in enumerate(states)}
+    group.average(trainer.losses)
     training["losses"] = trainer.losses
     weights: Tensors = dict(trainer.model.named_parameters())
     for name, parameter in weights.items():
@@ -94,7 +100,10 @@ def capture(trainer: Trainer, vocabulary: Vocabulary, source: Source, text: str)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Put a new trainer, made with the checkpoint's model and recipe, where the checkpoint was captured."""
+    """Put a new trainer, made with the checkpoint's model and recipe, where the checkpoint was captured.
+
+    Its group may have another number of processes: each takes its rows of the states.
+    """
     device, names = trainer.model.device, [name for name, _ in trainer.model.named_parameters()]
     trainer.step, trainer.column, trainer.seconds = vars(checkpoint.progress).values()
     parts = trainer.recipe.accumulate
@@ -105,7 +114,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         if slot == "losses":
             trainer.losses.copy_(value)
         elif slot == "states":
-            states.append(value.to(device).chunk(parts, 1))
+            own = value.chunk(trainer.group.size, 1)[trainer.group.rank]
+            states.append(own.to(device).chunk(parts, 1))
         else:
             slots.setdefault(names.index(name), {})[slot] = value
     trainer.states = list(zip(*states, strict=True)) if states else [None] * parts

@@ -26,13 +26,18 @@ class Folder:
         path: where it is.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, held: bool = True) -> None:
         """Hold the folder at `path`.
+
+        Args:
+            held: False: another process of this training holds it.
 
         Raises:
             InputError: another process holds it, or it cannot be written to.
         """
         self.path = path
+        if not held:
+            return
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             raise InputError(f"{path} cannot be written to: give another folder with --out.")
         if fcntl is None:

@@ -158,7 +158,7 @@ class LanguageModel(nn.Module):
         """
         given = states[0] if states is not None and len(states) == 1 else states
         outputs, finals = self.recurrent(self.dropout(self.embedding(tokens)), given)
-        return self.head(self.dropout(outputs)), finals if isinstance(finals, tuple) else (finals,)
+        return _product(self.dropout(outputs), self.head), finals if isinstance(finals, tuple) else (finals,)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor, states: States | None) -> tuple[torch.Tensor, States]:
         """The mean cross entropy in nats, [] in float32 or wider, and the final states.
@@ -174,6 +174,39 @@ class LanguageModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.head.bias.device
+
+
+def _product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    """`layer` of x; under autocast on a GPU the summed axis is made a multiple of 16 bytes with zeros.
+
+    The matrix units' fast kernels read 16 bytes at a time. On an H200 (bfloat16, 700 rows, 10,000
+    words) the three products of a head 650 wide take 180 us, 656 wide 64; 1,500 wide 355, 1,504 wide 117.
+    """
+    kind, width = x.device.type, x.shape[-1]
+    if kind != "cuda" or not torch.is_autocast_enabled(kind):
+        return layer(x)
+    dtype = torch.get_autocast_dtype(kind)
+    whole = -(-width * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if whole == width:
+        return layer(x)
+    wide, weight = (_Widened.apply(tensor, whole, dtype) for tensor in (x, layer.weight))
+    return nn.functional.linear(wide, weight, layer.bias)
+
+
+class _Widened(torch.autograd.Function):
+    """A tensor in another dtype, its last axis `width` long, zero past its own end; in one pass each way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        ctx.own, ctx.dtype = tensor.shape[-1], tensor.dtype
+        made = tensor.new_empty(*tensor.shape[:-1], width, dtype=dtype)
+        made.narrow(-1, ctx.own, width - ctx.own).zero_()
+        made.narrow(-1, 0, ctx.own).copy_(tensor)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.narrow(-1, 0, ctx.own).to(ctx.dtype), None, None
 
 
 def precision(name: str, device: torch.device) -> AbstractContextManager[object]:

@@ -17,6 +17,7 @@ from whorl.text.curves import draw
 from whorl.text.data import Source, read
 from whorl.text.evaluation import Score, score
 from whorl.text.folder import Folder, newest
+from whorl.text.group import ALONE, is_called, join
 from whorl.text.model import LanguageModel, kernel
 from whorl.text.options import Options
 from whorl.text.sampling import sample
@@ -47,6 +48,8 @@ class Program:
         folder: the run folder.
         checkpoint: the latest checkpoint, a folder in it, once there is one.
         valid: the latest score on held-out text, once there is one.
+        speed: tokens per second in this process's training so far, of all processes together, once there is a report.
+        group: the processes that train together; the first of them prints, measures and saves.
     """
 
     def __init__(self, options: Options, resumed: tuple[Path, Checkpoint] | None = None) -> None:
@@ -60,14 +63,19 @@ class Program:
             InputError: options that cannot be carried out, or a text that is not the checkpoint's.
             UnsupportedError: the engine named cannot run the model, or `settings.slow` forbids what can.
         """
-        device = devices.find(options.device)
+        self.group, name = join(options.device) if is_called() else (ALONE, options.device)
+        device = devices.find(name)
         self.corpus = corpus = read(options.source)
+        if self.group.told(corpus.digest) != corpus.digest:
+            raise InputError(f"process {self.group.rank} reads another text than process 0: give all the same.")
         if len(corpus.held_out) < 2 or (corpus.test is not None and len(corpus.test) < 2):
             raise InputError(
                 "a text to hold out has fewer than 2 tokens, which leaves none to predict: give more text."
             )
         architecture = replace(options.architecture, tokens=len(corpus.vocabulary))
         self.options, recipe = replace(options, architecture=architecture), options.recipe
+        if recipe.minutes and self.group.size > 1:
+            raise InputError("minutes are of each process's own clock: give --steps or --epochs to several processes.")
         devices.check_memory(architecture, device)
         torch.manual_seed(recipe.seed)
         if resumed:
@@ -80,24 +88,32 @@ class Program:
             else:
                 model.start_from(corpus.train)
         streams = Streams(corpus.train.to(device), recipe.batch)
-        self.trainer = Trainer(model.to(device), streams, recipe)
-        self.kernel = kernel(model, recipe.time, recipe.batch // recipe.accumulate, recipe.precision)
+        self.trainer = Trainer(model.to(device), streams, recipe, self.group)
+        rows = self.trainer.streams.batch // recipe.accumulate
+        self.kernel = kernel(model, recipe.time, rows, recipe.precision)
         for plan in self.kernel.plans:
             if plan.slow:
                 announce(plan)
         self._held_out = corpus.held_out.to(device)
         self.checkpoint: Path | None = None
         self.valid: Score | None = None
+        self.speed: float | None = None
         self._measured = -1  # after which step
         self._saved, self._saving = 0.0, 0.0  # when, and for how long, in seconds
         if resumed:
             restore(self.trainer, resumed[1])
             self.checkpoint = resumed[0]
-            self.folder = Folder(resumed[0].parent)
-            metrics.rewind(self.folder.path / METRICS, self.trainer.step)
-            self.folder.tidy(self.checkpoint)
+            self.folder = self._agreed(lambda: Folder(resumed[0].parent))
+            if self.first:
+                metrics.rewind(self.folder.path / METRICS, self.trainer.step)
+                self.folder.tidy(self.checkpoint)
         else:
-            self.folder = Folder.new(options.out, corpus.name)
+            self.folder = self._agreed(lambda: Folder.new(options.out, corpus.name))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of the processes, or the only one."""
+        return self.group.rank == 0
 
     @classmethod
     def resume(
@@ -142,28 +158,32 @@ class Program:
             self.save()
         for report in self.trainer.run(stop, self._is_due):
             self._check(report.nats)
-            over = report.finished >= 1
+            self.speed, over = report.speed, report.finished >= 1
             if report.step % KEPT == 0 or over:
                 self._note("train", nats=report.nats, rate=report.rate, speed=round(report.speed, 1))
             if report.step % self.options.recipe.valid_steps == 0 or over:
-                report = replace(report, valid=self._measure())
+                report = replace(report, valid=self._measure() if self.first else None)
             if self._saves(report.step):
                 self.save()
             yield report
-        if self.trainer.finished >= 1 and self._measured < self.trainer.step:  # a save used up the last minutes
+        over = self.trainer.finished >= 1
+        if self.first and over and self._measured < self.trainer.step:  # a save used up the last minutes
             self._measure()
         self.save()
 
     def save(self) -> None:
-        """Write a checkpoint and take away those before it."""
+        """Write a checkpoint and take away those before it; every process of a group takes part."""
         checkpoint = self.folder.checkpoint(self.trainer.step)
         if checkpoint == self.checkpoint:
             return
         began = time.perf_counter()
         source = self.options.source.absolute()
-        save(checkpoint, capture(self.trainer, self.corpus.vocabulary, source, self.corpus.digest))
+        captured = capture(self.trainer, self.corpus.vocabulary, source, self.corpus.digest)
+        if self.first:
+            save(checkpoint, captured)
         self.checkpoint = checkpoint
-        self.folder.tidy(checkpoint)
+        if self.first:
+            self.folder.tidy(checkpoint)
         self._saved = time.perf_counter()
         self._saving = self._saved - began
 
@@ -182,6 +202,26 @@ class Program:
         path = self.folder.path / CURVE
         lines = metrics.lines(self.folder.path / METRICS)
         return path if draw(path, lines, self.corpus.unit, self.folder.path.name) else None
+
+    def close(self) -> None:
+        """End the work with the other processes, when this one's is over."""
+        self.trainer.close()
+        self.group.leave()
+
+    def _agreed(self, make: Callable[[], Folder]) -> Folder:
+        """The folder that the first process makes and holds; what is wrong with it is wrong for all."""
+        made: Folder | None = None
+        said: Path | InputError | None = None
+        if self.first:
+            try:
+                made = make()
+                said = made.path
+            except InputError as error:
+                said = error
+        said = self.group.told(said)
+        if isinstance(said, InputError):
+            raise said
+        return made or Folder(Path(str(said)), held=False)
 
     def _measure(self) -> Score:
         self.valid = score(self.trainer.model, self._held_out, self.options.recipe.precision)
@@ -204,9 +244,13 @@ class Program:
     def _saves(self, step: int) -> bool:
         if self.options.recipe.save_steps:
             return step % self.options.recipe.save_steps == 0
-        return step % SAVE_STEPS == 0 and time.perf_counter() - self._saved >= self._saving / SAVE_SHARE
+        if step % SAVE_STEPS:
+            return False
+        return self.group.agree(self.first and time.perf_counter() - self._saved >= self._saving / SAVE_SHARE)
 
     def _note(self, kind: str, **values: object) -> None:
+        if not self.first:
+            return
         trainer = self.trainer
         where = dict(step=trainer.step, epoch=round(trainer.epoch, 4), seconds=round(trainer.seconds, 3))
         metrics.add(self.folder.path / METRICS, kind=kind, **where, **values)
@@ -219,6 +263,8 @@ def _facts(program: Program) -> dict[str, object]:
         whorl=__version__,
         torch=torch.__version__,
         device=devices.describe(model.device),
+        processes=program.group.size,
+        captured=program.trainer.captured,
         engine=program.kernel.plans[0].engine,
         text=dict(source=corpus.source, sha256=corpus.digest, train=len(corpus.train), held_out=len(corpus.held_out)),
         unit=corpus.unit,

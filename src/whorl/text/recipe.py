@@ -15,7 +15,7 @@ class Recipe:
     """How to train.
 
     Attributes:
-        batch: rows of the text that run side by side.
+        batch: rows of the text that run side by side, in all processes together.
         time: tokens in a window; gradients reach back to its start, states go on.
         accumulate: parts that a batch is run in, one after the other, to save memory; the result is the same.
         steps: windows to train on; None: as many as the other budgets allow.
@@ -28,12 +28,15 @@ class Recipe:
         warmup: the share of the training in which the rate rises in a line from 0.
         hold, decay: of the schedule "decay".
         clip: the largest 2-norm of all gradients together; 0: gradients are not clipped.
+        clip_rows: in that norm the embedding's gradient counts position by position, before those of equal tokens are
+            added, as in TensorFlow's clip_by_global_norm.
         weight_decay: of the optimiser.
         beta1, beta2: of AdamW.
         init: every parameter is drawn from -init to init; None: as torch does, with an LSTM's forget biases at 1 and
             the head's bias at the frequencies of the tokens.
         seed: of the first parameters, of dropout and of the sample.
         precision: "fp32" or "bf16".
+        eager: launch a step's kernels one by one; else they are one CUDA graph, on a GPU.
         valid_steps: the model is measured on the held-out text every so many steps, and at the end.
         save_steps: a checkpoint is taken every so many steps, and at the end; None: every 50, or as seldom as keeps
             saving under 3 percent of the time.
@@ -52,12 +55,14 @@ class Recipe:
     hold: int = 0
     decay: float = 1.0
     clip: float = 1.0
+    clip_rows: bool = False
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.99
     init: float | None = None
     seed: int = 0
     precision: str = "fp32"
+    eager: bool = False
     valid_steps: int = 1000
     save_steps: int | None = None
 
@@ -94,6 +99,8 @@ class Recipe:
             raise InputError(f"hold and decay are of the schedule decay, this one is {self.schedule}: leave them out.")
         if self.schedule == "decay" and self.decay == 1:
             raise InputError("the schedule decay needs a factor: write decay below 1, or the schedule constant.")
+        if self.clip_rows and not self.clip:
+            raise InputError("clip_rows is about how gradients are clipped, and clip is 0: leave it out.")
         if self.optimizer == "sgd" and (self.beta1, self.beta2) != (0.9, 0.99):
             raise InputError("beta1 and beta2 are of adamw: leave them out.")
 

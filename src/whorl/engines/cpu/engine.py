@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from whorl import compiler
-from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
+from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.rows import Rows
+from whorl.engines.cpu.stream import Stream
 from whorl.engines.cpu.sweep import Fields, Products, kernel
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -40,6 +41,12 @@ class CPU(Engine):
         if problem.batch == 0:
             found.append("the batch is 0, the kernels take 1 or more")
         return found
+
+    def prepares(self, problem: Problem) -> bool:
+        return problem.device.kind == "cpu"
+
+    def step(self, plan: Plan, call: Call) -> Step:
+        return Stream(plan, call, torch.get_num_threads())
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         return _Pass(plan.problem, call).forward()

@@ -45,8 +45,16 @@ for _row in (
     _FIELDS |= dict.fromkeys(_row[0].split(), _row[1])
 
 
-class _Sweep(Structure):
+class Sweep(Structure):
+    """The `Sweep` of kernels/sweep.cpp."""
+
     _fields_ = tuple(_FIELDS.items())
+
+
+class StepLayer(Structure):
+    """The `StepLayer` of kernels/stream.cpp: one layer of a prepared step."""
+
+    _fields_ = (("sweep", Sweep), ("ih", c_void_p), ("bias_ih", c_void_p), ("inputs", c_int64))
 
 
 class Kernel(NamedTuple):
@@ -60,6 +68,9 @@ class Kernel(NamedTuple):
     project: Callable[..., None]
     outer: Callable[..., None]
     draw: Callable[..., None]
+    open: Callable[..., int]
+    stream: Callable[..., None]
+    close: Callable[..., None]
 
 
 @lru_cache(maxsize=256)
@@ -72,7 +83,7 @@ def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
     made, loop, defines = source(graph), _loop(dtype), f"-DWHORL_DTYPE={_BITS[dtype]}"
     step = load(f"the step of {graph.name}", made.text, defines)
     step.whorl_cell.restype = c_void_p
-    functions = ("forward", "backward", "project", "outer", "draw")
+    functions = ("forward", "backward", "project", "outer", "draw", "open", "stream", "close")
     return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in functions))
 
 
@@ -82,10 +93,15 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
     library.whorl_start.argtypes = (c_void_p,) * 3
     library.whorl_start(*openmp())
     library.whorl_size.restype = c_int64
-    assert library.whorl_size() == ctypes.sizeof(_Sweep), "sweep.py and kernels/sweep.cpp name the same fields"
+    assert library.whorl_size() == ctypes.sizeof(Sweep), "sweep.py and kernels/sweep.cpp name the same fields"
+    library.whorl_step_layer_size.restype = c_int64
+    assert library.whorl_step_layer_size() == ctypes.sizeof(StepLayer), "sweep.py and kernels/stream.cpp agree"
+    library.whorl_open.argtypes, library.whorl_open.restype = (POINTER(StepLayer), c_int64, c_int64), c_void_p
+    library.whorl_stream.argtypes, library.whorl_stream.restype = (c_void_p,) * 6, None
+    library.whorl_close.argtypes, library.whorl_close.restype = (c_void_p,), None
     for name in ("whorl_forward", "whorl_backward"):
         function = getattr(library, name)
-        function.argtypes, function.restype = (POINTER(_Sweep),), None
+        function.argtypes, function.restype = (POINTER(Sweep),), None
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
     library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
@@ -136,7 +152,7 @@ class Fields:
         order, ends, largest = rows.groups(threads)
         groups = len(ends) - 1
         self._kept: list[object] = [order, ends]
-        self.sweep = _Sweep(
+        self.sweep = Sweep(
             cell=made.cell, time=rows.time, batch=rows.batch, units=units, width=width, reverse=reverse,
             threads=min(threads, groups), groups=groups, team=1, largest=largest,
             starts=address(rows.starts), lengths=address(rows.lengths), place=address(rows.place),

@@ -87,7 +87,8 @@ class Layers:
                 if features.sequences:
                     sequences = [torch.empty_like(y) for _ in cell.states]
                 before = self._before(spaces, rows, features) if keep else []
-                extra = options.argument(layer, before=before, sequences=sequences)
+                if source.has_options(cell, features):
+                    extra = options.argument(layer, before=before, sequences=sequences)
             ahead(
                 stream, -(-batch // tile.rows) * tile.cluster, directions,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
@@ -144,7 +145,8 @@ class Layers:
                 entered = before = self._before(spaces, rows, features)
                 if features.noise:
                     entered = [x.new_empty(rows, units) for _ in weights]
-                extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
+                if source.has_options(cell, features):
+                    extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
             back(
                 stream, clusters * tile.cluster, directions,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
+from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
+from whorl.engines.cuda import stream
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.source import saving
 from whorl.engines.cuda.steps import Kernels, Sizes, kernels, matrix_product, sweep
@@ -45,6 +46,9 @@ class Stepwise(Engine):
         if problem.batch == 0:
             found.append("the batch is 0, the kernels take 1 or more")
         return found
+
+    def step(self, plan: Plan, call: Call) -> Step:
+        return super().step(plan, call) if stream.obstacles(plan.problem) else stream.Stream(plan, call)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         with torch.autocast("cuda", enabled=False) if autocast_is_on("cuda") else nullcontext():

@@ -1,7 +1,8 @@
-"""The source of the engine `stepwise`: a cell's step as CUDA C++, for the marked places of `kernels/stepwise.cu`."""
+"""The sources of the engine `stepwise`: a cell's step as CUDA C++, at the marked places of files in `kernels`."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -10,8 +11,8 @@ from whorl.cells.cell import Graph
 from whorl.cells.lower import identifier
 from whorl.engines.segments import Link, Segments, segments
 
-_FILE = Path(__file__).parent / "kernels" / "stepwise.cu"
-_GENERATED, _SEGMENTS = "//: generated\n", "//: segments\n"
+_FOLDER = Path(__file__).parent / "kernels"
+_UNITS, _GENERATED, _SEGMENTS = "//: units\n", "//: generated\n", "//: segments\n"
 _DTYPES = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16: 17}
 _INFINITY, _NAN = "real(__longlong_as_double(0x7ff0000000000000ll))", "real(__longlong_as_double(0x7ff8000000000000ll))"
 CHUNK = 128
@@ -25,46 +26,78 @@ class Source:
 
     text: str
     names: dict[str, str]
-    """Of each kernel, by its part: "start", "forward_0", ..."""
+    """Of each kernel, by its part: "start", "forward_0", ..., or "stream"."""
     segments: Segments
 
 
 @lru_cache(maxsize=256)
 def source(graph: Graph, dtype: torch.dtype) -> Source:
-    """The CUDA C++ of a cell, for every size."""
-    made = segments(graph, infinity=_INFINITY, nan=_NAN)
-    name = f"{identifier(graph.name)}_stepwise_{{}}_{str(dtype).removeprefix('torch.')}"
-    passes = {"forward": made.forward, "backward": made.backward}
+    """The kernels of all steps, for every size."""
+    made, kernels = _segments(graph), []
+    parts = ["start", "advance", "enter", "commit", "begin", "finish"]
+    for way, one in {"forward": made.forward, "backward": made.backward}.items():
+        step = "a.base + s.offset" if way == "forward" else "a.time - 1 - a.base - s.offset"
+        most = _MOST_THREADS if one.means else CHUNK
+        for index in range(one.segments):
+            parts.append(f"{way}_{index}")
+            kernels.append(
+                f'extern "C" __global__ void __launch_bounds__({most}) NAME({way}_{index})(const Step s) {{\n'
+                f"  const Arguments a = *s.a;\n  kernel::{way}_part<{index}>(a, {step});\n}}"
+            )
+    text = _filled(_text("stepwise.cu"), {_UNITS: [_units(graph, dtype)], _SEGMENTS: kernels})
+    return Source(text, _names(graph, dtype, parts), made)
+
+
+@lru_cache(maxsize=256)
+def stream(graph: Graph, dtype: torch.dtype) -> Source:
+    """The kernel of one step of one layer, for every size, of a cell without means and products inside."""
+    text = _filled(_text("stream.cu"), {_UNITS: [_units(graph, dtype)]})
+    return Source(text, _names(graph, dtype, ["stream"]), _segments(graph))
+
+
+def _segments(graph: Graph) -> Segments:
+    return segments(graph, infinity=_INFINITY, nan=_NAN)
+
+
+def _units(graph: Graph, dtype: torch.dtype) -> str:
+    """What both begin with: numbers, rows, and the cell's lines."""
+    made = _segments(graph)
     counts = {
         "GATES": len(graph.gates), "RECURRENT": len(graph.recurrent), "STATES": len(graph.states),
         "VECTORS": len(graph.vectors), "EXTRAS": len(graph.inputs), "PRODUCTS": len(made.products),
         "SAVED": made.saved, "SAVED_MEANS": made.saved_means, "LEAVES": sum(made.leaves),
     }  # fmt: skip
-    kernels, parts = [], ["start", "advance", "enter", "commit", "begin", "finish"]
-    for way, one in passes.items():
-        prefix = way.upper()
-        counts |= {f"{prefix}_MEANS": one.means, f"{prefix}_SEGMENTS": one.segments}
-        counts |= {f"{prefix}_LINK_COUNT": len(one.links)}
-        step = "a.base + s.offset" if way == "forward" else "a.time - 1 - a.base - s.offset"
-        threads = _MOST_THREADS if one.means else CHUNK
-        for index in range(one.segments):
-            parts.append(f"{way}_{index}")
-            kernels.append(
-                f'extern "C" __global__ void __launch_bounds__({threads}) NAME({way}_{index})(const Step s) {{\n'
-                f"  const Arguments a = *s.a;\n  kernel::{way}_part<{index}>(a, {step});\n}}"
-            )
+    lines = []
+    for way, one in {"FORWARD": made.forward, "BACKWARD": made.backward}.items():
+        counts |= {f"{way}_MEANS": one.means, f"{way}_SEGMENTS": one.segments, f"{way}_LINK_COUNT": len(one.links)}
+        lines += [one.text, f"constexpr Link {way}_LINKS[] = {{{_rows(one.links)}}};"]
     leaves = ", ".join(str(leaf).lower() for leaf in made.leaves) or "false"
-    lines = [f"constexpr int {name} = {value};" for name, value in counts.items()]
-    lines += [f"constexpr bool LEAF[] = {{{leaves}}};"]
-    for way, one in passes.items():
-        lines += [one.text, f"constexpr Link {way.upper()}_LINKS[] = {{{_rows(one.links)}}};"]
-    text = _FILE.read_text(encoding="utf-8")
-    for mark, inner in {_GENERATED: lines, _SEGMENTS: kernels}.items():
+    numbers = [f"constexpr int {name} = {value};" for name, value in counts.items()]
+    text = _filled(_text("units.cu"), {_GENERATED: [*numbers, f"constexpr bool LEAF[] = {{{leaves}}};", *lines]})
+    name = _name(graph, dtype).format("##part##")
+    return f"#define WHORL_DTYPE {_DTYPES[dtype]}\n#define NAME(part) {name}\n{text}"
+
+
+def _name(graph: Graph, dtype: torch.dtype) -> str:
+    """What a profiler shows, with a place for the part."""
+    return f"{identifier(graph.name)}_stepwise_{{}}_{str(dtype).removeprefix('torch.')}"
+
+
+def _names(graph: Graph, dtype: torch.dtype, parts: Iterable[str]) -> dict[str, str]:
+    return {part: _name(graph, dtype).format(part) for part in parts}
+
+
+def _filled(text: str, places: Mapping[str, list[str]]) -> str:
+    for mark, inner in places.items():
         before, found, after = text.partition(mark)
-        assert found, f"stepwise.cu has the place {mark.strip()}"
+        assert found, f"the file has the place {mark.strip()}"
         text = before + "\n".join(inner) + "\n" + after
-    head = f"#define WHORL_DTYPE {_DTYPES[dtype]}\n#define NAME(part) {name.format('##part##')}\n"
-    return Source(head + text, {part: name.format(part) for part in parts}, made)
+    return text
+
+
+@cache
+def _text(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def _rows(links: tuple[Link, ...]) -> str:

@@ -29,19 +29,28 @@ static void run_groups(void* data, int thread, int threads) {
   }
 }
 
-static void run_all(const Sweep& k, bool backward) {
+// Memory of a team and of a member, in bytes.
+struct Room {
+  int64_t bytes, own_bytes;
+};
+
+static Room room_of(const Sweep& k, const Weights& w, bool backward) {
   const Cell& cell = *k.cell;
   const Cell::Direction& way = backward ? cell.backward : cell.forward;
-  Weights w = make_weights(k, !backward);
   const int64_t larger = up(k.units > k.width ? k.units : k.width, 64), gates = cell.recurrent > 1 ? cell.recurrent : 1;
   const int64_t row = w.r_size + (way.slots + 2 * cell.states + cell.extras + gates + 8) * (larger + 64);
-  Run run = {};
-  run.k = &k, run.w = &w, run.group = backward ? backward_group : forward_group;
-  run.bytes = up(k.largest * row * int64_t(sizeof(real)) + 4096, 4096);
   const int64_t pointers = cell.vectors + 2 * cell.extras + cell.products + 16;
   const int64_t own = k.largest * (int64_t(sizeof(Row)) + (pointers + way.means) * 8) +
                       (cell.saved + MOST_STATES) * (larger + 64) * 8;
-  run.own_bytes = up(own + 2 * cell.saved_means * 8 + 8192, 4096);
+  return {up(k.largest * row * int64_t(sizeof(real)) + 4096, 4096), up(own + 2 * cell.saved_means * 8 + 8192, 4096)};
+}
+
+static void run_all(const Sweep& k, bool backward) {
+  Weights w = make_weights(k, !backward);
+  const Room room = room_of(k, w, backward);
+  Run run = {};
+  run.k = &k, run.w = &w, run.group = backward ? backward_group : forward_group;
+  run.bytes = room.bytes, run.own_bytes = room.own_bytes;
   const int64_t teams = k.threads / k.team;
   run.memory = (char*)aligned_alloc(64, size_t(run.bytes * k.threads));
   run.own = (char*)aligned_alloc(64, size_t(run.own_bytes * k.threads));

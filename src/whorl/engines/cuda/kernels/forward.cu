@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i = 0; i < INPUTS; ++i) inputs[j][i] = load_wide_pair(a.o.inputs[i] + from, first, second);
   };
   const auto load_noise = [&](int j, int step, long long at) {  // of what enters a step
-    const bool first = within(j, step), second = first && has_second;
+    const bool first = NOISE == HELD ? is_there(j) : within(j, step), second = first && has_second;
     const float2 value = load_wide_pair(a.o.noise[direction] + (at + sequence[j]) * UNITS + unit, first, second);
     noise[j][0] = value.x, noise[j][1] = value.y;
   };

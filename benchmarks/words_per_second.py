@@ -1,0 +1,306 @@
+"""Words per second of a language model's training, with one recurrent layer after another in the same program.
+
+    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--contenders a,b] [--out F]
+
+The program is `whorl train`'s: embedding, two LSTM layers, softmax, clipping, SGD; only the layers differ, and whether
+a step's kernels are launched one by one (eager) or as one CUDA graph. The text is drawn, word after word, as frequent
+as Zipf's law has it: the speed depends on the number of words alone. First each model's gradients are compared with
+those of float64: the error of each may be twice that of whorl's `reference` in the same precision, plus 4 eps. Then
+they train in turns. A figure is the median of the turns, host work included.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.bench.baseline import error
+from whorl.bench.machine import commit, describe, versions
+from whorl.text import devices
+from whorl.text.model import LanguageModel, kernel, precision
+from whorl.text.options import Options
+from whorl.text.recipe import Recipe
+from whorl.text.streams import Streams
+from whorl.text.training import Trainer
+
+TEXT, TURNS, SECONDS, WARM_UP = 200_000, 5, 0.2, 6
+
+
+class Cells(torch.nn.Module):
+    """The counterpart of TensorFlow's BasicLSTMCell: a loop over time of torch.nn.LSTMCell, dropout between layers."""
+
+    def __init__(self, inputs: int, units: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        sizes = [inputs] + [units] * (layers - 1)
+        self.cells = torch.nn.ModuleList(torch.nn.LSTMCell(size, units) for size in sizes)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, states: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        outputs, finals = list(x.unbind(0)), []
+        for layer, cell in enumerate(self.cells):
+            state = None if states is None else tuple(part[layer] for part in states)
+            for step, each in enumerate(outputs):
+                state = cell(each, state)
+                outputs[step] = state[0]
+            finals.append(state)
+            if layer + 1 < len(self.cells):
+                outputs = [self.dropout(output) for output in outputs]
+        return torch.stack(outputs), tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of torch.nn.LSTM."""
+        for layer, cell in enumerate(self.cells):
+            cell.load_state_dict({name: weights[f"{name}_l{layer}"] for name, _ in cell.named_parameters()})
+
+
+class Apart(torch.nn.Module):
+    """torch.nn.LSTM, a module for each layer: cuDNN's dropout between layers of one cannot be captured."""
+
+    def __init__(self, inputs: int, units: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        sizes = [inputs] + [units] * (layers - 1)
+        self.layers = torch.nn.ModuleList(torch.nn.LSTM(size, units) for size in sizes)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, states: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        finals = []
+        for index, layer in enumerate(self.layers):
+            given = None if states is None else tuple(part[index : index + 1] for part in states)
+            x, final = layer(self.dropout(x) if index else x, given)
+            finals.append(final)
+        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of torch.nn.LSTM."""
+        for index, layer in enumerate(self.layers):
+            names = [name.removesuffix("0") for name, _ in layer.named_parameters()]
+            layer.load_state_dict({f"{name}0": weights[f"{name}{index}"] for name in names})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row of the table: whose layers, with which options of whorl's, launched how."""
+
+    summary: str
+    layers: str = "whorl"
+    options: dict[str, Any] = field(default_factory=dict)
+    eager: bool = False
+
+
+CONTENDERS = {
+    "torch-cells": Contender("torch.nn.LSTMCell in a loop, eager", "cells", eager=True),
+    "torch": Contender("torch.nn.LSTM (cuDNN), eager", "torch", eager=True),
+    "torch-graphed": Contender("torch.nn.LSTM (cuDNN), in whorl's captured step", "apart"),
+    "whorl-eager": Contender("whorl, eager", eager=True),
+    "whorl": Contender("whorl"),
+    "recurrent-dropout": Contender("whorl, recurrent dropout 0.3", options=dict(recurrent_dropout=0.3)),
+    "layer-norm": Contender("whorl, layer norm of x, r and c", options=dict(layer_norm=True)),
+    "zoneout": Contender("whorl, zoneout h 0.05, c 0.2", options=dict(zoneout=dict(h=0.05, c=0.2))),
+    "peephole": Contender("whorl, peepholes", options=dict(peephole=True)),
+}
+
+
+def make_model(contender: Contender, options: Options, tokens: int, device: torch.device) -> LanguageModel:
+    """The model with the contender's layers; all of one preset and vocabulary have the same weights."""
+    torch.manual_seed(0)
+    shape = replace(options.architecture, tokens=tokens)
+    plain = LanguageModel(shape)
+    plain.draw(options.recipe.init or 0.1)
+    if contender.layers == "whorl":
+        model = LanguageModel(replace(shape, options=contender.options))
+        model.load_state_dict(plain.state_dict(), strict=False)
+        return model.to(device)
+    sizes = (shape.embedding, shape.units, shape.layers)
+    weights = plain.recurrent.state_dict()
+    if contender.layers == "torch":
+        plain.recurrent = torch.nn.LSTM(*sizes, dropout=shape.dropout)
+        plain.recurrent.load_state_dict(weights)
+    else:
+        plain.recurrent = (Cells if contender.layers == "cells" else Apart)(*sizes, shape.dropout)
+        plain.recurrent.take(weights)
+    return plain.to(device)
+
+
+def gradients(model: LanguageModel, window: Tensor, name: str) -> dict[str, Tensor]:
+    """The loss on a window [time + 1, batch] and the gradient of each parameter, noise drawn from the same seed."""
+    torch.manual_seed(1)
+    with precision(name, window.device):
+        loss, _ = model.loss(window[:-1], window[1:], None)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    return {"loss": loss.detach(), **dict(zip(names, found, strict=True))}
+
+
+def judge(contender: Contender, options: Options, tokens: int, streams: Streams) -> str | None:
+    """What is wrong with the contender's numbers; None where nothing is.
+
+    torch's dropout draws as it likes, so the models are compared without it.
+    """
+    plain = replace(options, architecture=replace(options.architecture, dropout=0.0))
+    inputs, targets = streams.window(0, options.recipe.time)
+    window = torch.cat([inputs, targets[-1:]])
+    model = make_model(contender, plain, tokens, window.device)
+    reference = replace(plain, architecture=replace(plain.architecture, engine="reference"))
+    ours = contender if contender.layers == "whorl" else Contender("")
+    exact, rounded = (make_model(ours, reference, tokens, window.device) for _ in range(2))
+    name = options.recipe.precision
+    got = list(gradients(model, window, name).items())
+    truth = list(gradients(exact.double(), window, "fp32").values())
+    baseline = list(gradients(rounded, window, name).values())
+    eps = torch.finfo(torch.bfloat16 if name == "bf16" else torch.float32).eps
+    for (which, mine), true, other in zip(got, truth, baseline, strict=True):
+        off, bound = error(mine, true), 2 * error(other, true) + 4 * eps
+        if not off <= bound:
+            return f"the gradient of {which} is off by {off:.2g}, allowed are {bound:.2g}"
+    return None
+
+
+class Runner:
+    """A contender in training."""
+
+    def __init__(self, contender: Contender, options: Options, tokens: int, streams: Streams) -> None:
+        device = streams.window(0, 1)[0].device
+        self.recipe: Recipe = replace(options.recipe, eager=contender.eager, steps=10**9, epochs=None)
+        self.peak = 0
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        model = make_model(contender, options, tokens, device)
+        self.trainer = Trainer(model, streams, self.recipe)
+        for _ in range(WARM_UP):
+            self.trainer.advance()
+        self.device = device
+        self.wait()
+        if device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated() - before
+        self.engine = "torch"
+        if contender.layers == "whorl":
+            self.engine = kernel(model, self.recipe.time, self.recipe.batch, self.recipe.precision).plans[0].engine
+        self.steps = 1
+        self.steps = max(3, round(SECONDS / self.seconds()))
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self) -> float:
+        """Of one step, the mean of many."""
+        self.wait()
+        began = time.perf_counter()
+        for _ in range(self.steps):
+            self.trainer.advance()
+        self.wait()
+        return (time.perf_counter() - began) / self.steps
+
+
+def measure(preset: str, tokens: int, names: list[str], device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
+    """The results of one preset and one vocabulary."""
+    options = _preset(preset, given)
+    draws = torch.Generator().manual_seed(2)
+    chances = 1 / torch.arange(1, tokens + 1, dtype=torch.float64)
+    text = torch.multinomial(chances, TEXT, replacement=True, generator=draws).int().to(device)
+    streams = Streams(text, options.recipe.batch)
+    words, rows, runners = options.recipe.batch * options.recipe.time, {}, {}
+    for name in names:
+        contender = CONTENDERS[name]
+        wrong = judge(contender, options, tokens, streams)
+        rows[name] = {"summary": contender.summary}
+        if wrong:
+            rows[name]["wrong"] = wrong
+            continue
+        runners[name] = Runner(contender, options, tokens, streams)
+    turns: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(TURNS):
+        for name, runner in runners.items():
+            turns[name].append(runner.seconds())
+    for name, runner in runners.items():
+        middle = statistics.median(turns[name])
+        rows[name] |= dict(
+            engine=runner.engine, ms=1e3 * middle, words_per_second=words / middle, peak_mib=runner.peak / 2**20
+        )
+    architecture = options.architecture
+    return dict(
+        preset=preset, vocabulary=tokens, batch=options.recipe.batch, time=options.recipe.time,
+        units=architecture.units, layers=architecture.layers, precision=options.recipe.precision, rows=rows,
+    )  # fmt: skip
+
+
+def _preset(preset: str, given: dict[str, Any]) -> Options:
+    """The options of a preset, whose text is drawn here."""
+    return Options.of(preset, path=Path(__file__), **given)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The results as a table of Markdown, each row beside torch.nn.LSTM in eager mode."""
+    lines = [
+        f"{result['preset']}, {result['layers']} x {result['units']} units, batch {result['batch']}, "
+        f"{result['time']} steps, {result['vocabulary']:,} words, {result['precision']}",
+        "",
+        "| | words per second | ms a batch | times torch.nn.LSTM | peak memory, MiB | engine |",
+        "|---|---|---|---|---|---|",
+    ]
+    base = result["rows"].get("torch", {}).get("words_per_second")
+    for row in result["rows"].values():
+        if "wrong" in row:
+            lines.append(f"| {row['summary']} | n/a: {row['wrong']} | | | | |")
+            continue
+        ratio = f"{row['words_per_second'] / base:.2f}" if base else ""
+        speed, memory = f"{row['words_per_second']:,.0f}", f"{row['peak_mib']:,.0f}"
+        lines.append(f"| {row['summary']} | {speed} | {row['ms']:.3f} | {ratio} | {memory} | {row['engine']} |")
+    return "\n".join(lines)
+
+
+def profile(preset: str, tokens: int, name: str, device: torch.device, given: dict[str, Any]) -> str:
+    """Where a step of a contender spends the GPU's time, kernel by kernel."""
+    options = _preset(preset, given)
+    text = torch.randint(tokens, (TEXT,), dtype=torch.int32, device=device)
+    runner = Runner(CONTENDERS[name], options, tokens, Streams(text, options.recipe.batch))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(10):
+            runner.trainer.advance()
+        runner.wait()
+    rows = sorted(found.key_averages(), key=lambda event: -event.device_time_total)
+    total = sum(event.device_time_total for event in rows) / 10
+    lines = [f"{event.device_time_total / 10:8.1f} us {event.count / 10:6.1f} x {event.key[:110]}" for event in rows]
+    return "\n".join([f"{preset}, {name}: {total:.0f} us of kernels a step", *lines[:32]])
+
+
+def main() -> None:
+    """Measure, print the tables, and write the results where --out says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="ptb-large")
+    parser.add_argument("--vocabulary", default="10000")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--units", type=int, help="other ones than the preset's")
+    parser.add_argument("--profile", action="store_true", help="print each contender's kernels instead")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    device = devices.find(asked.device)
+    given = {} if asked.units is None else dict(units=asked.units, embedding=asked.units)
+    names = [name.strip() for name in asked.contenders.split(",")]
+    results = []
+    for preset in asked.preset.split(","):
+        for tokens in map(int, asked.vocabulary.split(",")):
+            if asked.profile:
+                print("\n\n".join(profile(preset, tokens, name, device, given) for name in names), flush=True)
+                continue
+            results.append(measure(preset, tokens, names, device, given))
+            print(table(results[-1]) + "\n", flush=True)
+    if asked.out:
+        about = dict(date=date.today().isoformat(), machine=describe(device), versions=versions(), commit=commit())
+        asked.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+// One step of a stack of layers, prepared: its weights are packed and its memory is taken when it is opened, so that a
+// step allocates nothing and reads each weight once.
+//
+// All sequences are one group.  Its team is as many threads as it was opened for, each with a part of the units of every
+// layer: of one sequence too.  What a row gives is to the bit what `whorl_forward` gives, with any number of threads.
+// One step of one stream at a time: states and memory are its own.
+
+namespace kernel {
+
+// A layer as its caller describes it.
+struct StepLayer {
+  Sweep sweep;     // of one step; x, y and what a call gives are set here
+  const store* ih;      // [gates x units, inputs]
+  const real* bias_ih;  // [gates x units]; null: zero
+  int64_t inputs;
+};
+
+struct Prepared {
+  Sweep sweep;
+  Weights weights;
+  Packed input;
+  int64_t inputs;
+  store* padded;  // x, each row filled up with zeros to a multiple of STEP; null where a row is one
+  const store** a;
+  real** c;
+  store* y;  // [batch, y_stride]; null for the last layer, whose y is the caller's
+};
+
+struct Stream {
+  int64_t count, batch, threads, own_bytes, larger_y;
+  Prepared* layer;
+  char *memory, *own;
+  Barrier together, alone;
+  void** taken;
+  int64_t taken_count;
+
+  void* take(int64_t bytes) {
+    void* made = aligned_alloc(64, size_t(up(bytes + 64, 64)));
+    memset(made, 0, size_t(up(bytes + 64, 64)));
+    return taken[taken_count++] = made;
+  }
+};
+
+static void stream_step(void* data, int thread, int threads) {
+  Stream& s = *(Stream*)data;
+  const bool whole = threads == s.threads;  // with fewer than asked for, one does it all
+  if (!whole && thread > 0) return;
+  Team team = {whole ? &s.together : &s.alone, whole ? s.threads : 1, whole ? thread : 0};
+  for (int64_t index = 0; index < s.count; ++index) {
+    Prepared& f = s.layer[index];
+    const int64_t panels = f.input.panels();
+    product(f.input, s.batch, f.a, f.c, false, panels * team.member / team.members,
+            panels * (team.member + 1) / team.members);
+    team.wait();
+    forward_group(Group(f.sweep, f.weights, f.sweep.order, s.batch, team), {s.own + team.member * s.own_bytes}, {s.memory});
+    team.wait();
+  }
+}
+
+static Stream* open_stream(const StepLayer* layers, int64_t count, int64_t threads) {
+  Stream& s = *(Stream*)calloc(1, sizeof(Stream));
+  s.count = count, s.threads = threads, s.batch = layers[0].sweep.batch;
+  s.together.size = int32_t(threads), s.alone.size = 1;
+  s.taken = (void**)calloc(size_t(6 * count + 4), sizeof(void*));
+  s.layer = (Prepared*)s.take(count * int64_t(sizeof(Prepared)));
+  int64_t bytes = 0;
+  for (int64_t index = 0; index < count; ++index) {
+    const StepLayer& from = layers[index];
+    Prepared& f = s.layer[index];
+    f.sweep = from.sweep, f.inputs = from.inputs;
+    Sweep& k = f.sweep;
+    k.time = k.groups = 1, k.threads = k.team = threads, k.largest = s.batch;
+    f.weights = make_weights(k, true);
+    const int64_t gates = k.cell->gates * k.units, stride = up(gates, LANES);
+    f.input.n = gates, f.input.k = f.inputs;
+    f.input.data = (packed_t*)s.take(f.input.bytes());
+    f.input.bias = (real*)s.take(stride * int64_t(sizeof(real)));
+    for (int64_t n = 0; n < gates; ++n) f.input.bias[n] = from.bias_ih ? from.bias_ih[n] : real(0);
+    pack(f.input, from.ih, f.inputs, true, 0, f.input.panels());
+    real* x = (real*)s.take(s.batch * stride * int64_t(sizeof(real)));
+    k.x = x, k.x_stride = stride;
+    f.a = (const store**)s.take(2 * s.batch * int64_t(sizeof(void*))), f.c = (real**)(f.a + s.batch);
+    for (int64_t i = 0; i < s.batch; ++i) f.c[i] = x + i * stride;
+    if (index > 0) {
+      const Prepared& below = s.layer[index - 1];
+      for (int64_t i = 0; i < s.batch; ++i) f.a[i] = below.y + i * below.sweep.y_stride;
+    } else if (f.inputs % STEP)
+      f.padded = (store*)s.take(s.batch * up(f.inputs, STEP) * int64_t(sizeof(store)));
+    k.y_stride = index + 1 < count ? up(k.width, 32) : k.width;
+    if (index + 1 < count) k.y = f.y = (store*)s.take(s.batch * k.y_stride * int64_t(sizeof(store)));
+    const Room room = room_of(k, f.weights, false);
+    bytes = room.bytes > bytes ? room.bytes : bytes;
+    s.own_bytes = room.own_bytes > s.own_bytes ? room.own_bytes : s.own_bytes;
+  }
+  s.memory = (char*)s.take(bytes), s.own = (char*)s.take(threads * s.own_bytes);
+  return &s;
+}
+
+}  // namespace kernel
+
+extern "C" {
+
+int64_t whorl_step_layer_size() { return int64_t(sizeof(kernel::StepLayer)); }
+
+// The stream of `count` layers; weights are copied, what the sweeps point to otherwise must stay.
+kernel::Stream* whorl_open(const kernel::StepLayer* layers, int64_t count, int64_t threads) {
+  return kernel::open_stream(layers, count, threads);
+}
+
+// y [batch, width] of x [batch, inputs]; the states move on.  reset [batch]: rows whose states are zero before; null: none.
+// extras: [batch, width of each] of each extra input of the cell.
+void whorl_stream(
+    kernel::Stream* s, const kernel::store* x, kernel::store* y, const uint8_t* reset, const kernel::real* const* extras,
+    const int64_t* widths) {
+  using namespace kernel;
+  for (int64_t index = 0; index < s->count; ++index) {
+    Sweep& k = s->layer[index].sweep;
+    k.reset = reset, k.extras = extras, k.extra_widths = widths;
+  }
+  Prepared& first = s->layer[0];
+  s->layer[s->count - 1].sweep.y = y;
+  const int64_t deep = first.padded ? up(first.inputs, STEP) : first.inputs;
+  for (int64_t i = 0; i < s->batch; ++i) {
+    const store* row = x + i * first.inputs;
+    if (first.padded) memcpy(first.padded + i * deep, row, size_t(first.inputs) * sizeof(store));
+    first.a[i] = first.padded ? first.padded + i * deep : row;
+  }
+  parallel(int(s->threads), stream_step, s);
+}
+
+void whorl_close(kernel::Stream* s) {
+  for (int64_t index = 0; index < s->count; ++index) free(s->layer[index].weights.memory);
+  while (s->taken_count) free(s->taken[--s->taken_count]);
+  free(s->taken), free(s);
+}
+}

@@ -1,0 +1,173 @@
+// One step of one layer for a few streams, in one launch: both products and the cell.
+//
+// A warp has one unit: its lanes share the depth of the products of all gates with up to ROWS streams, the sums meet by
+// shuffles, and lane `row` computes the cell for its stream.  Weights come from L2, 16 bytes a lane.
+//
+// The states that enter a product lie in two buffers, read in one and written in the other, since blocks that are still
+// reading stand beside others that have done.  Which is which is in memory: the last block of a launch turns it, so a
+// CUDA graph can be replayed.
+
+//: units
+
+namespace kernel {
+
+struct Arguments {
+  const store* x;   // [batch, inputs]
+  store* y;         // [batch, units]
+  const store* ih;  // [gates x units, inputs]
+  const store* hh;  // [recurrent gates x units, units]
+  const store* bias_ih;  // null: none
+  const store* bias_hh;
+  const store* vectors[MOST(VECTORS)];  // [units]
+  const real* extras[MOST(EXTRAS)];     // [batch, extra_widths]
+  int64_t extra_widths[MOST(EXTRAS)];
+  real* states[STATES];  // [batch, units]
+  double shares[STATES];  // of the state before, that zoneout keeps
+  const uint8_t* reset;   // [batch]; null: none
+  store* operands;        // [2, batch, units]
+  int* turn;              // which of them is read, and how many blocks have done
+  int64_t inputs, units, batch;
+};
+
+struct Piece {
+  uint4 bits;
+};
+constexpr int EACH = 16 / sizeof(store);  // elements of a piece
+
+__forceinline__ void multiply(real& sum, const Piece& weight, const Piece& value) {
+#if WHORL_DTYPE == 16 || WHORL_DTYPE == 17
+  const uint32_t* const w = &weight.bits.x;
+  const uint32_t* const v = &value.bits.x;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const store a = {uint16_t(w[i] >> 16 * half)}, b = {uint16_t(v[i] >> 16 * half)};
+      sum += widened(a) * widened(b);
+    }
+#else
+  const store* const w = (const store*)&weight;
+  const store* const v = (const store*)&value;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) sum += w[i] * v[i];
+#endif
+}
+
+__forceinline__ Piece piece(const store* from) { return *(const Piece*)from; }
+
+// Add the products of one unit's rows of weights, `apart` elements from gate to gate, with the streams' operands.
+template <int COUNT, int ROWS>
+__forceinline__ void add(
+    real (&sums)[MOST(COUNT)][ROWS], const store* weights, int64_t apart, const store* operands, int64_t depth, int rows,
+    bool whole) {
+  const int lane = threadIdx.x % 32;
+  if (COUNT == 0) return;
+  if (whole) {
+#pragma unroll 4
+    for (int64_t k = lane * EACH; k < depth; k += 32 * EACH) {
+      Piece weight[MOST(COUNT)];
+#pragma unroll
+      for (int g = 0; g < COUNT; ++g) weight[g] = piece(weights + g * apart + k);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        if (r >= rows) break;
+        const Piece value = piece(operands + r * depth + k);
+#pragma unroll
+        for (int g = 0; g < COUNT; ++g) multiply(sums[g][r], weight[g], value);
+      }
+    }
+    return;
+  }
+  for (int64_t k = lane; k < depth; k += 32)
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (r >= rows) break;
+      const real value = widened(operands[r * depth + k]);
+#pragma unroll
+      for (int g = 0; g < COUNT; ++g) sums[g][r] += widened(weights[g * apart + k]) * value;
+    }
+}
+
+// The sum of every lane, in the lane of the row that it is of.
+template <int ROWS>
+__forceinline__ real gathered(const real (&sums)[ROWS]) {
+  real mine = 0;
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    real sum = sums[r];
+#pragma unroll
+    for (int away = 16; away > 0; away /= 2) sum += __shfl_xor_sync(~0u, sum, away);
+    mine = threadIdx.x % 32 == r ? sum : mine;
+  }
+  return mine;
+}
+
+// One unit of the streams from `first` on.
+template <int ROWS>
+__forceinline__ void unit_of(const Arguments& a, int64_t unit, int64_t first, const store* from, store* to, bool whole) {
+  const int rows = int(a.batch - first < ROWS ? a.batch - first : ROWS), lane = threadIdx.x % 32;
+  real x[MOST(GATES)][ROWS] = {}, r[MOST(RECURRENT)][ROWS] = {};
+  add<GATES>(x, a.ih + unit * a.inputs, a.units * a.inputs, a.x + first * a.inputs, a.inputs, rows, whole);
+  add<RECURRENT>(r, a.hh + unit * a.units, a.units * a.units, from + first * a.units, a.units, rows, whole);
+  const int64_t stream = first + lane;
+  const bool mine = lane < rows, begins = mine && a.reset && a.reset[stream];
+  real own_x[MOST(GATES)], own_r[MOST(RECURRENT)], saved[MOST(SAVED + SAVED_MEANS)];
+#pragma unroll
+  for (int g = 0; g < GATES; ++g)
+    own_x[g] = gathered<ROWS>(x[g]) + (a.bias_ih ? widened(a.bias_ih[g * a.units + unit]) : real(0));
+#pragma unroll
+  for (int g = 0; g < RECURRENT; ++g) {
+    const real sum = gathered<ROWS>(r[g]);
+    own_r[g] = (begins ? real(0) : sum) + (a.bias_hh ? widened(a.bias_hh[g * a.units + unit]) : real(0));
+  }
+  if (!mine) return;
+  real before[STATES], after[STATES], vectors[MOST(VECTORS)];
+  const real *at_vectors[MOST(VECTORS)], *extras[MOST(EXTRAS)];
+  Row row;
+  row.units = 1, row.first = 0, row.last = 1, row.x = own_x, row.r = own_r, row.saved = saved, row.means_at = SAVED;
+  row.v = at_vectors, row.e = extras, row.means = nullptr, row.scratch = nullptr, row.padded = 0;
+#pragma unroll
+  for (int g = 0; g < RECURRENT; ++g) row.r_offset[g] = g;
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) vectors[v] = widened(a.vectors[v][unit]), at_vectors[v] = vectors + v;
+#pragma unroll
+  for (int e = 0; e < EXTRAS; ++e)
+    extras[e] = a.extras[e] + stream * a.extra_widths[e] + (a.extra_widths[e] > 1 ? unit : 0);
+#pragma unroll
+  for (int s = 0; s < STATES; ++s) {
+    before[s] = begins ? real(0) : a.states[s][stream * a.units + unit];
+    row.before[s] = before + s, row.after[s] = after + s;
+  }
+  forward_segment(0, row, {threadIdx.x});
+#pragma unroll
+  for (int s = 0; s < STATES; ++s) {
+    const real share = real(a.shares[s]);
+    after[s] = share == real(0) ? after[s] : share * before[s] + (real(1) - share) * after[s];
+    a.states[s][stream * a.units + unit] = after[s];
+  }
+  put(to + stream * a.units + unit, after[0]);
+  put(a.y + stream * a.units + unit, after[0]);
+}
+
+}  // namespace kernel
+
+extern "C" __global__ void __launch_bounds__(128) NAME(stream)(const __grid_constant__ kernel::Arguments a) {
+  using namespace kernel;
+  const int64_t unit = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const int turn = *(volatile int*)a.turn;
+  const store* const from = a.operands + turn * a.batch * a.units;
+  store* const to = a.operands + (1 - turn) * a.batch * a.units;
+  // pieces of 16 bytes throughout: torch's memory begins at 16 bytes and more, a view may not
+  const bool whole = a.inputs % EACH == 0 && a.units % EACH == 0 && (unsigned long long)a.x % 16 == 0;
+  if (unit < a.units) {
+    if (a.batch == 1)
+      unit_of<1>(a, unit, 0, from, to, whole);
+    else
+      for (int64_t first = 0; first < a.batch; first += 8) unit_of<8>(a, unit, first, from, to, whole);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(a.turn + 1, 1) == gridDim.x - 1) {  // every block has read `turn`
+    a.turn[1] = 0;
+    a.turn[0] = 1 - turn;
+  }
+}

@@ -1,0 +1,181 @@
+"""The kernels of engine `cpu` under sanitizers, by other compilers, and for other instruction sets.
+
+`cpu_driver.cpp` drives them without Python: under AddressSanitizer and ThreadSanitizer it must run clean, and a fault
+that is planted must be found.  What a compiler or a machine lacks is skipped, with the reason.
+"""
+
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from cells_for_tests import CELLS as CELLS_OF_TESTS
+from test_cpu_engine import CELLS, FORMS, assert_agrees
+from whorl import compiler
+from whorl.engines.cpu import build, generate, sweep
+
+DRIVER = Path(__file__).with_name("cpu_driver.cpp")
+X86 = platform.machine() in ("x86_64", "AMD64")
+AS_BUILT = "-std=c++17 -fno-math-errno -fno-trapping-math -pthread"
+
+
+def _gcc() -> str:
+    return compiler.found()
+
+
+def compiled(
+    folder: Path,
+    command: str,
+    flags: str,
+    cells: Sequence[str],
+    bits: int = 32,
+    planted: Mapping[str, str] | None = None,
+) -> Path:
+    """The driver with the kernels of some cells, as a program.
+
+    Args:
+        bits: of the dtype, as WHORL_DTYPE.
+        planted: what to write in the kernels in the place of what.
+    """
+
+    def spoilt(text: str) -> str:
+        for whole, broken in (planted or {}).items():
+            assert whole in text, f"the kernels no longer have {whole!r}: plant the fault elsewhere"
+            text = text.replace(whole, broken)
+        return text
+
+    named = [f"cell_{name}" for name in cells]
+    every = " ".join(f"CELL({name})" for name in named)
+    loop, driver = spoilt(generate.sweep()), DRIVER.read_text(encoding="utf-8")
+    sources = {"driver": f"{loop}\n#define CELLS {every}\n{driver}"}
+    sources |= {f"cell_{name}": generate.source(CELLS_OF_TESTS[name].graph).text for name in cells}
+    line = [*shlex.split(command), *AS_BUILT.split(), *flags.split(), f"-DWHORL_DTYPE={bits}"]
+    made = []
+    for name, text in sources.items():
+        path = folder / f"{name}.cpp"
+        path.write_text(text, encoding="utf-8")
+        made.append(str(path.with_suffix(".o")))
+        rename = [] if name == "driver" else [f"-Dwhorl_cell={name}"]
+        run([*line, *rename, "-c", str(path), "-o", made[-1]])
+    run([*line, *made, "-o", str(folder / "driver")])
+    return folder / "driver"
+
+
+def run(line: Sequence[str], seconds: int = 600) -> None:
+    done = subprocess.run(line, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, f"{shlex.join(line)}\n{(done.stdout + done.stderr)[-4000:]}"
+
+
+def sanitizer(name: str, tmp_path: Path) -> str:
+    """The flags of one, where programs made with it run here."""
+    command = _gcc()
+    if not command or compiler.is_microsofts(command):
+        pytest.skip(f"no GCC or Clang: {compiler.remedy()}")
+    path = tmp_path / "empty.cpp"
+    path.write_text("int main() {}\n")
+    line = [*shlex.split(command), f"-fsanitize={name}", str(path), "-o", str(tmp_path / "empty")]
+    for step in (line, [str(tmp_path / "empty")]):
+        done = subprocess.run(step, capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            pytest.skip(f"{command} has no -fsanitize={name} that runs here: {done.stderr[-200:].strip()}")
+    return f"-fsanitize={name} -O1 -g1 {'-march=native' if X86 else ''}"
+
+
+@pytest.mark.parametrize("name, bits", [("address", 32), ("address", 16), ("thread", 32)])
+def test_the_kernels_run_clean(name: str, bits: int, tmp_path: Path) -> None:
+    flags = sanitizer(name, tmp_path)
+    program = compiled(
+        tmp_path, _gcc(), flags, ["lstm", "layer_norm_lstm", "gru_before", "four_states", "odd_ends"], bits
+    )
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "clean\n", "")
+
+
+FAULTS = {
+    "thread": ({"if (size == 1) return;": "return;"}, "data race"),
+    "address": ({"{up(k.largest * row * int64_t(sizeof(real)) + 4096, 4096)": "{4096"}, "heap-buffer-overflow"),
+}
+"""A barrier at which nobody waits; memory of a team that is too small."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    planted, found = FAULTS[name]
+    program = compiled(tmp_path, _gcc(), sanitizer(name, tmp_path), ["lstm"], planted=planted)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert found in done.stderr
+
+
+# --- compilers and instruction sets -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
+    """Engine `cpu` by a compiler, with flags for an instruction set in the place of those for this processor."""
+    caches = (build._version, sweep.kernel, sweep._loop)
+
+    def use(command: str, flags: str) -> None:
+        monkeypatch.setenv("CXX", command)
+        if flags:
+            monkeypatch.setattr(build, "_NATIVE", {platform.machine(): flags})
+        for cached in caches:
+            cached.cache_clear()
+
+    yield use
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+def _first(*commands: str) -> str:
+    return next((command for command in commands if shutil.which(command)), "")
+
+
+SETS = {
+    "GCC, x86-64": ("g++", "-march=x86-64", (torch.float32, torch.bfloat16)),
+    "GCC, AVX2": ("g++", "-march=x86-64-v3", (torch.float32, torch.bfloat16)),
+    "Clang, AVX2": ("clang++", "-march=x86-64-v3", (torch.float32,)),
+    "Clang, this processor": ("clang++", "", (torch.float64, torch.float32, torch.bfloat16)),
+}
+"""A compiler, the flags of an instruction set ("" for those that `build` gives), and dtypes."""
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [(name, dtype) for name, (_, _, dtypes) in SETS.items() for dtype in dtypes], ids=str
+)
+def test_every_compiler_and_instruction_set_gives_the_same(
+    name: str, dtype: torch.dtype, compiled_by: Callable[[str, str], None]
+) -> None:
+    command, flags, _ = SETS[name]
+    if flags and not X86:
+        pytest.skip(f"{flags} is of x86-64, this is {platform.machine()}")
+    if "v3" in flags and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("this processor has no AVX2")
+    if not shutil.which(command):
+        pytest.skip(f"no {command} on the PATH")
+    compiled_by(command, flags)
+    if flags:
+        assert flags in " ".join(build.flags(""))
+    for cell in ("lstm", "gru", "layer_norm_lstm", "four_states", "odd_ends"):
+        for form in ("two layers", "reset", "mask and lengths", "recurrent dropout by gate", "a panel and one"):
+            assert_agrees(CELLS[cell], FORMS[form], dtype)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 64])
+def test_the_kernels_compile_for_arm(bits: int, tmp_path: Path) -> None:
+    """With NEON; and where there is QEMU, they run."""
+    command = _first("aarch64-linux-gnu-g++")
+    if not command:
+        pytest.skip("no aarch64-linux-gnu-g++ on the PATH: type `sudo apt install g++-aarch64-linux-gnu`")
+    cells = ["lstm", "layer_norm_lstm", "gru_before"]
+    program = compiled(tmp_path, command, "-O2 -static -march=armv8-a", cells, bits)
+    emulator = _first("qemu-aarch64-static", "qemu-aarch64")
+    if emulator:
+        done = subprocess.run([emulator, str(program)], capture_output=True, text=True, timeout=600)
+        assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr

@@ -1,0 +1,174 @@
+"""A stepper's CUDA kernel against the layer: on the host by `emulation`, and on a GPU, also from a CUDA graph."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from emulation import emulated
+from test_stepper import CELLS, OPTIONS, assert_equals_the_layer, drawn, make, stepped
+from whorl.engines.cuda import launch, steps, stepwise, stepwise_source, stream
+from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.stream import MOST_STREAMS, Stream
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def on_gpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: on_gpu(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(on_gpu, value))
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+def is_prepared(layer: Any, batch: int) -> bool:
+    return isinstance(layer.stepper(batch)._step, Stream)
+
+
+class HostKernel:
+    """What `launch.Kernel` is, for stream.cu among the fibers of emulation.cpp."""
+
+    def __init__(self, code: bytes, name: str, device: int, block: int, *rest: Any, **more: Any) -> None:
+        self._block, self._layout = block, struct.Struct(rest[2])
+        self._launch = ctypes.CDLL(code.decode()).launch
+
+    def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
+        assert self._launch(grid, second, self._block, 1, self._layout.pack(*values)) == 0
+
+
+def on_host(source: str, name: str, folder: Path) -> bytes:
+    """Where the shared library of the kernel lies."""
+    path = folder / f"{name}.so"
+    if not path.exists():
+        kernel = source.replace("__global__ void __launch_bounds__(128) NAME(stream)", "void KERNEL").replace(
+            'extern "C" void', "void"
+        )
+        names = "".join(f"#define {kind}_t gpu_{kind}\n" for kind in "int64 int32 uint64 uint32 uint16 uint8".split())
+        given = "#define KERNEL stream_kernel\n#define __shared__ static\n#define blockDim host_block\n"
+        given += "static dim host_block = {128, 1, 1};\n"
+        given += "int atomicAdd(int* at, int value) { return (*at += value) - value; }\n"
+        text = (Path(__file__).parent / "emulation.cpp").read_text()
+        text = text.replace("//: kernel", names + given + kernel + "using kernel::Arguments;\n")
+        words = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
+        made = subprocess.run([*words, str(path)], input=text, text=True, capture_output=True)
+        assert made.returncode == 0, made.stderr[:4000]
+    return str(path).encode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stream")
+
+
+@pytest.fixture
+def on_fibers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine takes tensors of the CPU, and its kernel runs on the host."""
+    with emulated(folder):
+        monkeypatch.setattr(stream, "Kernel", HostKernel)
+        monkeypatch.setattr(stream, "store", SimpleNamespace(kernel=lambda s, name, *rest: on_host(s, name, folder)))
+        monkeypatch.setattr(launch, "_loaded", {})
+        monkeypatch.setattr(stepwise, "missing", lambda: None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+        yield
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.usefixtures("on_fibers")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes, layers, batch", [((16, 24), 2, 3), ((5, 13), 1, 1), ((8, 8), 3, 9)], ids=str)
+@pytest.mark.parametrize("cell", ["lstm", "four_states", "slstm"])
+def test_the_kernel_on_the_host(cell: str, sizes: tuple[int, int], layers: int, batch: int, dtype: torch.dtype) -> None:
+    layer = make(cell, *sizes, layers, dtype=dtype, engine="stepwise", zoneout=0.2)
+    assert is_prepared(layer, batch)
+    x, hx, options = drawn(layer, 5, batch)
+    assert_equals_the_layer(layer, x, hx, **options)
+    if "n" not in layer._widths:
+        assert_equals_the_layer(layer, x, hx, reset=torch.rand(5, batch) < 0.3, **options)
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_compiles_without_a_gpu(dtype: torch.dtype, architecture: str) -> None:
+    cubin(stepwise_source.stream(CELLS["four_states"].graph, dtype).text, "stream", architecture, steps.OPTIONS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_equals_its_layer(cell: str, dtype: torch.dtype) -> None:
+    layer = make(cell, 8, 24, 2, dtype=dtype, engine="stepwise").cuda()
+    way = stepwise_source.stream(CELLS[cell].graph, dtype).segments.forward
+    assert is_prepared(layer, 3) == (way.segments == 1 and not way.means)
+    x, hx, options = map(on_gpu, drawn(layer.cpu(), 6, 3))
+    layer.cuda()
+    assert_equals_the_layer(layer, x, hx, **options)
+    if "n" not in layer._widths:  # a state by which its step divides is never zero
+        assert_equals_the_layer(layer, x, hx, reset=torch.rand(6, 3, device="cuda") < 0.3, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, dtype: torch.dtype) -> None:
+    kind, options = OPTIONS[name]
+    layer = getattr(whorl, kind)(7, 33, dtype=dtype, engine="stepwise", **options).eval()
+    x, hx, _ = map(on_gpu, drawn(layer, 5, 2))
+    assert_equals_the_layer(layer.cuda(), x, hx, reset=torch.rand(5, 2, device="cuda") < 0.4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2, 9, MOST_STREAMS, MOST_STREAMS + 1])
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 17), (64, 65), (40, 128), (1000, 1500)], ids=str)
+def test_sizes(sizes: tuple[int, int], batch: int) -> None:
+    layer = whorl.GRU(*sizes, num_layers=2, engine="stepwise").eval()
+    x, hx, _ = map(on_gpu, drawn(layer, 4, batch))
+    layer.cuda()
+    assert is_prepared(layer, batch) == (batch <= MOST_STREAMS)
+    assert_equals_the_layer(layer, x, hx)
+    assert_equals_the_layer(layer.to(torch.bfloat16), x.bfloat16(), hx.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_captured_loop_goes_on_and_can_be_set(layers: int) -> None:
+    layer = whorl.LSTM(32, 64, layers, device="cuda", dtype=torch.bfloat16, engine="stepwise").eval()
+    x, hx, _ = map(on_gpu, drawn(layer.cpu(), 12, 1))
+    layer.cuda()
+    wanted, *finals = stepped(layer, x, hx)
+    stepper = layer.stepper()
+    step = x[0].clone()
+    stepper(step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = stepper(step)
+    for _ in range(3):
+        stepper.state = hx
+        found = []
+        for row in x:
+            step.copy_(row)
+            graph.replay()
+            found.append(y.clone())
+        assert torch.equal(torch.stack(found), wanted)
+        assert all(torch.equal(got, final) for got, final in zip(stepper.state, finals, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_view_at_an_odd_place_is_taken() -> None:
+    layer = whorl.LSTM(32, 64, device="cuda", engine="stepwise").eval()
+    held = torch.randn(5, 1, 33, device="cuda")
+    views = held[:, :, 1:]
+    assert torch.equal(stepped(layer, views)[0], stepped(layer, views.contiguous())[0])
+    flat = torch.randn(33, device="cuda")[1:].view(1, 32)
+    assert flat.data_ptr() % 16
+    assert torch.allclose(layer.stepper()(flat), layer.stepper()(flat.clone()), atol=1e-6)
