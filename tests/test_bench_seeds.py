@@ -4,6 +4,8 @@ import html
 import json
 import os
 import re
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from test_bench_report import FRAME, NARROW, Tags, browse, needs_browser
 from whorl.bench import collection, seeds
 from whorl.bench.crossover import PASSES, Contender, Point, contenders, measure
 from whorl.bench.figures import Figures, Plot
-from whorl.bench.suite import crossovers, figures_of
+from whorl.bench.suite import TITLE, crossovers, figures_of
 from whorl.bench.tables import Table
 from whorl.bench.timing import Effort, Spread
 from whorl.commands import main
@@ -53,7 +55,21 @@ def test_figures_come_back_from_their_file(tmp_path: Path) -> None:
     made().save(tmp_path / "one.json")
     assert Figures.load(tmp_path / "one.json") == made()
     assert made().where() == "A <fast> GPU, driver 1.2; torch 2; 2026-11-21T00:00:00Z; commit abcdef012345"
-    assert "| 0 | 1 |" in made().markdown()
+
+
+@pytest.mark.parametrize(
+    "words, command",
+    [
+        ("/home/me/whorl/examples/imdb.py data --figures /tmp/a.json --bf16", "python examples/imdb.py data --bf16"),
+        ("/usr/lib/whorl/__main__.py bench --out /tmp/a --suite seeds", "whorl bench --suite seeds"),
+        ("/usr/bin/whorl bench --batches '1, 2'", "whorl bench --batches '1, 2'"),
+    ],
+)
+def test_the_command_is_told_without_paths_of_the_machine(
+    words: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", shlex.split(words))
+    assert Figures.now(CPU, "a", "A").command == command
 
 
 @pytest.mark.parametrize(
@@ -173,8 +189,15 @@ def test_the_crossover_is_where_the_gpu_stays_ahead() -> None:
     assert found == {"a": 8, "b": 1, "c": None, "d": 2}
 
 
+def test_rivals_are_measured_on_the_gpu_where_there_is_one() -> None:
+    names = [contender.name for contender in contenders(["cpu", "cuda"], ["bf16", "fp32"])]
+    assert names[:2] == ["whorl, CPU", "whorl, bf16"]
+    assert names[2:6] == ["whorl, bf16, graph", "torch.nn, bf16", "torch.nn, bf16, graph", "loop, bf16"]
+    assert len(names) == 1 + 2 * 5
+
+
 def test_figures_name_times_engines_and_what_is_missing() -> None:
-    program, chosen = seeds.CLASSIFIER, contenders(["cpu", "cuda"], ["bf16"])
+    program, chosen = seeds.CLASSIFIER, contenders(["cpu"], []) + contenders(["cuda"], ["bf16"])
     points = {}
     for position, contender in enumerate(chosen):
         for batch in (1, 64):
@@ -205,6 +228,10 @@ def test_the_command_measures_and_reports(tmp_path: Path, capsys: pytest.Capture
     assert "Train: milliseconds a batch" in capsys.readouterr().out
     assert main(["bench", "--suite", "seeds", "--report", "--results", str(out), "--out", str(page)]) == 0
     assert page.read_text() == (out / "report.html").read_text()
+    assert main(["bench", "--suite", "seeds", "--report", "--results", str(out), "--out", str(tmp_path / "a.md")]) == 0
+    text = (tmp_path / "a.md").read_text()
+    assert text.count("\n## ") == text.count("\n### ") == 1
+    assert "**Train: milliseconds a batch**\n\n| batch | whorl, CPU | loop, CPU |\n" in text
 
 
 @pytest.mark.parametrize(
@@ -273,3 +300,13 @@ def test_the_page_of_the_suite_is_readable_at_400_pixels(dark: bool, tmp_path: P
     assert found["smallest"] >= 9
     brightness = [sum(map(int, re.findall(r"\d+", found[key])[:3])) for key in ("paper", "ink")]
     assert (brightness[0] < brightness[1]) == dark
+
+
+# --- the committed figures --------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_programs_is_what_the_committed_figures_say() -> None:
+    collected = collection.gather(ROOT / collection.SEEDS)
+    written = (ROOT / "docs" / "programs_results.md").read_text(encoding="utf-8")
+    anew = "write it anew: whorl bench --suite seeds --report --out docs/programs_results.md"
+    assert written == collection.markdown(TITLE, collected), anew

@@ -38,22 +38,50 @@ def save_collection(path: Path, title: str, collected: Sequence[Figures]) -> Non
     write(path, html(title, collected))
 
 
+_MARK = "<!-- written by `whorl bench --suite seeds --report`: what is typed into it is lost -->\n"
+
+
+def save_markdown(path: Path, title: str, collected: Sequence[Figures]) -> None:
+    """Write the tables as a page of Markdown, over one of `whorl bench` at most.
+
+    Raises:
+        InputError: another file is there, or the disk refuses.
+    """
+    refuse_others(path, _MARK)
+    write(path, markdown(title, collected))
+
+
+def markdown(title: str, collected: Sequence[Figures]) -> str:
+    """The tables of the page, without its plots."""
+    parts = [f"{_MARK}# {title}"]
+    for group in _programs(collected):
+        parts += [f"## {group[0].title}"]
+        for figures in group:
+            name = figures.machine.get("gpu") or figures.machine.get("cpu")
+            parts += [f"### {name}", f"{figures.where()}.", f"```\n{figures.command}\n```", *figures.text]
+            parts += [f"**{table.title}**\n\n{table.markdown()}" for table in figures.tables]
+    return "\n\n".join(parts) + "\n"
+
+
 def html(title: str, collected: Sequence[Figures]) -> str:
     """The page as the text of one HTML file."""
-    programs = [list(group) for _, group in groupby(collected, key=lambda figures: figures.program)]
     body = element("body", element("h1", title))
-    for group in programs:
+    for group in _programs(collected):
         body.append(element("h2", group[0].title))
-        for text in group[0].text:
-            body.append(element("p", text))
         for figures in group:
             body.extend(_section(figures))
     return document(title, body)
 
 
+def _programs(collected: Sequence[Figures]) -> list[list[Figures]]:
+    return [list(group) for _, group in groupby(collected, key=lambda figures: figures.program)]
+
+
 def _section(figures: Figures) -> Iterator[Element]:
     yield element("h3", str(figures.machine.get("gpu") or figures.machine.get("cpu")))
     yield element("p", figures.where() + ".", class_="note")
+    for text in figures.text:
+        yield element("p", text)
     yield element("div", *map(_figure, figures.plots), class_="plots")
     for table in figures.tables:
         yield element("p", table.title + ".")

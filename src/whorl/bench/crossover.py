@@ -21,7 +21,7 @@ PASSES = {
 }
 Numbers = Mapping[str, Tensor]
 BATCHES = tuple(2**power for power in range(13))
-_ROWS = 512  # of a batch at once, where float64 says what is right
+_ROWS = 1024  # of a batch at once, where float64 says what is right
 _FRESH = 4
 _WARM = 2
 _FAR = 16  # as in the grid: how far torch's own kernels may be out of the error rule and still be timed, marked
@@ -62,10 +62,11 @@ class Contender:
 
 
 def contenders(devices: Sequence[str], precisions: Sequence[str]) -> list[Contender]:
-    """On the CPU in float32; on the GPU in each of the precisions, eager and from a CUDA graph."""
+    """On the CPU in float32; on the GPU in each of the precisions, eager and from a CUDA graph, rivals there alone."""
     found = []
     if "cpu" in devices:
         found.append(Contender("whorl, CPU", "whorl on the CPU, float32", whorls(), "cpu"))
+    if "cuda" not in devices:  # beside a GPU that would wait for them, rivals on its host's CPU are left out
         found.append(Contender("torch.nn, CPU", "torch.nn.LSTM on the CPU, float32", torchs, "cpu"))
         found.append(Contender("loop, CPU", "a loop of torch operations on the CPU, float32", Loop, "cpu"))
     for precision in precisions if "cuda" in devices else ():

@@ -77,9 +77,8 @@ class Figures:
         numbers: Mapping[str, float] | None = None,
     ) -> "Figures":
         """What this process measured on `device`: machine, versions, commit, date and command are its own."""
-        command = shlex.join(["python", *sys.argv])
         return Figures(
-            program, title, tuple(text), command, now(), describe(device), versions(), commit(),
+            program, title, tuple(text), _command(sys.argv), now(), describe(device), versions(), commit(),
             tuple(tables), tuple(plots), dict(details or {}), dict(numbers or {}),
         )  # fmt: skip
 
@@ -90,11 +89,6 @@ class Figures:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         dirty = " with changes that are in no commit" if self.commit.get("dirty") else ""
         return f"{machine}{driver}; {versions}; {self.date}; commit {str(self.commit.get('hash'))[:12]}{dirty}"
-
-    def markdown(self) -> str:
-        """The section as Markdown, without plots, which a page of the documentation cannot hold."""
-        tables = [f"**{table.title}**\n\n{table.markdown()}" for table in self.tables]
-        return "\n\n".join([f"## {self.title}", self.where() + ".", *self.text, *tables]) + "\n"
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.
@@ -123,6 +117,18 @@ class Figures:
             return _read(data)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise InputError(f"{path} holds no figures that can be read: {error}.") from error
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command that a process was called with, less where its figures went and where the program lies."""
+    program, *others = words
+    parts = Path(program).parts
+    known = ["python", "/".join(parts[-2:])] if program.endswith(".py") and parts[-2:-1] != ("whorl",) else ["whorl"]
+    for name in ("--figures", "--out"):
+        if name in others:
+            at = others.index(name)
+            del others[at : at + 2]
+    return shlex.join([*known, *others])
 
 
 def _read(data: dict[str, Any]) -> Figures:

@@ -44,7 +44,7 @@ class SuiteOptions:
 
 
 def run(options: SuiteOptions, note: Note = lambda text: None) -> Iterator[Figures]:
-    """Measure the programs, one after the other; the figures of each are on the disk when they are given.
+    """Measure the programs, one after the other; the figures are on the disk after each batch size.
 
     Raises:
         InputError: options that cannot be carried out, or a disk that refuses.
@@ -66,8 +66,8 @@ def run(options: SuiteOptions, note: Note = lambda text: None) -> Iterator[Figur
         for batch in sorted(set(options.batches)):
             note(f"{program.name}, batch {batch}")
             points |= {(point.contender, batch): point for point in measure(program, batch, chosen, effort, device)}
-        figures = figures_of(program, chosen, points, device)
-        figures.save(options.out / f"{program.name}.json")
+            figures = figures_of(program, chosen, points, device)
+            figures.save(options.out / f"{program.name}.json")
         collected.append(figures)
         save_collection(options.out / "report.html", TITLE, collected)
         yield figures
@@ -141,10 +141,10 @@ def _times(which: str, names: Sequence[str], batches: Sequence[int], points: Poi
 def _crossovers(names: Sequence[str], batches: Sequence[int], points: Points) -> Table:
     rows = []
     for name, at in crossovers(names, batches, points).items():
-        ratios = [
-            f"{_median(points, 'whorl, CPU', batch) / _median(points, name, batch):.2f}"
-            for batch in (batches[0], batches[-1])
-        ]
+        ratios = []
+        for batch in (batches[0], batches[-1]):
+            cpu, gpu = (_median(points, one, batch) for one in ("whorl, CPU", name))
+            ratios.append(f"{cpu / gpu:.2f}" if cpu < float("inf") and gpu < float("inf") else NOT_AVAILABLE)
         rows.append((name, str(at) if at else "never", *ratios))
     title = "Crossover: the batch from which on a training step is faster than whorl's own on this machine's CPU"
     columns = ("on the GPU", "from batch", *(f"times faster at batch {batch}" for batch in (batches[0], batches[-1])))

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from whorl.bench.collection import SEEDS, gather, save_collection
+from whorl.bench.collection import SEEDS, gather, save_collection, save_markdown
 from whorl.bench.contenders import RIVALS, USUAL_RIVALS
 from whorl.bench.page import save_page
 from whorl.bench.program import Options, Program
@@ -100,7 +100,8 @@ def _run_seeds(console: Console, given: Mapping[str, Any]) -> int:
     if "report" in given:
         _refuse(given, ("programs", "batches", "precisions", "device", "seconds"), "with --report")
         out = given.get("out", Path("runs/seeds.html"))
-        save_collection(out, TITLE, gather(given.get("results", SEEDS)))
+        save = save_markdown if out.suffix == ".md" else save_collection
+        save(out, TITLE, gather(given.get("results", SEEDS)))
         console.print(f"report      {out}")
         return 0
     _refuse(given, ("results",), "without --report")
