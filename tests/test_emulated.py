@@ -1,6 +1,7 @@
 """The kernels of engine `persistent`, run on the host by `emulation`: the numbers of `reference` in float64."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_plain_layers(
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
     errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -> None:
+    layer, x = whorl.GRU(3, 4, engine="persistent"), torch.randn(2, 1, 3)
+    entered: list[int] = []
+    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+        layer(x)
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+        layer(x)[0].sum().backward()
+    assert entered == [0, 0]
 
 
 @pytest.mark.parametrize("tf32", [False, True])

@@ -27,6 +27,7 @@ class Layers:
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.saving(form.cell)
         self.blocks = blocks_of(self.saving)
+        self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
@@ -81,7 +82,7 @@ class Layers:
             ahead, tile = self._kernel("forward", features)
             gates = self._gates(x.reshape(rows, -1), weights, layer, options)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
-            spaces = [self._space(x, rows, features) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
+            spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
             if options is not None:
                 if features.sequences:
@@ -133,7 +134,9 @@ class Layers:
                 x = options.cleaned(x)
             x = x.reshape(rows, -1)
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
-            to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
+            to_apart = to_gates  # nothing is written there
+            if self.saving.apart:
+                to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             sums = [
                 x.new_empty(clusters * tile.tiles, summed * units, dtype=torch.float32) if summed else None
                 for _ in weights
@@ -238,7 +241,10 @@ class Layers:
         vectors: tuple[Tensor, ...] = ()
         if sums is not None:
             total = sums.sum(0).to(self.problem.dtype)
-            if self.form.bias:
+            if self.form.bias and self.plain:
+                bias_ih = total.narrow(0, 0, len(hh)) if self.cell.vectors else total
+                bias_hh = bias_ih.clone()
+            elif self.form.bias:
                 bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
                 for apart, first, count, into in self.blocks:
                     place = (first + len(self.cell.gates) * apart) * units
@@ -253,7 +259,9 @@ class Layers:
         return like.new_empty(rows * self.form.units * each, dtype=torch.uint8)
 
     def _spaces(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, int, int, int]:
-        """The addresses of r apart, then of the states, in each direction's room."""
+        """The addresses of r apart, then of the states, in each direction's room; 0 where there is none."""
+        if not spaces:
+            return 0, 0, 0, 0
         states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
         return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
 

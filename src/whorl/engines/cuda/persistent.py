@@ -86,10 +86,18 @@ class Persistent(Engine):
         return [f"{rows}, and cuDNN {known} to be faster from {most} on"]
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        return layers(plan, call.x.device).forward(call)
+        made = layers(plan, call.x.device)
+        if torch.cuda.current_device() == made.index:
+            return made.forward(call)
+        with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
+            return made.forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        return layers(plan, call.x.device).backward(call, y, saved, grads)
+        made = layers(plan, call.x.device)
+        if torch.cuda.current_device() == made.index:
+            return made.backward(call, y, saved, grads)
+        with torch.cuda.device(made.index):
+            return made.backward(call, y, saved, grads)
 
 
 def warm(problem: Problem, chip: Chip) -> list[str]:
