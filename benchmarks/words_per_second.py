@@ -1,6 +1,6 @@
 """Words per second of a language model's training, with one recurrent layer after another in the same program.
 
-    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--contenders a,b] [--out F]
+    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--figures FILE]
 
 The program is `whorl train`'s: embedding, two LSTM layers, softmax, clipping, SGD; only the layers differ, and whether
 a step's kernels are launched one by one (eager) or as one CUDA graph. The text is drawn, word after word, as frequent
@@ -10,11 +10,9 @@ they train in turns. A figure is the median of the turns, host work included.
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ import torch
 from torch import Tensor
 
 from whorl.bench.baseline import error
-from whorl.bench.machine import commit, describe, versions
+from whorl.bench.figures import Figures
+from whorl.bench.tables import NOT_AVAILABLE, Table
 from whorl.text import devices
 from whorl.text.model import LanguageModel, kernel, precision
 from whorl.text.options import Options
@@ -162,6 +161,18 @@ def judge(contender: Contender, options: Options, tokens: int, streams: Streams)
     return None
 
 
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a contender; `wrong`: why nothing was."""
+
+    summary: str
+    wrong: str | None
+    speed: float = 0.0
+    milliseconds: float = 0.0
+    peak: int = 0
+    engine: str = ""
+
+
 class Runner:
     """A contender in training."""
 
@@ -203,66 +214,56 @@ class Runner:
         return (time.perf_counter() - began) / self.steps
 
 
-def measure(preset: str, tokens: int, names: list[str], device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
-    """The results of one preset and one vocabulary."""
-    options = _preset(preset, given)
+def measure(options: Options, tokens: int, names: list[str], device: torch.device) -> dict[str, Row]:
+    """The rows of one preset and one vocabulary."""
     draws = torch.Generator().manual_seed(2)
     chances = 1 / torch.arange(1, tokens + 1, dtype=torch.float64)
     text = torch.multinomial(chances, TEXT, replacement=True, generator=draws).int().to(device)
     streams = Streams(text, options.recipe.batch)
     words, rows, runners = options.recipe.batch * options.recipe.time, {}, {}
     for name in names:
-        contender = CONTENDERS[name]
-        wrong = judge(contender, options, tokens, streams)
-        rows[name] = {"summary": contender.summary}
-        if wrong:
-            rows[name]["wrong"] = wrong
-            continue
-        runners[name] = Runner(contender, options, tokens, streams)
+        wrong = judge(CONTENDERS[name], options, tokens, streams)
+        rows[name] = Row(CONTENDERS[name].summary, wrong)
+        if wrong is None:
+            runners[name] = Runner(CONTENDERS[name], options, tokens, streams)
     turns: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(TURNS):
         for name, runner in runners.items():
             turns[name].append(runner.seconds())
     for name, runner in runners.items():
         middle = statistics.median(turns[name])
-        rows[name] |= dict(
-            engine=runner.engine, ms=1e3 * middle, words_per_second=words / middle, peak_mib=runner.peak / 2**20
-        )
-    architecture = options.architecture
-    return dict(
-        preset=preset, vocabulary=tokens, batch=options.recipe.batch, time=options.recipe.time,
-        units=architecture.units, layers=architecture.layers, precision=options.recipe.precision, rows=rows,
-    )  # fmt: skip
+        rows[name] = Row(rows[name].summary, None, words / middle, 1e3 * middle, runner.peak, runner.engine)
+    return rows
 
 
-def _preset(preset: str, given: dict[str, Any]) -> Options:
+def make_options(preset: str, given: dict[str, Any]) -> Options:
     """The options of a preset, whose text is drawn here."""
     return Options.of(preset, path=Path(__file__), **given)
 
 
-def table(result: dict[str, Any]) -> str:
-    """The results as a table of Markdown, each row beside torch.nn.LSTM in eager mode."""
-    lines = [
-        f"{result['preset']}, {result['layers']} x {result['units']} units, batch {result['batch']}, "
-        f"{result['time']} steps, {result['vocabulary']:,} words, {result['precision']}",
-        "",
-        "| | words per second | ms a batch | times torch.nn.LSTM | peak memory, MiB | engine |",
-        "|---|---|---|---|---|---|",
-    ]
-    base = result["rows"].get("torch", {}).get("words_per_second")
-    for row in result["rows"].values():
-        if "wrong" in row:
-            lines.append(f"| {row['summary']} | n/a: {row['wrong']} | | | | |")
+def table(preset: str, options: Options, tokens: int, rows: dict[str, Row]) -> Table:
+    """The rows as a table, each beside torch.nn.LSTM in eager mode."""
+    shape, recipe = options.architecture, options.recipe
+    base, lines, notes = rows.get("torch"), [], []
+    for row in rows.values():
+        if row.wrong is not None:
+            lines.append((row.summary, *[NOT_AVAILABLE] * 5))
+            notes.append(f"{row.summary}: {NOT_AVAILABLE}, {row.wrong}.")
             continue
-        ratio = f"{row['words_per_second'] / base:.2f}" if base else ""
-        speed, memory = f"{row['words_per_second']:,.0f}", f"{row['peak_mib']:,.0f}"
-        lines.append(f"| {row['summary']} | {speed} | {row['ms']:.3f} | {ratio} | {memory} | {row['engine']} |")
-    return "\n".join(lines)
+        ratio = f"{row.speed / base.speed:.2f}" if base is not None and base.speed else NOT_AVAILABLE
+        memory = f"{row.peak / 2**20:,.0f}" if row.peak else NOT_AVAILABLE
+        lines.append((row.summary, f"{row.speed:,.0f}", f"{row.milliseconds:.3f}", ratio, memory, row.engine))
+    return Table(
+        f"{preset}: {shape.layers} x {shape.units} units, batch {recipe.batch}, {recipe.time} steps, {tokens:,} words, "
+        f"{recipe.precision}",
+        ("", "words per second", "ms a batch", "times torch.nn.LSTM", "peak memory, MiB", "engine"),
+        tuple(lines),
+        tuple(notes),
+    )
 
 
-def profile(preset: str, tokens: int, name: str, device: torch.device, given: dict[str, Any]) -> str:
+def profile(preset: str, options: Options, tokens: int, name: str, device: torch.device) -> str:
     """Where a step of a contender spends the GPU's time, kernel by kernel."""
-    options = _preset(preset, given)
     text = torch.randint(tokens, (TEXT,), dtype=torch.int32, device=device)
     runner = Runner(CONTENDERS[name], options, tokens, Streams(text, options.recipe.batch))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
@@ -276,30 +277,36 @@ def profile(preset: str, tokens: int, name: str, device: torch.device, given: di
 
 
 def main() -> None:
-    """Measure, print the tables, and write the results where --out says."""
+    """Measure, print the tables, and write them where --figures says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="ptb-large")
-    parser.add_argument("--vocabulary", default="10000")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--preset", default="ptb-large", help="one or more, with commas between them")
+    parser.add_argument("--vocabulary", default="10000", help="words, likewise")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=", ".join(CONTENDERS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--units", type=int, help="other ones than the preset's")
     parser.add_argument("--profile", action="store_true", help="print each contender's kernels instead")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
     asked = parser.parse_args()
     device = devices.find(asked.device)
     given = {} if asked.units is None else dict(units=asked.units, embedding=asked.units)
-    names = [name.strip() for name in asked.contenders.split(",")]
-    results = []
+    names, tables = asked.contenders.split(","), []
     for preset in asked.preset.split(","):
+        options = make_options(preset, given)
         for tokens in map(int, asked.vocabulary.split(",")):
             if asked.profile:
-                print("\n\n".join(profile(preset, tokens, name, device, given) for name in names), flush=True)
+                print("\n\n".join(profile(preset, options, tokens, name, device) for name in names), flush=True)
                 continue
-            results.append(measure(preset, tokens, names, device, given))
-            print(table(results[-1]) + "\n", flush=True)
-    if asked.out:
-        about = dict(date=date.today().isoformat(), machine=describe(device), versions=versions(), commit=commit())
-        asked.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+            tables.append(table(preset, options, tokens, measure(options, tokens, names, device)))
+            print(tables[-1].text() + "\n", flush=True)
+    if asked.figures:
+        text = (
+            "The language models of Zaremba et al. (2014) on a text that is drawn, trained by whorl's program: only "
+            "the recurrent layers differ, and whether a step's kernels are launched one by one (eager) or as one CUDA "
+            "graph. Before any time is taken, the gradients of every parameter are compared with float64. Medians of "
+            f"{TURNS} turns, host work included.",
+        )
+        title = "Words per second of a language model's training"
+        Figures.now(device, "words-per-second", title, text, tables).save(asked.figures)
 
 
 if __name__ == "__main__":

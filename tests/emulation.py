@@ -27,7 +27,7 @@ from whorl.bench.baseline import to_tf32
 from whorl.engines.cuda import entering, launch, layers, options, persistent, prepare, store
 from whorl.plan import plan
 
-H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 _HOST = Path(__file__).with_suffix(".cpp")
 
 
@@ -55,13 +55,18 @@ def on_host(source: str) -> str:
 class Kernel:
     """What `launch.Kernel` is, on the host."""
 
-    def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str) -> None:
+    def __init__(
+        self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
+        together: bool = False,
+    ) -> None:  # fmt: skip
         assert shared <= 232448
-        self.name, self._sizes, self._layout = name, (block, cluster), struct.Struct(layout)
+        self.name, self._layout, self._together = name, struct.Struct(layout), together
+        self._block, self._cluster = block, cluster
         self._function = ctypes.CDLL(code.decode()).launch
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
-        status = self._function(grid, second, *self._sizes, self._layout.pack(*values))
+        cluster = grid if self._together else self._cluster
+        status = self._function(grid, second, self._block, cluster, self._layout.pack(*values))
         assert status == 0, f"the threads of {self.name} wait for each other"
 
 
@@ -85,11 +90,19 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
     def product(
         a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
     ) -> Tensor:
-        made = torch.mm(*(to_tf32(t) if tf32 else t.float() for t in (a, b)))
+        made = real_mm(*(to_tf32(t) if tf32 else t.float() for t in (a, b)))
         made = made if out is None or not add else made + out
         return made.to(torch.float32 if wide else a.dtype) if out is None else out.copy_(made)
 
     chip = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    real_mm, real_addmm = torch.mm, torch.addmm
+
+    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        return real_mm(*(t if out_dtype is None else t.to(out_dtype) for t in (a, b)), out=out)
+
+    def addmm(c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return real_addmm(c, *(t if out_dtype is None else t.to(out_dtype) for t in (a, b)))
+
     plan.cache_clear()  # what is asked of this processor is another problem inside
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(problem, "_device", lambda *_: replace(H200, tf32=tf32))
@@ -98,6 +111,8 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        patch.setattr(torch, "mm", mm)
+        patch.setattr(torch, "addmm", addmm)
         patch.setattr(layers, "product", product)
         patch.setattr(entering, "product", product)
         patch.setattr(layers, "_prepared", {})

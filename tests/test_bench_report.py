@@ -14,6 +14,7 @@ import pytest
 
 from whorl.bench import report
 from whorl.bench.cases import PASSES, PRECISIONS, Case
+from whorl.bench.history import history
 from whorl.bench.page import page
 from whorl.bench.results import Header, Measured, Outcome, Results
 from whorl.bench.tables import number, times
@@ -169,6 +170,35 @@ def test_the_page_shows_the_committed_results_and_is_what_its_command_writes(mon
     assert Path(into) == out
     assert text == page([Path(file) for file in files], Path(notes), out)
     assert {Path(file) for file in files} == set(Path("benchmarks/results").glob("*.json"))
+
+
+def test_the_history_has_what_was_published_beside_what_is_measured() -> None:
+    table = history([made()])
+    assert table is not None
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert set(rows) == {f"{cell} 3x128x30x512, {which}" for cell in ("LSTM", "GRU") for which in ("train", "forward")}
+    lstm, gru = rows["LSTM 3x128x30x512, train"], rows["GRU 3x128x30x512, forward"]
+    assert (lstm["Theano, GTX Titan X 2017"], lstm["cuDNN 5.1, GTX Titan X 2017"]) == ("778.3", "244.9")
+    assert (gru["Theano, GTX Titan X 2017"], gru["cuDNN 5.1, GTX Titan X 2017"]) == ("", "55.7")
+    # 10 ms times 1 for whorl and 2 for whorl-graphed, 7 for torch, over 128 examples
+    assert lstm["whorl bf16"] == "156 (78.1)"
+    assert lstm["torch.nn (cuDNN) bf16"] == "n/a (54.7)"
+    assert lstm["whorl tf32"] == "n/a (n/a)"
+    assert lstm["whorl ran"] == "fastest"
+    assert "A <fast> & good GPU" in table.title
+    assert history([made("cpu")]) is None
+
+
+def test_the_history_shows_the_first_results_that_have_a_case() -> None:
+    newer = made()
+    for entry in newer.measured.values():
+        for outcomes in entry.passes.values():
+            outcomes["whorl-graphed"] = outcome(0.128)
+    rows = {row[0]: row for row in history([newer, made()]).rows}
+    assert rows["LSTM 3x128x30x512, train"][8] == "1.00 (78.1)"
+    rows = {row[0]: row for row in history([made(), newer]).rows}
+    assert rows["LSTM 3x128x30x512, train"][8] == "156 (78.1)"
 
 
 # A page at an unchanging width is measured from outside: in a frame of another page, which runs a script of its own.

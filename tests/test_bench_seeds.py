@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 from dataclasses import replace
@@ -44,7 +45,7 @@ def made(program: str = "one", date: str = "2026-11-21T00:00:00Z", lines: int = 
         "What <it> takes", ("batch", *(f"a long column {k}" for k in range(9))), ((*"0123456789",),) * 4, ("a note",)
     )
     machine = {"device": "cuda", "gpu": "A <fast> GPU", "driver": "1.2"}
-    commit = {"hash": "abcdef0123456789", "dirty": False}
+    commit = {"hash": 40 * "a", "dirty": False}
     return Figures(
         program, f"Program {program}", ("How to <read> it.",), "whorl bench --suite seeds", date, machine,
         {"torch": "2"}, commit, (table, table), plots, {"said": "several\nlines"}, {"speed": 1.5},
@@ -54,7 +55,7 @@ def made(program: str = "one", date: str = "2026-11-21T00:00:00Z", lines: int = 
 def test_figures_come_back_from_their_file(tmp_path: Path) -> None:
     made().save(tmp_path / "one.json")
     assert Figures.load(tmp_path / "one.json") == made()
-    assert made().where() == "A <fast> GPU, driver 1.2; torch 2; 2026-11-21T00:00:00Z; commit abcdef012345"
+    assert made().where() == "A <fast> GPU, driver 1.2; torch 2; 2026-11-21T00:00:00Z; commit aaaaaaaaaaaa"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ def test_the_page_is_one_file_with_every_table_and_plot_and_no_way_out() -> None
     assert not {"script", "link", "img", "iframe", "object", "image", "use", "a"} & set(names)
     assert [key for _, given in tags.tags for key in given if key in ("src", "href", "srcset", "style")] == []
     assert "url(" not in text
-    for shown in ("A <fast> GPU", "driver 1.2", "commit abcdef012345", "2026-11-21T00:00:00Z", "How to <read> it."):
+    for shown in ("A <fast> GPU", "driver 1.2", "commit aaaaaaaaaaaa", "2026-11-21T00:00:00Z", "How to <read> it."):
         assert html.escape(shown, quote=False) in text
     assert "<fast>" not in text
 
@@ -310,3 +311,18 @@ def test_the_page_of_programs_is_what_the_committed_figures_say() -> None:
     written = (ROOT / "docs" / "programs_results.md").read_text(encoding="utf-8")
     anew = "write it anew: whorl bench --suite seeds --report --out docs/programs_results.md"
     assert written == collection.markdown(TITLE, collected), anew
+
+
+def test_the_figures_of_the_grid_and_of_the_treebank_are_those_of_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = runpy.run_path(str(ROOT / "benchmarks" / "seeds_figures.py"))
+    results, there = ROOT / "benchmarks" / "results", Figures.load(ROOT / collection.SEEDS / "penn_treebank.json")
+    given = ["--commit", there.commit["hash"], "--date", there.date, "--driver", there.machine["driver"]]
+    for words in (f"grid {results / 'h200.json'}", f"ptb {' '.join(map(str, (results / 'ptb').glob('*.jsonl')))}"):
+        monkeypatch.setattr(sys, "argv", ["seeds_figures.py", *words.split(), *given, "--out", str(tmp_path)])
+        tool["main"]()
+    for name in ("grid.json", "penn_treebank.json"):
+        assert (tmp_path / name).read_text() == (ROOT / collection.SEEDS / name).read_text(), (
+            "benchmarks/seeds_figures.py"
+        )

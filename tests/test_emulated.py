@@ -14,6 +14,9 @@ from comparison import error, flat, weighted
 from emulation import emulated
 from option_draws import drawn
 from whorl.bench.baseline import TF32_EPS
+from whorl.engines.cuda import grid, spreading
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Size
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -82,6 +85,38 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
     allowed = 4 * TF32_EPS if tf32 else 2 * max(error(plain[name], truth[name]) for name in truth) + 4 * 2.0**-23
     assert max(errors.values()) <= allowed
     assert (max(errors.values()) > 1e-5) == tf32
+
+
+@pytest.mark.parametrize(
+    "kind, units, batch, time, ahead, back, options",
+    [
+        ("LSTM", 37, 11, 5, (16, 1, 1, 8, 1), (16, 1, 1, 1, 8), dict(bidirectional=True)),
+        ("LSTM", 37, 11, 3, (16, 2, 1, 8, 2), (16, 2, 1, 2, 8), dict(num_layers=2)),
+        ("GRU", 30, 19, 3, (12, 1, 2, 8, 1), (16, 2, 1, 1, 12), dict(bias=False)),
+        ("RNN", 45, 25, 36, (24, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
+    ],
+)
+def test_layers_spread_over_blocks_that_exchange(
+    kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], back: tuple[int, ...],
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, plain: bool) -> Spread | None:
+        given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
+        return make(size, *given, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    torch.manual_seed(1)
+    dtype = torch.bfloat16
+    layer = getattr(whorl, kind)(6, units, **options).to(dtype)
+    x = torch.randn(time, batch, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
 
 @pytest.mark.parametrize("seed", range(8))

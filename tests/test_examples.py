@@ -33,6 +33,14 @@ def test_the_keras_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "both directions" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("options", ["", "--layers 2 --bidirectional --recurrent-dropout 0.1 --layer-norm"])
+def test_the_template_learns(options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"template --steps 12 --units 32 --updates 300 {options}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    assert runpy.run_path(str(EXAMPLES / "lstm_template.py"))["main"]() > 0.8
+    assert "update 300: loss" in capsys.readouterr().out
+
+
 def test_the_streaming_example_finds_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["example", "--steps", "120", "--samples", "300"])
     program = runpy.run_path(str(EXAMPLES / "streaming.py"))

@@ -38,7 +38,7 @@ LSTM = Form(cell=library.lstm.graph, inputs=5, units=7, layers=2)
 GRU = replace(LSTM, cell=library.gru.graph)
 RNN = replace(LSTM, cell=library.rnn_tanh.graph)
 CPU = Device("cpu", "cpu", library=1, half=True, bfloat16=True, compiler="g++")
-H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True)
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 T4 = replace(H200, name="Tesla T4", capability=(7, 5), bfloat16=False)
 PLAIN = Problem(LSTM, CPU, torch.float32, time=6, batch=3, gradient=True)
 HALF = replace(PLAIN, device=H200, dtype=torch.bfloat16)
@@ -80,8 +80,13 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
-        {"form": replace(LSTM, units=1024)},
-        "1024 units of lstm in bfloat16 do not fit one cluster, at most 768 do",
+        {"form": replace(LSTM, units=2300)},
+        "2300 units of lstm in bfloat16 do not fit the 132 multiprocessors, at most 2112 do",
+    ),
+    (
+        "persistent",
+        {"form": replace(LSTM, units=1024), "extras": ("mask",)},
+        "1024 units of lstm in bfloat16, with options, do not fit one cluster, at most 768 do",
     ),
     ("stepwise", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
     (
@@ -239,6 +244,16 @@ def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
         assert made.engine == "cudnn"
         assert str(made.refusals[0]).endswith(f"cuDNN is estimated to be faster from {rounds} on")
         assert decide(replace(wide, batch=128)).engine == "persistent"
+
+
+def test_a_layer_whose_step_takes_long_through_l2_is_left_for_cudnn() -> None:
+    large = replace(HALF, form=replace(LSTM, units=2048, layers=1), batch=64)
+    reason = "a step of 2048 units at batch 64 is estimated at 22 us, and cuDNN to be faster from 12 us on"
+    made = decide(large)
+    assert (made.engine, made.refusals[-1].reasons) == ("cudnn", (reason,))
+    assert decide(large, "persistent").engine == "persistent"
+    for faster in (replace(large, batch=8), replace(large, form=replace(large.form, units=1024), batch=128)):
+        assert decide(faster).engine == "persistent"
 
 
 @pytest.mark.parametrize("engine, changes", WITHIN, ids=str)

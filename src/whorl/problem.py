@@ -102,6 +102,8 @@ class Device:
     """The command of the host's C++ compiler, where the device is the host."""
     tf32: bool = False
     """On CUDA: torch's switches let recurrent layers in float32 multiply in TF32; read for float32 alone."""
+    multiprocessors: int = 0
+    """Of a CUDA device; 0 elsewhere."""
 
 
 # What a call may have beside x, initial states and dropout between layers, and how a reason names it.
@@ -365,7 +367,9 @@ def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
         capability = torch.cuda.get_device_capability(index)
         version = (torch.backends.cudnn.version() or 0) if enabled and torch.backends.cudnn.is_available() else 0
         bfloat16 = version >= 91300 and capability >= (8, 0)
-        return Device("cuda", torch.cuda.get_device_name(index), capability, version, bfloat16=bfloat16, tf32=tf32)
+        count = torch.cuda.get_device_properties(index).multi_processor_count
+        name = torch.cuda.get_device_name(index)
+        return Device("cuda", name, capability, version, bfloat16=bfloat16, tf32=tf32, multiprocessors=count)
     return Device(kind, kind)
 
 

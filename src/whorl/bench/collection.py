@@ -16,7 +16,7 @@ SEEDS = Path("benchmarks/results/seeds")
 
 
 def gather(folder: Path) -> list[Figures]:
-    """The figures in a folder's JSON files; those of one program stand together, newest first.
+    """The figures in a folder's JSON files; those of one program stand together, of GPUs first, then newest first.
 
     Raises:
         InputError: no such file, or one that holds no figures.
@@ -25,7 +25,7 @@ def gather(folder: Path) -> list[Figures]:
     if not found:
         raise InputError(f"{folder} has no figures: run a program of the suite with --figures {folder / 'NAME.json'}.")
     newest = sorted(found, key=lambda figures: figures.date, reverse=True)
-    return sorted(newest, key=lambda figures: figures.program)
+    return sorted(newest, key=lambda figures: (figures.program, figures.machine.get("device") == "cpu"))
 
 
 def save_collection(path: Path, title: str, collected: Sequence[Figures]) -> None:

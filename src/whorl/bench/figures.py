@@ -88,7 +88,9 @@ class Figures:
         driver = f", driver {self.machine['driver']}" if self.machine.get("driver") else ""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         dirty = " with changes that are in no commit" if self.commit.get("dirty") else ""
-        return f"{machine}{driver}; {versions}; {self.date}; commit {str(self.commit.get('hash'))[:12]}{dirty}"
+        commit = str(self.commit.get("hash"))
+        short = commit[:12] if len(commit) == 40 else commit
+        return f"{machine}{driver}; {versions}; {self.date}; commit {short}{dirty}"
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whorl.bench.cases import GRID, QUICK
+from whorl.bench.history import history
 from whorl.bench.results import Results, refuse_others, write
 from whorl.bench.tables import Table, described, is_whorl, reading, times
 from whorl.errors import InputError
@@ -32,7 +33,7 @@ def save_page(paths: Sequence[Path], notes: Path | None, out: Path) -> None:
 
 
 def page(paths: Sequence[Path], notes: Path | None, out: Path) -> str:
-    """The page as Markdown: a section for each file, and the notes at the end.
+    """The page as Markdown: the sizes of 2017 then and now, a section for each file, and the notes at the end.
 
     Args:
         out: where the page will be; its own command stands at its top.
@@ -41,8 +42,12 @@ def page(paths: Sequence[Path], notes: Path | None, out: Path) -> str:
         InputError: a file that is no results, or cannot be read.
     """
     words = ["whorl", "bench", "page", *map(str, paths), *(["--notes", str(notes)] if notes else []), "--out", str(out)]
+    loaded = [Results.load(path) for path in paths]
     parts = [_HEAD % shlex.join(words)]
-    parts += [_section(path, Results.load(path), out) for path in paths]
+    then_and_now = history(loaded)
+    if then_and_now is not None:
+        parts.append(f"## 2017 and now\n\n{then_and_now.title}.\n\n{then_and_now.markdown()}\n")
+    parts += [_section(path, results, out) for path, results in zip(paths, loaded, strict=True)]
     return "\n".join(parts + ([_read(notes)] if notes is not None else []))
 
 

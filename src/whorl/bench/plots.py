@@ -73,9 +73,9 @@ def line_plot(
     title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]], logarithmic: bool
 ) -> Element:
     """Lines through points, each in the colour and with the mark of its place in `lines`."""
-    width, height, left, bottom, top = WIDTH, 260, 46, 36, 20
+    width, height, left, right, bottom, top = WIDTH, 260, 46, WIDTH - 2 * MARGIN, 36, 20
     points = [point for line in lines.values() for point in line]
-    across = _Axis.of([point[0] for point in points], logarithmic, left, width - MARGIN)
+    across = _Axis.of([point[0] for point in points], logarithmic, left, right)
     up = _Axis.of([point[1] for point in points], logarithmic, height - bottom, top)
     drawn = [element("title", title)]
     for value in across.ticks():
@@ -84,7 +84,7 @@ def line_plot(
         drawn.append(element("text", f"{value:g}", x=at, y=height - bottom + 14, class_="tick"))
     for value in up.ticks():
         at = up.place(value)
-        drawn.append(element("line", x1=left, x2=width - MARGIN, y1=at, y2=at, class_="grid"))
+        drawn.append(element("line", x1=left, x2=right, y1=at, y2=at, class_="grid"))
         drawn.append(element("text", f"{value:g}", x=left - 4, y=at + 4, class_="label"))
     drawn.append(element("text", y, x=4, y=12, class_="name"))
     drawn.append(element("text", x, x=width - MARGIN, y=height - 6, class_="label"))

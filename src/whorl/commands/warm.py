@@ -52,7 +52,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Compile, and print the name of each kernel."""
     gpu = arguments.gpu or _own()
-    devices = {dtype: Device("cuda", gpu.name, gpu.chip.capability, tf32=dtype == "tf32") for dtype in arguments.dtype}
+    cores = gpu.chip.multiprocessors
+    devices = {
+        dtype: Device("cuda", gpu.name, gpu.chip.capability, tf32=dtype == "tf32", multiprocessors=cores)
+        for dtype in arguments.dtype
+    }
     problems = [
         Problem(
             form=Form(CELLS[arguments.cell].graph, units, units, directions=1 + arguments.bidirectional,

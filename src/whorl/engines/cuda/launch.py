@@ -15,7 +15,7 @@ import torch
 
 from whorl.errors import KernelError
 
-_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _REGISTERS, _LOCAL = 4, 3
 _INVALID_CONTEXT = 201
@@ -46,7 +46,9 @@ class _Frame:
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(block=(kernel.block, 1, 1), shared=kernel.shared)
         self._kept = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
-        if kernel.cluster > 1:
+        if kernel.together:
+            self._kept = _Attribute(_COOPERATIVE, 0, (1,))
+        if kernel.cluster > 1 or kernel.together:
             self.config.attributes, self.config.count = ctypes.pointer(self._kept), 1
         self.reference = ctypes.byref(self.config)
 
@@ -62,13 +64,17 @@ class Kernel:
         shared: bytes of dynamic shared memory of a block.
         cluster: blocks of a cluster; 1 launches without clusters.
         layout: the fields of its argument, as `struct` writes them; the padding is C's.
+        together: whether all blocks of a launch must run at once, or the launch fail.
 
     Raises:
         KernelError: the driver does not take it, or a CUDA graph is being captured, when nothing can be loaded.
     """
 
-    def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str) -> None:
-        self.name, self.block, self.shared, self.cluster = name, block, shared, cluster
+    def __init__(
+        self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
+        together: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.block, self.shared, self.cluster, self.together = name, block, shared, cluster, together
         self.layout = struct.Struct(layout)
         if torch.cuda.is_current_stream_capturing():
             raise KernelError(

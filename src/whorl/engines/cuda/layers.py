@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
-from whorl.engines.cuda import source, tiling
-from whorl.engines.cuda.entering import Dropped
-from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda import grid, source
+from whorl.engines.cuda.entering import Dropped, projected
+from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import PLAIN, Features
-from whorl.engines.cuda.tiling import Chip, Tile
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
@@ -34,7 +35,7 @@ class Layers:
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
-        self._made: dict[tuple[str, Features], tuple[Kernel, Tile]] = {}
+        self._made: dict[tuple[str, Features], Grid] = {}
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
@@ -44,17 +45,18 @@ class Layers:
         if self.problem.gradient:
             self._kernel("backward", back)
 
-    def _kernel(self, kind: str, features: Features) -> tuple[Kernel, Tile]:
+    def _kernel(self, kind: str, features: Features) -> Grid:
         found = self._made.get((kind, features))
         if found is None:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-            tile = tiling.choose(size, self.chip, problem.batch, form.directions, kind)
+            plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
+            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
                 made = kernel(kind, self.cell, form.units, problem.dtype, tile, flag, self.chip, self.index, features)
-            found = self._made[kind, features] = (made, tile)
+            found = self._made[kind, features] = Grid(made, tile, size, self.chip, batch, directions, kind)
         return found
 
     def _options(self, call: Call, stream: int) -> Options | None:
@@ -79,8 +81,9 @@ class Layers:
             if options is not None:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
-            ahead, tile = self._kernel("forward", features)
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
+            ahead = self._kernel("forward", features)
+            spread = isinstance(ahead.tile, Spread)  # whose kernel adds no bias to x
+            gates = self._gates(x.reshape(rows, -1), weights, layer, options, spread)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -91,8 +94,8 @@ class Layers:
                 if source.has_options(cell, features):
                     extra = options.argument(layer, before=before, sequences=sequences)
             ahead(
-                stream, -(-batch // tile.rows) * tile.cluster, directions,
-                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
+                stream, x,
+                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights, spread), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), time, batch, *extra,
             )  # fmt: skip
@@ -122,8 +125,7 @@ class Layers:
         for layer in reversed(range(form.layers)):
             if options is not None:
                 features = options.features(layer, backward=True)
-            back, tile = self._kernel("backward", features)
-            clusters = -(-batch // tile.rows)
+            back = self._kernel("backward", features)
             weights = per_layer[layer * directions : (layer + 1) * directions]
             kept = saved[layer * each : (layer + 1) * each]
             spaces = kept[directions : 2 * directions]
@@ -137,10 +139,7 @@ class Layers:
             to_apart = to_gates  # nothing is written there
             if self.saving.apart:
                 to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
-            sums = [
-                x.new_empty(clusters * tile.tiles, summed * units, dtype=torch.float32) if summed else None
-                for _ in weights
-            ]
+            sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
             out = _plain(out)
             entered: Sequence[Tensor] = ()
             extra: list[int | float] = []
@@ -151,7 +150,7 @@ class Layers:
                 if source.has_options(cell, features):
                     extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
             back(
-                stream, clusters * tile.cluster, directions,
+                stream, x,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
                 *_pair([_hidden(own).data_ptr() for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),
@@ -199,12 +198,16 @@ class Layers:
         mask = options.input_mask(layer, direction)
         return None if mask is None else Dropped(mask, options, self.tf32)
 
-    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
+    def _gates(
+        self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None, biased: bool
+    ) -> list[Tensor]:
         """x of every gate at every step, as the kernel reads it."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
-            if dropped is None:
+            if biased:
+                made.append(projected(x, own.ih, own.bias_ih, self.gate))
+            elif dropped is None:
                 made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
             else:
                 made.append(dropped.projected(x, own.ih, wide))
@@ -324,11 +327,12 @@ def layers(plan: Plan, device: torch.device) -> Layers:
 _MOST_PREPARED = 8192  # as many as `plan.plan` keeps
 
 
-def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, ...]:
-    """The addresses of the weights, then of r's bias, then of x's."""
+def _recurrent(weights: Sequence[LayerWeights], biased: bool) -> tuple[int, ...]:
+    """The addresses of the weights, then of r's bias, then of x's where x has it not yet."""
     of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
     of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *_pair(of_x)
+    rest = () if biased else _pair(of_x)
+    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *rest
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:

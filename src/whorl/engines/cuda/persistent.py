@@ -11,7 +11,7 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, topological
 from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import tiling
+from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.options import expected
@@ -20,7 +20,7 @@ from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
-from whorl.problem import Call, Outcome, Plan, Problem
+from whorl.problem import Call, Device, Outcome, Plan, Problem
 
 
 class Persistent(Engine):
@@ -52,31 +52,41 @@ class Persistent(Engine):
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
-        if not found and not _fits(cell, form.units, width, device.capability, features):
-            most = _most_units(cell, width, device.capability, features)
-            name = f"{cell.name} in {problem.precision}"
-            found.append(f"{form.units} units of {name} do not fit one cluster, at most {most} do")
+        if not found and not _fits(cell, form.units, width, _chip(device), features):
+            most = _most_units(cell, width, _chip(device), features)
+            what = f"{form.units} units of {cell.name} in {problem.precision}"
+            if source.has_options(cell, features):
+                found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
+            else:
+                room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
+                found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where clusters come in rounds, since more rows are asked for than fit the chip at once.
+        """Where clusters come in rounds, or a step through L2 takes long: more rows than fit the chip at once.
 
         On an H200, LSTM and GRU in bfloat16, 30 steps: from 3 rounds on, with 512 units and more, cuDNN took 0.48 to
         1.13 of the time forward, and 0.57 to 1.52 of it in training; with fewer rounds or units never less than 1.13.
         In float16 up to batch 128 its LSTM took 1.5 times the time all the same.  In float32 the kernels alone were
         measured: LSTM of 512 units took 2.3 us a step and round with TF32 and 6.5 without, where cuDNN takes 8.1 and 22
         at batch 32 and 10.4 and 24 at batch 128; from there its step grows with the batch.
+
+        Where a layer is spread over blocks that exchange through L2: LSTM of 2,048 units at batch 64 is estimated at
+        22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
         """
         form = problem.form
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
-        if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
-            return []
-        chip = Chip(problem.device.capability, 132)
+        chip = _chip(problem.device)
         # cuDNN takes the plain cells alone
         size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
         tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
-        assert tile is not None, "the obstacles say that it fits"
+        if tile is None:
+            step = spreading.step_time(size, chip, problem.batch, form.directions, "forward")
+            what = f"a step of {form.units} units at batch {problem.batch} is estimated at {step:.0f} us"
+            return [f"{what}, and cuDNN to be faster from {_LONG_STEP} us on"] if step > _LONG_STEP else []
+        if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
+            return []
         rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
         most = 3 if problem.dtype.itemsize == 2 else 9 if problem.tf32 else 4
         if rounds < most:
@@ -100,6 +110,9 @@ class Persistent(Engine):
             return made.backward(call, y, saved, grads)
 
 
+_LONG_STEP = 12  # microseconds, forward, in one direction or both
+
+
 def warm(problem: Problem, chip: Chip) -> list[str]:
     """Compile what a problem needs on a chip into the store: the names of its kernels, which need no GPU.
 
@@ -113,24 +126,28 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
-        tile = tiling.choose(size, chip, problem.batch, form.directions, kind)
+        plain = not source.has_options(form.cell, features)
+        tile = grid.choose(size, chip, problem.batch, form.directions, kind, plain)
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
 
 
 @lru_cache(maxsize=8192)
-def _fits(cell: Graph, units: int, width: tuple[int, bool], capability: tuple[int, int], features: Features) -> bool:
-    size, chip = size_of(cell, units, width[0], features, width[1]), Chip(capability, 1)
-    return all(tiling.fits(size, chip, kind) for kind in ("forward", "backward"))
+def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features: Features) -> bool:
+    size, plain = size_of(cell, units, width[0], features, width[1]), not source.has_options(cell, features)
+    return all(grid.fits(size, chip, kind, plain) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)
-def _most_units(cell: Graph, width: tuple[int, bool], capability: tuple[int, int], features: Features) -> int:
+def _most_units(cell: Graph, width: tuple[int, bool], chip: Chip, features: Features) -> int:
     """The most units for which both kernels fit."""
-    sizes = itertools.count(16, 16)
-    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, capability, features), sizes)
+    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, chip, features), itertools.count(16, 16))
     return max(fitting, default=0)
+
+
+def _chip(device: Device) -> Chip:
+    return Chip(device.capability, device.multiprocessors)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

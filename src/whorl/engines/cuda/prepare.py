@@ -8,10 +8,11 @@ from whorl.cells.cell import Graph
 from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.source import PLAIN, Features
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
-def flags(tile: Tile) -> tuple[str, ...]:
+def flags(tile: Tile | Spread) -> tuple[str, ...]:
     """Of NVRTC.  Division good to two units in the last place, as tanh is, and not by a function that is called.
 
     But in true float32, the least numbers and the last bits of a root are far below what a product keeps.
@@ -28,25 +29,28 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
 
 
 def kernel(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip, index: int,
-    features: Features = PLAIN,
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
+    index: int, features: Features = PLAIN,
 ) -> Kernel:  # fmt: skip
     """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
 
     def make() -> Kernel:
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
-        count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        together = isinstance(tile, Spread)
+        ahead = 15 - 2 * together + 2 * vectors + 2 * states  # a layer that is spread has x's bias in x
+        count = {"forward": ahead, "backward": 18 + 2 * vectors + 3 * states}[kind]
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
         fields = f"{count}Q"
         if source.has_options(cell, features):
             fields += options.layout(states, len(cell.inputs))
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields)
+        fields += "4Q" * together
+        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields, together)
 
     return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
 
 
 def code(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile, flag: bool, chip: Chip,
+    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
     features: Features = PLAIN,
 ) -> tuple[str, bytes]:  # fmt: skip
     """Name and machine code of a kernel, from the store or compiled; needs no GPU.

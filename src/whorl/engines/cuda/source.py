@@ -10,6 +10,7 @@ import torch
 from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Tile
 
 _KERNELS = Path(__file__).parent / "kernels"
@@ -106,26 +107,28 @@ def wide_gates(graph: Graph) -> bool:
     return any(node.op in _KINKS for node in topological(graph.outputs))
 
 
-def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile) -> str:
+def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread) -> str:
     """What a profiler shows: cell, direction of the pass, units, dtype and tile."""
     name = "float32" if tile.exact else NAMES[dtype]
-    return f"{identifier(graph.name)}_{kind}_{units}_{name}_{tile.cluster}x{tile.rows}"
+    blocks = f"spread{tile.blocks}" if isinstance(tile, Spread) else f"{tile.cluster}"
+    return f"{identifier(graph.name)}_{kind}_{units}_{name}_{blocks}x{tile.rows}"
 
 
-def forward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, saved: bool, features: Features = PLAIN) -> str:
+def forward(
+    graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, saved: bool, features: Features = PLAIN
+) -> str:
     """The source of the forward kernel."""
-    own = {
-        "SPLITS": tile.splits,
-        "DEPTHS": tile.depths,
-        "RESIDENT": tile.resident,
-        "SAVED": int(saved),
-    }
+    own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
+    own |= _spread(tile) | {"GROUPS": tile.groups} if isinstance(tile, Spread) else {"SPLITS": tile.splits}
     return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
 
 
-def backward(graph: Graph, units: int, dtype: torch.dtype, tile: Tile, bias: bool, features: Features = PLAIN) -> str:
+def backward(
+    graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, bias: bool, features: Features = PLAIN
+) -> str:
     """The source of the backward kernel."""
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
+    own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered} if isinstance(tile, Spread) else {}
     steps = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(steps), features)
 
@@ -145,8 +148,12 @@ def has_options(graph: Graph, features: Features) -> bool:
     return features != PLAIN or bool(graph.inputs)
 
 
+def _spread(tile: Spread) -> dict[str, int]:
+    return {"WARPS": tile.warps, "SUBS": tile.subs} | ({} if tile.chunk else {"BLOCKS": tile.blocks})
+
+
 def _source(
-    kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile, own: Mapping[str, int], step: str,
+    kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, own: Mapping[str, int], step: str,
     features: Features,
 ) -> str:  # fmt: skip
     kept = saving(graph)
@@ -173,11 +180,10 @@ def _source(
         _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         _text("ptx.cu"),
-        _text("noise.cu"),
-        _text("options.cu"),
+        *map(_text, ("exchange.cu",) if isinstance(tile, Spread) else ("noise.cu", "options.cu")),
         step,
     ]
-    return _text(f"{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _text(f"{'spread_' * isinstance(tile, Spread)}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
 @cache

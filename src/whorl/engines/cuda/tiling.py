@@ -149,7 +149,8 @@ def _extra(size: Size, base: int, tiles: int) -> int:
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
 
 
-def _registers(warps: int) -> int:
+def registers(warps: int) -> int:
+    """That a thread may have where a block of so many warps has a multiprocessor to itself."""
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
 
 
@@ -158,7 +159,7 @@ def _room(size: Size, warps: int, used: int) -> int | None:
 
     Of weights in four bytes, more than 160 were spilled all the same.
     """
-    room = _registers(warps) - used
+    room = registers(warps) - used
     if size.element == 2:
         return max(0, room)
     return min(room, 160) if room >= 0 else None

@@ -1,0 +1,68 @@
+"""A kernel of a plan with its tile: how it is launched for a whole batch, in either regime."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from whorl.engines.cuda import spreading, tiling
+from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Size, Tile
+
+
+@lru_cache(maxsize=1024)
+def fits(size: Size, chip: Chip, kind: str, plain: bool) -> bool:
+    """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
+    return tiling.fits(size, chip, kind) or (plain and spreading.fits(size, chip, kind))
+
+
+def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str, plain: bool) -> Tile | Spread | None:
+    """The tile of a kind: of a cluster where one holds the weights, else of blocks that exchange through L2.
+
+    Args:
+        plain: without options, which the latter do not take.
+    """
+    tile = tiling.choose(size, chip, batch, directions, kind)
+    return spreading.choose(size, chip, batch, directions, kind) if tile is None and plain else tile
+
+
+class Grid:
+    """Launches of one kernel for a batch.
+
+    Args:
+        size, kind: as the tile was chosen for.
+    """
+
+    def __init__(
+        self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str
+    ) -> None:
+        self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
+        self.parts = -(-batch // tile.rows)
+        self.words = 0
+        if isinstance(tile, Spread):
+            self.words = spreading.words(size, tile, batch, directions, kind)
+            at_once = tile.parts(chip)
+            self.beside = min(directions, at_once)  # directions in one launch
+            self.each = at_once // self.beside  # groups of rows in one launch
+
+    @property
+    def sums(self) -> int:
+        """Rows of the sums over the batch that backward leaves."""
+        return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.tiles
+
+    def __call__(self, stream: int, like: Tensor, *values: int | float) -> None:
+        """Launch with the fields of the kernel's argument that do not depend on the launch.
+
+        Args:
+            like: a tensor on the device.
+        """
+        tile, kernel = self.tile, self.kernel
+        if not isinstance(tile, Spread):
+            kernel(stream, self.parts * tile.cluster, self.directions, *values)
+            return
+        space = like.new_full((self.words,), -1, dtype=torch.int32)  # nothing has come yet
+        for direction in range(0, self.directions, self.beside):
+            for part in range(0, self.parts, self.each):
+                blocks, row = min(self.each, self.parts - part) * tile.blocks, part * tile.rows
+                kernel(stream, blocks, self.beside, *values, space.data_ptr(), row, direction, self.directions)

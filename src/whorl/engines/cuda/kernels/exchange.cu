@@ -1,0 +1,112 @@
+// How blocks that are not of one cluster hand words to each other: through L2, without barriers and without flags.
+//
+// A word is its own flag.  Two-byte values go into a ring of buffers that is full of NOTHING, a pair of not-a-numbers
+// which no rounding makes: a reader looks until a word is another.  Once all have read a word its writer makes it
+// NOTHING again, and every PERIOD steps all threads fence; a buffer comes round again only two fences later, so what a
+// reader then sees is NOTHING or new, never old.  Sums in float32 give their last bit away for the phase, which changes
+// each time that a buffer comes round: they need no clearing and no fence.  Both are filled with ones before a launch.
+
+constexpr unsigned NOTHING = 0xffffffffu;
+constexpr int PERIOD = 8, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
+
+__device__ __forceinline__ uint4 look(const unsigned* at) {
+  uint4 words;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(at));
+  return words;
+}
+__device__ __forceinline__ uint2 look_pair(const unsigned* at) {
+  uint2 words;
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
+  return words;
+}
+__device__ __forceinline__ void put(unsigned* at, unsigned word) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(word));
+}
+__device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned second) {
+  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(first), "r"(second));
+}
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+__device__ __forceinline__ bool is_missing(const uint4& words) {
+  return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
+}
+__device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
+
+// The compiler, short of registers, would compute an address anew at each use; what has been kept it cannot.
+template <class T>
+__device__ __forceinline__ void keep(T*& pointer) {  // to global memory
+  unsigned long long address = __cvta_generic_to_global(pointer);
+  asm volatile("" : "+l"(address));
+  pointer = (T*)__cvta_global_to_generic(address);
+}
+__device__ __forceinline__ void keep(int& offset) { asm volatile("" : "+r"(offset)); }
+
+// Of COUNT operands of weights, used one after another, those that do not stay in registers are spread evenly, so that
+// shared memory has time to bring them.
+template <int COUNT, int STREAMED>
+struct Operands {
+  __device__ static constexpr int before(int i) { return i * STREAMED / COUNT; }  // streamed ones before this one
+  __device__ static constexpr bool streamed(int i) { return before(i + 1) != before(i); }
+  __device__ static constexpr int resident(int i) { return streamed(i) ? 0 : i - before(i); }  // its place in registers
+};
+
+__device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sum[e] += other[e];
+}
+
+// Rows of CHUNKS x 16 bytes, PITCH words apart, on their way from L2 to shared memory: row `warp`, row `warp` + WARPS, ...
+// `from` is the warp's first row and the lane's chunk, `left` how many rows there are from it on.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS>
+struct Arrival {
+  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
+  static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
+  uint4 data[DOWN][ACROSS];
+
+  __device__ __forceinline__ uint4 one(const unsigned* from, int left, int lane, int i, int j) const {
+    uint4 words = {0, 0, 0, 0};
+    if (left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
+      words = look(from + i * WARPS * PITCH + j * 128);
+    if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
+      if (LAST < 2) words.y = 0;
+      if (LAST < 3) words.z = 0;
+      words.w = 0;
+    }
+    return words;
+  }
+
+  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane) {
+#pragma unroll
+    for (int i = 0; i < DOWN; ++i)
+#pragma unroll
+      for (int j = 0; j < ACROSS; ++j) data[i][j] = one(from, left, lane, i, j);
+  }
+
+  __device__ __forceinline__ void settle(const unsigned* from, int left, int lane) {
+    for (;;) {
+      bool all = true;
+#pragma unroll
+      for (int i = 0; i < DOWN; ++i)
+#pragma unroll
+        for (int j = 0; j < ACROSS; ++j)
+          if (is_missing(data[i][j])) {
+            data[i][j] = one(from, left, lane, i, j);
+            all = false;
+          }
+      if (all) break;
+    }
+  }
+
+  // `to`: of the warp's first row, the lane's chunk
+  __device__ __forceinline__ void place(unsigned* to, int stride, int warp, int lane) const {
+#pragma unroll
+    for (int i = 0; i < DOWN; ++i)
+#pragma unroll
+      for (int j = 0; j < ACROSS; ++j)
+        if ((ROWS % WARPS == 0 || warp + i * WARPS < ROWS) &&
+            (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
+          *(uint4*)(to + i * WARPS * stride + j * 128) = data[i][j];
+  }
+};

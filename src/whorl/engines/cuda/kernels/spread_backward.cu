@@ -1,0 +1,439 @@
+// All steps of a recurrent layer that one cluster cannot hold, backward, in one launch: the gradients of the gates, of
+// the initial states, and sums over the batch for the bias and the vectors.  What is left (dx, dW) are products of
+// whole matrices.
+//
+// BLOCKS = SOURCES x GATHERED blocks own SUBS x ROWS sequences together; block `rank` owns the units from rank x SLICE
+// on, and computes the gradient of the cell for them at each step.  For the product with the recurrent weights,
+// transposed, the blocks are a rectangle: block (source, place) holds the weights from the gates of the units that the
+// GATHERED blocks of its `source` own, to the units of the `place`-th part of all.  So it takes from L2 the gradients of
+// the gates of its neighbours, multiplies, and puts a float32 sum for each unit of its part into L2; the owner of a unit
+// adds what the SOURCES blocks say of it, in their order.  With GATHERED = 1 no block needs its neighbours' gradients,
+// but sums arrive from all; a square rectangle moves the fewest bytes (KERNELS: 8BH/sources + 4BH/places).
+//
+// The product's rows are the units of a part, 16 in each of STRIPS strips; warp w owns SHARE strips from w x SHARE on.
+// A thread computes the cell for two neighbouring units of every PASS-th sequence.
+//
+//   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
+//   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
+//   global     gates, saved states, y and its gradient in; gradients of the gates out; the ring of gradients, and sums
+//
+// A block waits for all others that own the same sequences, so the launch must be cooperative.
+
+// @generated
+
+constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, BLOCKS = SOURCES * GATHERED;
+constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
+constexpr int STRIPS = SOURCES * SLICE / 16, SHARE = (STRIPS + WARPS - 1) / WARPS;
+constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / 16;
+constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
+constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int OWN_WORDS = RECURRENT * SLICE / 2, CHUNKS = GATHERED * OWN_WORDS / 4;  // of a sequence's gradients in L2
+constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;                // words of a sequence in L2
+constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
+constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
+constexpr int AT_THE_END = PASS * SUMMED * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS;
+static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
+static_assert(SOURCES * SLICE % 16 == 0 && GATHERED * RECURRENT * SLICE % 16 == 0, "strips or depths are not whole");
+// A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
+// nobody has read yet.
+static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
+typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
+typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS> Gathered;
+
+struct Arguments {
+  const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
+  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Element* vectors[2][MOST(VECTORS)];
+  const Element* initial[STATES];  // [directions, batch, UNITS], all or null
+  const Element* y;                // [time, batch, directions x UNITS]
+  const Gate* apart[2];            // [time, batch, APART x UNITS]
+  const float* states[2];          // [STATES - 1, time, batch, UNITS]
+  const Element* y_gradient;       // [time, batch, directions x UNITS] or null
+  const Element* final_gradients[STATES];  // [directions, batch, UNITS] or null
+  Element* gate_gradients[2];              // [time, batch, GATES x UNITS]
+  Element* apart_gradients[2];             // [time, batch, APART x UNITS]
+  Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
+  float* sums[2];                          // [batch / (SUBS x ROWS), SUMMED x UNITS]
+  long long time, batch;
+  unsigned* ring;  // ones: [directions, RING, batch, PITCH] if GATHERED > 1, [directions, 2, SOURCES, batch, SUM_PITCH]
+  long long first_row, first_direction, directions;
+};
+
+struct Item {  // what one thread reads of a sequence at a step: two units
+  GatePair gates[GATES], apart[MOST(APART)];
+  Pair y_gradient, before;
+  float2 states[MOST(STATES - 1)];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) unsigned memory[];
+  uint4* const streamed = (uint4*)memory;               // [warp, strip and depth, lane]
+  unsigned* const gradients = memory + WEIGHT_WORDS;    // [2, sequence, block, gate, unit]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % BLOCKS, source = rank / GATHERED, place = rank % GATHERED;
+  const int direction = (int)a.first_direction + blockIdx.y, batch = (int)a.batch, time = (int)a.time;
+  const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
+  const Element* const weights = a.weights[direction];
+
+  // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
+  uint4 resident[MOST(RESIDENT)];
+#pragma unroll
+  for (int i = 0; i < SHARE * DEPTHS; ++i) {
+    const int chunk = i / (CHUNK * DEPTHS) * CHUNK, wide = min(CHUNK, SHARE - chunk), within = i - chunk * DEPTHS;
+    const int strip = warp * SHARE + chunk + within % wide, d = within / wide;
+    const int column = (place * STRIPS + strip) * 16 + lane / 4 * 2;
+    uint4 word = {0, 0, 0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int depth = (d * 8 + lane % 4 + 4 * half) * 2, gate = depth % (RECURRENT * SLICE) / SLICE;
+      const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
+      const Element* const at = weights + ((long long)gate * UNITS + own) * UNITS + column;
+      const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
+      const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
+      const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
+      const unsigned even = __byte_perm(upper, lower, 0x5410), odd = __byte_perm(upper, lower, 0x7632);
+      if (half == 0) word.x = even, word.y = odd;
+      if (half == 1) word.z = even, word.w = odd;
+    }
+    if (Weights::streamed(i))
+      streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
+    else
+      resident[Weights::resident(i)] = word;
+  }
+
+  const long long width = a.directions * UNITS, state_stride = a.time * batch * UNITS;
+  const bool reverse = direction == 1, has_output_gradient = a.y_gradient != nullptr;
+  const long long row_step = reverse ? batch : -batch, begin = reverse ? 0 : (a.time - 1) * batch;
+  const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
+  const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
+  const int own_left = own_row < PASS ? batch - row0 - own_row : 0, left = batch - row0 - warp;
+  const auto is_row = [&](int sub, int j) {
+    return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
+  };
+  const auto start_of = [&](int sub, int j) {  // in a tensor [directions, batch, UNITS]
+    return ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
+  };
+  const long long row_first = begin + row0 + own_row;  // in tensors [time, batch]
+  const Gate* gates_at = a.gates[direction] + row_first * GATES * UNITS + unit;
+  const Gate* apart_at = a.apart[direction] + row_first * APART * UNITS + unit;
+  const float* states_at = a.states[direction] + row_first * UNITS + unit;
+  const Element* y_at = a.y + row_first * width + direction * UNITS + unit;
+  const Element* y_gradient_at = a.y_gradient + row_first * width + direction * UNITS + unit;
+  Element* gate_gradients_at = a.gate_gradients[direction] + row_first * GATES * UNITS + unit;
+  Element* apart_gradients_at = a.apart_gradients[direction] + row_first * APART * UNITS + unit;
+
+  float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
+  Item item[SUBS][OWN];
+  // what is read at the step that the places above have come to; `last`: nothing came before it
+  const auto load = [&](int sub, int j, bool last) {
+    const bool first = has_first && is_row(sub, j), second = first && has_second;
+    const int further = sub * ROWS + j * PASS;
+    Item& into = item[sub][j];
+#pragma unroll
+    for (int g = 0; g < GATES; ++g)
+      into.gates[g] = load_gates(gates_at + (further * GATES + g) * UNITS, first, second);
+#pragma unroll
+    for (int i = 0; i < APART; ++i)
+      into.apart[i] = load_gates(apart_at + (further * APART + i) * UNITS, first, second);
+    into.y_gradient =
+        load_pair(y_gradient_at + further * width, first && has_output_gradient, second && has_output_gradient);
+    if (last) {
+      const bool given = a.initial[0] != nullptr;
+      into.before = load_pair(a.initial[0] + start_of(sub, j), first && given, second && given);
+#pragma unroll
+      for (int s = 1; s < STATES; ++s)
+        into.states[s - 1] = wide_pair(load_pair(a.initial[s] + start_of(sub, j), first && given, second && given));
+    } else {
+      into.before = load_pair(y_at + (further + row_step) * width, first, second);
+#pragma unroll
+      for (int s = 1; s < STATES; ++s)
+        into.states[s - 1] =
+            load_wide_pair(states_at + (s - 1) * state_stride + (further + row_step) * UNITS, first, second);
+    }
+  };
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
+    vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
+  }
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const bool first = has_first && is_row(sub, j), second = first && has_second;
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.final_gradients[s] != nullptr;
+        const float2 value = wide_pair(load_pair(a.final_gradients[s] + start_of(sub, j), given && first, given && second));
+        carried[sub][j][s][0] = value.x;
+        carried[sub][j][s][1] = value.y;
+      }
+      load(sub, j, time == 1);
+    }
+
+  // where things lie in L2
+  const long long buffer = (long long)batch * PITCH, plane = (long long)batch * SUM_PITCH;
+  unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
+  unsigned* const sums_at = a.ring + (GATHERED > 1 ? a.directions * RING * buffer : 0) +
+                             direction * 2 * SOURCES * plane + (long long)row0 * SUM_PITCH;
+  unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair;
+  const unsigned* gathered = ring + warp * (long long)PITCH + source * CHUNKS * 4 + lane * 4;
+  long long ring_at = 0;
+  const unsigned* arriving = sums_at + own_row * (long long)SUM_PITCH + unit;
+  unsigned* putting = sums_at + source * plane + lane % 4 * 2 * (long long)SUM_PITCH +
+                            (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
+  const int putting_left = batch - row0 - lane % 4 * 2;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
+  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4;
+  keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
+  keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
+  const bool comes_round = GATHERED > 1 && time > RING;
+  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+    return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
+  };
+  Gathered arrival;
+
+  // the sums of step t - 1, of which each word's last bit says whether it has come
+  const auto arrive = [&](int t, int sub) {
+    const unsigned phase = (t - 1) / 2 % 2;
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      if (!has_first || !is_row(sub, j)) continue;
+      const unsigned* const from =
+          arriving + (t % 2 ? 0 : SOURCES * plane) + (sub * ROWS + j * PASS) * SUM_PITCH;
+      constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
+#pragma unroll
+      for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
+        uint2 words[TOGETHER];
+#pragma unroll
+        for (int p = 0; p < TOGETHER; ++p)
+          if (p0 + p < SOURCES) words[p] = look_pair(from + (p0 + p) * plane);
+        for (;;) {
+          bool all = true;
+#pragma unroll
+          for (int p = 0; p < TOGETHER; ++p)
+            if (p0 + p < SOURCES && ((words[p].x ^ phase) | (words[p].y ^ phase)) & 1u) {
+              words[p] = look_pair(from + (p0 + p) * plane);
+              all = false;
+            }
+          if (all) break;
+        }
+#pragma unroll
+        for (int p = 0; p < TOGETHER; ++p)
+          if (p0 + p < SOURCES) {
+            carried[sub][j][0][0] += __uint_as_float(words[p].x & ~1u);
+            carried[sub][j][0][1] += __uint_as_float(words[p].y & ~1u);
+          }
+      }
+    }
+  };
+
+  // the cell's gradients for the thread's units
+  const auto compute = [&](int t, int sub) {
+    if (own_row >= PASS) return;
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const Item& read = item[sub][j];
+      float dx[2][GATES], dr[2][RECURRENT];
+      const bool row_there = is_row(sub, j), first = has_first && row_there, second = first && has_second;
+      const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
+        float to_s[STATES], to_v[MOST(VECTORS)];
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(read.gates[g]), u);
+#pragma unroll
+        for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(read.apart[i]), u);
+        before[0] = half_of(h, u);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s) before[s] = half_of(read.states[s - 1], u);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) d[s] = carried[sub][j][s][u];
+        d[0] += half_of(output, u);
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+        step_backward(x, r, before, v, nullptr, d, dx[u], dr[u], to_s, to_v, nullptr);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) carried[sub][j][s][u] = to_s[s];
+        const bool there = u == 0 ? first : second;  // a sum never takes what the cell makes of nothing
+#pragma unroll
+        for (int g = 0; g < GATES; ++g)
+          if constexpr (BIAS) summed[g][u] += there ? dx[u][g] : 0.f;
+#pragma unroll
+        for (int i = 0; i < APART; ++i)
+          if constexpr (BIAS) summed[GATES + i][u] += there ? dr[u][apart(i)] : 0.f;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) summed[SUMMED - VECTORS + i][u] += there ? to_v[i] : 0.f;
+#pragma unroll
+        for (int g = 0; g < RECURRENT; ++g) dr[u][g] = there ? dr[u][g] : 0.f;
+      }
+#pragma unroll
+      for (int g = 0; g < RECURRENT; ++g) {
+        const unsigned word = narrow_pair(dr[0][g], dr[1][g]);
+        if constexpr (GATHERED > 1) {
+          if (row_there) put(given + ring_at + (sub * ROWS + j * PASS) * PITCH + g * PAIRS, something(word));
+        } else if (ROWS % PASS == 0 || own_row + j * PASS < ROWS) {
+          gradients[(t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + g * PAIRS + pair] = word;
+        }
+      }
+      const int further = sub * ROWS + j * PASS;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g)
+        store_pair(gate_gradients_at + (further * GATES + g) * UNITS, dx[0][g], dx[1][g], first, second);
+#pragma unroll
+      for (int i = 0; i < APART; ++i)
+        store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], first, second);
+      if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
+#pragma unroll
+        for (int back = 0; back < PERIOD; ++back)
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g)
+            put(given + (t - 2 * PERIOD + back) % RING * buffer + further * PITCH + g * PAIRS, NOTHING);
+    }
+  };
+
+  // Loads answer in order: what the next step reads would keep the gradients waiting if it were asked for before.
+  const auto read_on = [&](int t) {
+    if (t + 1 == time) return;
+    gates_at += row_step * GATES * UNITS;
+    apart_at += row_step * APART * UNITS;
+    states_at += row_step * UNITS;
+    y_at += row_step * width;
+    y_gradient_at += row_step * width;
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        load(sub, j, t + 2 == time);
+        if (t + 1 + AHEAD < time && has_first && is_row(sub, j)) {
+          const int further = sub * ROWS + j * PASS;
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
+#pragma unroll
+          for (int i = 0; i < APART; ++i) prefetch(apart_at + AHEAD * row_step * APART * UNITS + (further * APART + i) * UNITS);
+          if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
+          prefetch(y_at + (AHEAD * row_step + further) * width);
+#pragma unroll
+          for (int s = 1; s < STATES; ++s)
+            prefetch(states_at + (s - 1) * state_stride + (AHEAD * row_step + further) * UNITS);
+        }
+      }
+  };
+
+  const auto product = [&](int t, int sub) {
+    if (warp * SHARE >= STRIPS) {  // the same for the whole warp
+      if (sub + 1 == SUBS) read_on(t);
+      return;
+    }
+    const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
+    const unsigned phase = t / 2 % 2;
+#pragma unroll
+    for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
+      float sums[CHAINS][CHUNK][TILES][4] = {};
+      if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d += 2) {
+        if (sub + 1 == SUBS && i0 == 0 && d == DEPTHS / 4 / 2 * 2) read_on(t);
+        uint4 b[TILES];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const unsigned at = columns + (n * 8 * STRIDE + d * 8) * 4;
+          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (d + half < DEPTHS)
+#pragma unroll
+            for (int c = 0; c < CHUNK; ++c)
+              if (i0 + c < SHARE) {
+                const int i = i0 * DEPTHS + (d + half) * min(CHUNK, SHARE - i0) + c;
+                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                          : resident[Weights::resident(i)];
+#pragma unroll
+                for (int n = 0; n < TILES; ++n)
+                  multiply(sums[half % CHAINS][c][n], weight,
+                           right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+              }
+      }
+#pragma unroll
+      for (int c = 0; c < CHUNK; ++c) {
+        const int strip = warp * SHARE + i0 + c, to = (place * STRIPS + strip) * 16 + lane / 4 * 2;
+        if (i0 + c >= SHARE || strip >= STRIPS) break;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          float(&sum)[4] = sums[0][c][n];
+          if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][c][n]);
+          unsigned* const at = putting + (t % 2 ? SOURCES * plane : 0) + (sub * ROWS + n * 8) * SUM_PITCH +
+                               (i0 + c) * 16;
+          const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
+          if (to < UNITS && putting_left > sub * ROWS + n * 8) put_pair(at, word(0), word(2));
+          if (to < UNITS && putting_left > sub * ROWS + n * 8 + 1) put_pair(at + SUM_PITCH, word(1), word(3));
+        }
+      }
+    }
+  };
+
+  const bool wants_initial = a.initial_gradients[0] != nullptr;
+  for (int t = 0; t < time; ++t) {
+    const bool goes_on = t + 1 < time || wants_initial;
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub) {
+      if (t > 0) arrive(t, sub);
+      compute(t, sub);
+      if (GATHERED == 1 && goes_on) {
+        __syncthreads();
+        product(t, sub);
+      }
+    }
+    if (GATHERED > 1 && goes_on) {
+      arrival.look_at(gathered + ring_at, left_of(0), lane);
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub) {
+        const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
+        arrival.settle(from, left_of(sub), lane);
+        arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at, STRIDE, warp, lane);
+        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, left_of(sub + 1), lane);
+        __syncthreads();
+        product(t, sub);
+      }
+    }
+    gate_gradients_at += row_step * GATES * UNITS;
+    apart_gradients_at += row_step * APART * UNITS;
+    ring_at = (t + 1) % RING == 0 ? 0 : ring_at + buffer;
+    if (comes_round && t % PERIOD == 0) fence();
+  }
+
+  if (wants_initial)
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub) {
+      arrive(time, sub);
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const bool first = has_first && is_row(sub, j), second = first && has_second;
+#pragma unroll
+        for (int s = 0; s < STATES; ++s)
+          store_pair(a.initial_gradients[s] + start_of(sub, j), carried[sub][j][s][0], carried[sub][j][s][1], first,
+                     second);
+      }
+    }
+  if constexpr (SUMMED > 0) {  // over the block's sequences, in their order
+    __syncthreads();
+    float* const ended = (float*)memory;  // [PASS, SUMMED, SLICE]
+    if (own_row < PASS)
+#pragma unroll
+      for (int i = 0; i < SUMMED; ++i)
+        *(float2*)(ended + (own_row * SUMMED + i) * SLICE + pair * 2) = {summed[i][0], summed[i][1]};
+    __syncthreads();
+    const long long part = row0 / (SUBS * ROWS);
+    for (int i = threadIdx.x; i < SUMMED * SLICE; i += THREADS) {
+      float sum = 0.f;
+      for (int row = 0; row < PASS; ++row) sum += ended[row * SUMMED * SLICE + i];
+      const int at = rank * SLICE + i % SLICE;
+      if (at < UNITS) a.sums[direction][(part * SUMMED + i / SLICE) * UNITS + at] = sum;
+    }
+  }
+}

@@ -1,0 +1,327 @@
+// All steps of a recurrent layer that one cluster cannot hold, forward, in one launch.
+//
+// BLOCKS blocks own SUBS x ROWS sequences together; block `rank` owns the units from rank x SLICE on, for every gate.
+// Its recurrent weights stay in registers, and past RESIDENT in shared memory.  At each step it takes the states of all
+// units out of L2, multiplies its weights with them, computes the cell for its own units, and puts their new states
+// into L2 for the other blocks (exchange.cu says how).  The SUBS parts of its sequences are taken in turn, so that the
+// states of one travel while another is computed.
+//
+// The product's rows are the block's units times gates, 16 in each strip; warp (group, split) owns SHARE strips and, of
+// the depth, the DEPTHS x 8 words from split x DEPTHS x 8 on.  The partial sums of all splits meet in shared memory.
+// Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
+//
+//   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
+//   shared     the states of one part, partial sums, more weights
+//   global     x in, gates out in its place where they are saved; y, saved states, final states; the ring of states
+//
+// UNITS and the batch may be any number: what lies past them is computed as zero and never written.
+// A block waits for all others that own the same sequences, so the launch must be cooperative.
+
+// @generated
+
+constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, SPLITS = WARPS / GROUPS;
+constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
+constexpr int STRIPS = (RECURRENT * SLICE + 15) / 16, SHARE = (STRIPS + GROUPS - 1) / GROUPS;
+constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
+constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
+constexpr int SUM_STRIDE = STRIPS * 16 + 4;
+constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
+constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
+constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHUNKS = (UNITS + 7) / 8, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
+constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS) == SHARED, "tiling and kernel disagree");
+static_assert(WORDS * 2 >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
+typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2, PITCH, WARPS> States;
+
+struct Arguments {
+  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x; where saved, x + r
+  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Element* bias[2];     // [RECURRENT x UNITS] or null
+  const Element* vectors[2][MOST(VECTORS)];
+  const Element* initial[STATES];  // [directions, batch, UNITS], all or null
+  Element* finals[STATES];         // [directions, batch, UNITS]
+  Element* y;                      // [time, batch, directions x UNITS]
+  Gate* apart[2];                  // [time, batch, APART x UNITS]: r of gates that are not a sum
+  float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
+  long long time, batch;
+  unsigned* ring;  // [directions, RING, batch, PITCH], ones
+  long long first_row, first_direction, directions;
+};
+
+// of row m of the product, the gate, and the unit of the block: a thread that reads a sequence's sums finds its two
+// units' values of two gates side by side, and its neighbour's behind them
+__device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
+  const int section = m / (2 * SLICE), within = m % (2 * SLICE);
+  const bool two = 2 * section + 1 < RECURRENT;
+  gate = 2 * section + (two ? within % 4 / 2 : 0);
+  unit = (two ? within / 4 : within / 2) * 2 + within % 2;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) unsigned memory[];
+  uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
+  unsigned* const states = memory + WEIGHT_WORDS;
+  float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
+  const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
+  const int batch = (int)a.batch, time = (int)a.time;
+  const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
+  const Element* const weights = a.weights[direction];
+
+  // rows 0 to 7 of an operand are a strip's even rows, rows 8 to 15 the odd: a thread has two neighbours
+  uint4 resident[MOST(RESIDENT)];
+#pragma unroll
+  for (int i = 0; i < SHARE * DEPTHS; ++i) {
+    const int m = (group * SHARE + i % SHARE) * 16 + lane / 4 * 2;
+    const int column = ((split * DEPTHS + i / SHARE) * 8 + lane % 4) * 2, next = column + 8;
+    int gate, unit;
+    place_of(m, gate, unit);
+    unit += rank * SLICE;
+    const bool first = m < RECURRENT * SLICE && unit < UNITS, second = first && unit + 1 < UNITS;
+    const Element* const at = weights + ((long long)gate * UNITS + unit) * UNITS;
+    const uint4 word = {load_pair(at + column, first && column < UNITS, first && column + 1 < UNITS),
+                        load_pair(at + UNITS + column, second && column < UNITS, second && column + 1 < UNITS),
+                        load_pair(at + next, first && next < UNITS, first && next + 1 < UNITS),
+                        load_pair(at + UNITS + next, second && next < UNITS, second && next + 1 < UNITS)};
+    if (Weights::streamed(i))
+      streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
+    else
+      resident[Weights::resident(i)] = word;
+  }
+  for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
+  __syncthreads();
+
+  const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
+  const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
+  const int own_left = has_first ? batch - row0 - own_row : 0, left = batch - row0 - warp;
+  const auto is_there = [&](int sub, int j) {
+    return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
+  };
+  float bias[RECURRENT][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
+#pragma unroll
+  for (int g = 0; g < RECURRENT; ++g) {
+    const Element* const at = a.bias[direction] + g * UNITS + unit;
+    bias[g][0] = a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+    bias[g][1] = a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+  }
+#pragma unroll
+  for (int v = 0; v < VECTORS; ++v) {
+    vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
+    vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
+  }
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.initial[s] != nullptr && is_there(sub, j);
+        const long long at = ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
+        const float2 value = wide_pair(load_pair(a.initial[s] + at, given, given && has_second));
+        state[sub][j][s][0] = value.x;
+        state[sub][j][s][1] = value.y;
+      }
+
+  const long long width = a.directions * UNITS, state_stride = a.time * batch * UNITS;
+  const long long row_step = direction == 0 ? batch : -batch, begin = direction == 0 ? 0 : (a.time - 1) * batch;
+  const long long first = begin + row0 + own_row;  // in tensors of [time, batch]
+  Gate* gates_at = a.gates[direction] + first * GATES * UNITS + unit;
+  Element* y_at = a.y + first * width + direction * UNITS + unit;
+  Gate* apart_at = a.apart[direction] + first * APART * UNITS + unit;
+  float* states_at = a.states[direction] + first * UNITS + unit;
+
+  // the ring: what this thread reads and writes; the places of the step before, which is read, and of this step
+  const long long buffer = (long long)batch * PITCH;
+  unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
+  const unsigned *first_seen = ring + (long long)warp * PITCH + lane * 4, *seen = first_seen;
+  unsigned* sent = ring + (long long)own_row * PITCH + unit / 2;
+  long long sent_at = 0;
+  const bool comes_round = time > RING;
+  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+    return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
+  };
+  States arrival;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
+  int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
+  int partial_from = own_row * SUM_STRIDE + pair * 4;
+  keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
+  keep(weights_at), keep(arrived_at), keep(partial_to), keep(partial_from);
+  const long long ahead = AHEAD * row_step * GATES * UNITS;
+  const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
+
+  // x of a part at step t, whose place is given
+  GatePair x[SUBS][OWN][GATES];
+  const auto read = [&](int sub, int t, const Gate* place, GatePair(&into)[OWN][GATES]) {
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const Gate *const at = place + (sub * ROWS + j * PASS) * GATES * UNITS, *const far = at + ahead;
+      const bool first = is_there(sub, j), second = first && has_second;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) {
+        into[j][g] = load_gates(at + g * UNITS, first, second);
+        if (t + AHEAD < time && first) prefetch(far + g * UNITS);
+      }
+    }
+  };
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub) read(sub, 0, gates_at, x[sub]);
+  for (int t = 0; t < time; ++t) {
+    const unsigned* const seen_next = first_seen + sent_at;
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub) {
+      if (t > 0) {
+        arrival.settle(seen + sub * ROWS * PITCH, left_of(sub), lane);
+        arrival.place(states + arrived_at, STRIDE, warp, lane);
+      } else if (a.initial[0] != nullptr) {
+        const Element* const initial = a.initial[0] + ((long long)direction * batch + row0 + sub * ROWS) * UNITS;
+        for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
+          const int row = i / PITCH, column = i % PITCH * 2;
+          const bool there = row0 + sub * ROWS + row < batch && column < UNITS;
+          states[row * STRIDE + i % PITCH] =
+              load_pair(initial + (long long)row * UNITS + column, there, there && column + 1 < UNITS);
+        }
+      }
+      __syncthreads();
+
+      GatePair next[OWN][GATES];
+      {
+        float sums[CHAINS][SHARE][TILES][4] = {};
+#pragma unroll
+        for (int d = 0; d < DEPTHS; d += 2) {
+          if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
+          uint4 b[TILES];
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const unsigned at = columns + (n * 8 * STRIDE + d * 8) * 4;
+            b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (d + half < DEPTHS)
+#pragma unroll
+              for (int s = 0; s < SHARE; ++s) {
+                const int i = (d + half) * SHARE + s;
+                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                          : resident[Weights::resident(i)];
+#pragma unroll
+                for (int n = 0; n < TILES; ++n)
+                  multiply(sums[half % CHAINS][s][n], weight,
+                           right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+              }
+        }
+#pragma unroll
+        for (int s = 0; s < SHARE; ++s) {
+          if (STRIPS % GROUPS != 0 && group * SHARE + s >= STRIPS) break;
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            float* const to = partial + partial_to + n * 8 * SUM_STRIDE + s * 16;
+            float(&sum)[4] = sums[0][s][n];
+            if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][s][n]);
+            *(float2*)to = {sum[0], sum[2]};
+            *(float2*)(to + SUM_STRIDE) = {sum[1], sum[3]};
+          }
+        }
+      }
+      if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
+        const int after = sub + 1 < SUBS ? sub + 1 : 0;
+        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, left_of(after), lane);
+      }
+      __syncthreads();
+
+      float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES] = {};
+      if (own_row < PASS) {
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+          if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) r[j][0][g] = bias[g][0], r[j][1][g] = bias[g][1];
+#pragma unroll
+          for (int s = 0; s < SPLITS; ++s) {
+            const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
+#pragma unroll
+            for (int g = 0; g < RECURRENT; g += 2) {
+              if (g + 1 < RECURRENT) {
+                const float4 two = *(const float4*)(part + g * SLICE);
+                r[j][0][g] += two.x;
+                r[j][1][g] += two.y;
+                r[j][0][g + 1 < RECURRENT ? g + 1 : g] += two.z;
+                r[j][1][g + 1 < RECURRENT ? g + 1 : g] += two.w;
+              } else {
+                const float2 one = *(const float2*)(part + g * SLICE - pair * 2);
+                r[j][0][g] += one.x;
+                r[j][1][g] += one.y;
+              }
+            }
+          }
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) {
+            const float2 value = wide_gates(x[sub][j][g]);
+            given[j][0][g] = value.x;
+            given[j][1][g] = value.y;
+          }
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float v[MOST(VECTORS)], before[STATES];
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+            step(given[j][u], r[j][u], before, v, nullptr, after[j][u]);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) state[sub][j][s][u] = after[j][u][s];
+          }
+          if (t + 1 < time && is_there(sub, j))
+            put(sent + sent_at + (sub * ROWS + j * PASS) * PITCH,
+                something(narrow_pair(after[j][0][0], has_second ? after[j][1][0] : 0.f)));
+        }
+      }
+
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        if (t + 1 < time)
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) x[sub][j][g] = next[j][g];
+        const bool first = is_there(sub, j), second = first && has_second;
+        const int further = sub * ROWS + j * PASS;
+        store_pair(y_at + further * width, after[j][0][0], after[j][1][0], first, second);
+        if constexpr (SAVED) {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            if (sum_of(g) >= 0)
+              store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g] + r[j][0][sum_of(g)],
+                         given[j][1][g] + r[j][1][sum_of(g)], first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_gates(apart_at + (further * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first, second);
+#pragma unroll
+          for (int s = 1; s < STATES; ++s)
+            store_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, after[j][0][s], after[j][1][s], first,
+                            second);
+        }
+        if (t + 1 == time) {
+          const long long end = ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], first, second);
+        }
+        if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && first) {  // everyone has read these
+#pragma unroll
+          for (int back = 0; back < PERIOD; ++back)
+            put(sent + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH, NOTHING);
+        }
+      }
+    }
+    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, left_of(0), lane);
+    if (comes_round && t % PERIOD == 0) fence();
+    gates_at += row_step * GATES * UNITS;
+    y_at += row_step * width;
+    apart_at += row_step * APART * UNITS;
+    states_at += row_step * UNITS;
+    seen = seen_next;
+    sent_at = (t + 1) % RING == 0 ? 0 : sent_at + buffer;
+  }
+}

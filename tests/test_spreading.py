@@ -1,0 +1,112 @@
+"""The numbers of kernels whose blocks exchange through L2, for every architecture, without a GPU."""
+
+import pytest
+import torch
+
+from cells_for_tests import CELLS
+from whorl.cells import library
+from whorl.engines.cuda import grid, source, spreading, tiling
+from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.prepare import flags, size_of
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import SHARED, Chip, Tile
+
+H200 = Chip((9, 0), 132)
+CHIPS = [Chip(capability, multiprocessors) for capability in SHARED for multiprocessors in (1, 20, 84, 132, 170)]
+KINDS = ("forward", "backward")
+UNITS = {"lstm": (1, 17, 100, 1024, 1500, 2048), "gru": (77, 1025, 2048), "rnn_relu": (3, 640, 3000)}
+SIZES = [size_of(CELLS[name].graph, units, 2) for name, all_units in UNITS.items() for units in all_units]
+
+needs_nvrtc = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chip", CHIPS, ids=str)
+def test_every_tile_fits_the_chip_and_covers_the_layer(chip: Chip, kind: str) -> None:
+    for size in SIZES:
+        for tile in spreading.candidates(size, chip, kind):
+            assert 0 < tile.shared <= chip.shared
+            assert tile.slice % 2 == 0
+            assert tile.blocks <= chip.multiprocessors
+            assert tile.blocks * tile.slice >= size.units
+            # a block whose neighbours all are without units would not wait for anybody
+            assert (tile.sources - 1) * tile.gathered * tile.slice < size.units
+            if kind == "forward":
+                assert tile.gathered == 1
+                assert tile.warps // tile.groups * tile.depths * 16 >= size.units
+            else:
+                assert tile.sources * tile.slice % 16 == 0
+                assert tile.gathered * size.recurrent * tile.slice % 16 == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_choice_is_pure_and_one_of_the_candidates(kind: str) -> None:
+    for size in SIZES:
+        for batch in (1, 20, 300):
+            made = spreading.choose(size, H200, batch, 1, kind)
+            assert made == spreading.choose(size, H200, batch, 1, kind)
+            assert made in list(spreading.candidates(size, H200, kind))
+
+
+def test_the_ring_is_the_kernels() -> None:
+    text = source._text("exchange.cu")
+    assert f"PERIOD = {spreading.PERIOD}, RING = 4 * PERIOD" in text
+
+
+def test_layers_that_a_cluster_holds_stay_there() -> None:
+    for units, kind in ((512, Tile), (1024, Spread)):
+        for way in KINDS:
+            assert type(grid.choose(size_of(library.lstm.graph, units, 2), H200, 32, 1, way, True)) is kind
+
+
+def test_what_does_not_fit_has_no_tile() -> None:
+    size = size_of(library.lstm.graph, 2300, 2)
+    assert all(spreading.choose(size, H200, 1, 1, kind) is None for kind in KINDS)
+    assert not grid.fits(size, H200, "forward", True)
+    assert grid.fits(size._replace(units=1024), H200, "forward", True)
+    assert not grid.fits(size._replace(units=1024), H200, "forward", False)  # with options
+    assert not spreading.fits(size_of(library.lstm.graph, 1024, 2), Chip((8, 6), 20), "forward")
+    assert not spreading.fits(size_of(library.lstm.graph, 1024, 4), H200, "forward")  # the kernels take two bytes
+    assert spreading.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
+    assert not tiling.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
+
+
+FIXED = [
+    ("lstm", 1024, torch.bfloat16, 32), ("lstm", 1500, torch.float16, 20), ("lstm", 2048, torch.bfloat16, 64),
+    ("gru", 1025, torch.bfloat16, 300), ("rnn_relu", 1999, torch.float16, 1),
+]  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name, units, dtype, batch", FIXED, ids=str)
+def test_kernels_compile_without_a_gpu(name: str, units: int, dtype: torch.dtype, batch: int, kind: str) -> None:
+    """Static assertions in the kernel compare the tile's numbers with the kernel's own."""
+    cell = CELLS[name].graph
+    tile = spreading.choose(size_of(cell, units, 2), H200, batch, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", flags(tile))
+    assert source.kernel_name(kind, cell, units, dtype, tile).encode() in code
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100a", "sm_120a"])
+def test_every_architecture_compiles(architecture: str, kind: str) -> None:
+    cell, name = library.lstm.graph, architecture.removeprefix("sm_").removesuffix("a")
+    tile = spreading.choose(size_of(cell, 256, 2), Chip((int(name[:-1]), int(name[-1])), 80), 8, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    cubin(write(cell, 256, torch.bfloat16, tile, True), "kernel", architecture, flags(tile))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tile_that_disagrees_with_its_kernel_does_not_compile(kind: str) -> None:
+    cell = library.lstm.graph
+    tile = spreading.choose(size_of(cell, 1024, 2), H200, 8, 1, kind)
+    wrong = Spread(**{**vars(tile), "shared": tile.shared + 16})
+    write = source.forward if kind == "forward" else source.backward
+    with pytest.raises(Exception, match="tiling and kernel disagree"):
+        cubin(write(cell, 1024, torch.bfloat16, wrong, True), "kernel", "sm_90a", flags(tile))
