@@ -1,11 +1,12 @@
-"""Engine `cpu` beside torch.nn on this processor: in turns, after a check of the numbers, as ratios.
+"""whorl beside torch.nn on this processor: in turns, after a check of the numbers, as ratios.
 
     python benchmarks/cpu.py                 every case, with torch's number of threads
     python benchmarks/cpu.py --out FILE      and the results as JSON
     python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options
 
 Each time is the least of several: wall time, and the processor's time of this thread where one thread runs (what others
-do on the machine then matters less).  A ratio is torch's time over whorl's; above 1 whorl is faster.
+do on the machine then matters less).  A ratio is torch's time over whorl's; above 1 whorl is faster.  The grid runs the
+engine that whorl chooses: `cpu`, or for some LSTMs torch's own kernel.  All else runs `cpu`.
 """
 
 import argparse
@@ -59,10 +60,10 @@ def forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], list[Ten
 
 
 def pair(
-    kind: str, inputs: int, units: int, layers: int = 1, dtype: torch.dtype = torch.float32, **options: Any
+    kind: str, inputs: int, units: int, layers: int = 1, dtype: torch.dtype = torch.float32, engine: str = "cpu"
 ) -> Any:
     theirs = getattr(nn, kind)(inputs, units, layers, dtype=dtype)
-    ours = getattr(whorl, kind)(inputs, units, layers, dtype=dtype, engine="cpu", **options)
+    ours = getattr(whorl, kind)(inputs, units, layers, dtype=dtype, engine=engine)
     ours.load_state_dict(theirs.state_dict(), strict=False)
     return theirs, ours
 
@@ -71,7 +72,7 @@ def grid() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         for kind in ("LSTM", "GRU", "RNN"):
             for layers, batch, steps, units in GRID:
-                theirs, ours = pair(kind, units, units, layers, dtype)
+                theirs, ours = pair(kind, units, units, layers, dtype, engine="auto")
                 x, grad = (torch.randn(steps, batch, units, dtype=dtype) for _ in range(2))
                 calls = [lambda x, layer=layer: layer(x)[0] for layer in (theirs, ours)]
                 name = f"{kind} {str(dtype)[6:]} {(layers, batch, steps, units)}"

@@ -37,8 +37,8 @@ CELLS: dict[str, tuple[Any, tuple[str, ...]]] = {
 STATES = {"LSTM": "hc", "GRU": "h", "RNN": "h", "timed_lstm": "hc", "three_states": "hcn"}
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1, "timed_lstm": 4, "three_states": 2}
 OPTIONS = (
-    "lengths", "mask", "reset", "reset_to", "packed", "shared", "step", "zoneout", "input_dropout", "given", "states",
-    "dropout", "eval", "initial", "recompute", "cell",
+    "lengths", "mask", "reset", "reset_to", "packed", "gate", "shared", "step", "zoneout", "input_dropout", "given",
+    "states", "dropout", "eval", "initial", "recompute", "cell",
 )  # fmt: skip
 
 
@@ -69,8 +69,9 @@ class Drawn:
         torch.manual_seed(self.seed)
         draw = random.Random(self.seed)
         made: dict[str, Any] = dict(num_layers=self.layers, bidirectional=self.directions == 2)
-        if "shared" in self.on or "step" in self.on:
-            made |= dict(recurrent_dropout=0.4, recurrent_dropout_mode="step" if "step" in self.on else "shared")
+        for mode in ("gate", "shared", "step"):
+            if mode in self.on:
+                made |= dict(recurrent_dropout=0.4, recurrent_dropout_mode=mode)
         if "zoneout" in self.on:
             made["zoneout"] = draw.choice([0.3, {"h": 0.4}])
         if "input_dropout" in self.on:
@@ -105,11 +106,11 @@ class Drawn:
             widths = {name: units if place == 0 else 1 for place, name in enumerate(CELLS[self.kind][1])}
             tensors |= {f"inputs {name}": normal(time, batch, width) for name, width in widths.items()}
         if "given" in self.on:
-            step = "step" in self.on
+            lead = [time] if "step" in self.on else [GATES[self.kind]] if "gate" in self.on else []
             for index in range(count):
                 below = self.inputs if index < self.directions else units * self.directions
-                if step or "shared" in self.on:
-                    tensors[f"recurrent_dropout {index}"] = normal(*([time] if step else []), batch, units)
+                if {"gate", "shared", "step"} & self.on:
+                    tensors[f"recurrent_dropout {index}"] = normal(*lead, batch, units)
                 if "input_dropout" in self.on:
                     by_gate = [len(self._gates())] if self.seed % 2 else []
                     tensors[f"input_dropout {index}"] = normal(*by_gate, batch, below)
@@ -132,9 +133,14 @@ class Drawn:
         if "mask" in marks:
             ignored |= ~marks["mask"].unsqueeze(-1)
         for name, tensor in tensors.items():  # nothing of a step that does not count may be seen
-            if tensor.shape[:2] == (time, batch) and not name.startswith("initial") and "reset_to" not in name:
+            if self._by_step(name):
                 tensors[name] = tensor.masked_fill(ignored, torch.nan)
         return tensors, marks
+
+    def _by_step(self, name: str) -> bool:
+        """Whether a tensor has a value for each step."""
+        kind = name.split()[0]
+        return kind in ("x", "inputs", "zoneout_h") or (kind == "recurrent_dropout" and "step" in self.on)
 
     def _gates(self) -> str:
         return {"LSTM": "ifgo", "GRU": "rzn", "RNN": "n", "timed_lstm": "ifgo", "three_states": "abk"}[self.kind]
@@ -168,8 +174,7 @@ class Drawn:
         masks = {name: named(name) for name in ("recurrent_dropout", "input_dropout", "zoneout_h") if named(name)}
         if "packed" in marks:
             masks = {
-                name: [packed(m) if m.shape[:2] == (self.time, self.batch) else m for m in row]
-                for name, row in masks.items()
+                name: [packed(mask) if self._by_step(name) else mask for mask in row] for name, row in masks.items()
             }
         if masks:
             options["dropout_masks"] = masks
@@ -207,10 +212,10 @@ def drawn(seed: int, largest: int = 40, batch: int = 20, time: int = 5, options:
     on = {name for name in options if draw.random() < 0.45}
     if "packed" in on:
         on -= {"lengths", "mask"}
-    if "shared" in on:
+    if "gate" in on:
+        on -= {"shared", "step"}
+    elif "shared" in on:
         on.discard("step")
-    if "given" in on and not on & {"shared", "step"}:
-        on.add("step")  # by gate otherwise
     times = [1, *range(2, time + 1), time]
     return Drawn(
         kind, frozenset(on), draw.randint(1, largest), draw.randint(2, batch), draw.choice(times),

@@ -326,3 +326,18 @@ def test_the_figures_of_the_grid_and_of_the_treebank_are_those_of_their_records(
         assert (tmp_path / name).read_text() == (ROOT / collection.SEEDS / name).read_text(), (
             "benchmarks/seeds_figures.py"
         )
+
+
+@needs_browser
+def test_a_browser_shows_every_committed_table_and_plot_and_asks_for_nothing(tmp_path: Path) -> None:
+    collected = collection.gather(ROOT / collection.SEEDS)
+    collection.save_collection(tmp_path / "page.html", TITLE, collected)
+    dom, console, asked = browse(tmp_path / "page.html", tmp_path)
+    assert (console, asked) == ([], [])
+    assert dom.count("<figure>") == sum(len(figures.plots) for figures in collected)
+    assert dom.count("<table") == sum(1 + len(figures.tables) for figures in collected)
+    programs = {figures.program for figures in collected}
+    assert programs >= {"autoencoder", "classifier", "forecast", "grid", "imdb", "penn_treebank", "recurrent_ppo"}
+    for figures in collected:
+        assert html.escape(figures.where(), quote=False) in dom
+        assert all(html.escape(table.title, quote=False) in dom for table in figures.tables)

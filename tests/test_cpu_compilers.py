@@ -4,19 +4,22 @@
 that is planted must be found.  What a compiler or a machine lacks is skipped, with the reason.
 """
 
+import importlib.util
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+import whorl
 from cells_for_tests import CELLS as CELLS_OF_TESTS
-from test_cpu_engine import CELLS, FORMS, assert_agrees
-from whorl import compiler
+from engine_cases import CELLS, FORMS, assert_agrees
+from whorl import compiler, plan, problem
 from whorl.engines.cpu import build, generate, sweep
 
 DRIVER = Path(__file__).with_name("cpu_driver.cpp")
@@ -137,10 +140,12 @@ def _first(*commands: str) -> str:
     return next((command for command in commands if shutil.which(command)), "")
 
 
+PIPS = f"{shlex.quote(sys.executable)} -m ziglang c++"
 SETS = {
     "GCC, x86-64": ("g++", "-march=x86-64", (torch.float32, torch.bfloat16)),
     "GCC, AVX2": ("g++", "-march=x86-64-v3", (torch.float32, torch.bfloat16)),
     "Clang, AVX2": ("clang++", "-march=x86-64-v3", (torch.float32,)),
+    "Clang of pip": (PIPS, "", (torch.float32,)),
     "Clang, this processor": ("clang++", "", (torch.float64, torch.float32, torch.bfloat16)),
 }
 """A compiler, the flags of an instruction set ("" for those that `build` gives), and dtypes."""
@@ -157,14 +162,16 @@ def test_every_compiler_and_instruction_set_gives_the_same(
         pytest.skip(f"{flags} is of x86-64, this is {platform.machine()}")
     if "v3" in flags and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("this processor has no AVX2")
-    if not shutil.which(command):
+    if command == PIPS and not importlib.util.find_spec("ziglang"):
+        pytest.skip("the package ziglang is not installed: type `pip install ziglang`")
+    if command != PIPS and not shutil.which(command):
         pytest.skip(f"no {command} on the PATH")
     compiled_by(command, flags)
     if flags:
         assert flags in " ".join(build.flags(""))
     for cell in ("lstm", "gru", "layer_norm_lstm", "four_states", "odd_ends"):
         for form in ("two layers", "reset", "mask and lengths", "recurrent dropout by gate", "a panel and one"):
-            assert_agrees(CELLS[cell], FORMS[form], dtype)
+            assert_agrees("cpu", CELLS[cell], FORMS[form], dtype)
 
 
 @pytest.mark.parametrize("bits", [32, 16, 64])
@@ -179,3 +186,60 @@ def test_the_kernels_compile_for_arm(bits: int, tmp_path: Path) -> None:
     if emulator:
         done = subprocess.run([emulator, str(program)], capture_output=True, text=True, timeout=600)
         assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr
+
+
+# --- a compiler that is there and fails -------------------------------------------------------------------------------
+
+BROKEN = {
+    "does not start": ("exit 3", "does not start"),
+    "has no linker": (
+        '[ "$1" = --version ] && echo fake 1.0 && exit; echo "ld: not found" >&2; exit 1',
+        "ld: not found",
+    ),
+    "makes what cannot be loaded": (
+        '[ "$1" = --version ] && echo fake 1.1 && exit; while [ "$1" != -o ]; do shift; done; echo no library > "$2"',
+        "cannot be loaded",
+    ),
+}
+
+
+@pytest.fixture
+def broken(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, str]]:
+    """CXX names a compiler that fails; gives its command, and what it says."""
+    script, says = BROKEN[request.param]
+    command = tmp_path / "broken-c++"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o700)
+    caches = (problem._device, plan.plan, build._version, build.fault, sweep.kernel, sweep._loop)
+    monkeypatch.setenv("CXX", str(command))
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_SECONDS", 20)
+    for cached in caches:
+        cached.cache_clear()
+    whorl.settings.cache = tmp_path / "cache"
+    yield str(command), says
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the compilers of this test are shell scripts")
+@pytest.mark.parametrize("broken", BROKEN, indirect=True)
+def test_a_compiler_that_fails_is_a_reason_and_what_runs_instead_is_said(broken: tuple[str, str]) -> None:
+    command, says = broken
+    layer, x = whorl.GRU(5, 7), torch.randn(6, 3, 5)
+    plan._announced.clear()
+    made = layer.plan(x)
+    assert made.engine == "reference"
+    (reason,) = next(refusal.reasons for refusal in made.refusals if refusal.engine == "cpu")
+    assert reason.startswith("the C++ compiler makes no kernels here: ")
+    assert says in reason
+    with pytest.warns(whorl.SlowWarning, match="the C\\+\\+ compiler makes no kernels here"):
+        layer(x)
+    assert says in repr(layer.stepper(3))
+    layer.engine = "cpu"
+    with pytest.raises(whorl.UnsupportedError, match="makes no kernels here"):
+        layer(x)
+    assert command in problem._device("cpu", None, True).compiler

@@ -1,12 +1,7 @@
 """Files of Keras 2 and of CuDNN layers, and the names of Keras 2 (torch backend); keras2/make.py made the files."""
 
-import json
 import shutil
-import sys
-import types
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +20,18 @@ FILES = Path(__file__).parent / "keras2"
 OUTPUTS = np.load(FILES / "outputs.npz")
 
 
-@pytest.mark.parametrize("file, given", [("plain.h5", "tokens"), ("plain.keras", "tokens"), ("cudnn.h5", "x")])
-def test_a_model_of_keras_2_predicts_what_it_did(file: str, given: str, tmp_path: Path) -> None:
-    model = whorl.keras.load_model(FILES / file)
-    wanted = OUTPUTS[file.split(".")[0]]
+@pytest.mark.parametrize(
+    "name, given, layers",
+    [("plain", "tokens", 6), ("cudnn", "x", 5), ("mixed", "x4", 3)],
+    ids=["plain", "cudnn", "mixed"],
+)
+@pytest.mark.parametrize("kind", ["h5", "keras"])
+def test_a_model_of_keras_2_predicts_what_it_did(name: str, given: str, layers: int, kind: str, tmp_path: Path) -> None:
+    model = whorl.keras.load_model(FILES / f"{name}.{kind}")
+    wanted = OUTPUTS[name]
     np.testing.assert_allclose(model.predict(OUTPUTS[given], verbose=0), wanted, rtol=1e-5, atol=1e-6)
     recurrent = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN)]
-    assert len(recurrent) >= 5
+    assert len(recurrent) == layers
     assert all(type(layer).__module__.startswith("whorl") for layer in recurrent)
     model.save(tmp_path / "new.keras")  # which Keras 3 reads, hard_sigmoid of Keras 2 included
     again = keras.models.load_model(tmp_path / "new.keras")
@@ -40,7 +40,7 @@ def test_a_model_of_keras_2_predicts_what_it_did(file: str, given: str, tmp_path
 
 def test_keras_cannot_read_them() -> None:
     """If it can, there is less to do here."""
-    for file in ("plain.h5", "cudnn.h5", "plain.keras"):
+    for file in ("plain.h5", "cudnn.h5", "plain.keras", "cudnn.keras"):
         with pytest.raises((TypeError, ValueError)):
             keras.models.load_model(FILES / file)
 
@@ -65,18 +65,14 @@ def test_what_keras_3_cannot_be_is_refused(tmp_path: Path) -> None:
         modern({"class_name": "LSTM", "config": {"name": "rnn", "time_major": True}})
     with pytest.raises(whorl.InputError, match="is no file"):
         whorl.keras.load_model(tmp_path / "nothing.h5")
-    with zipfile.ZipFile(tmp_path / "cudnn.keras", "w") as file:
-        file.writestr("metadata.json", json.dumps({"keras_version": "2.15.0"}))
-        file.writestr("config.json", json.dumps({"config": {"layers": [{"class_name": "CuDNNGRU", "config": {}}]}}))
-    with pytest.raises(whorl.InputError, match="CuDNN layers in a .keras file"):
-        whorl.keras.load_model(tmp_path / "cudnn.keras")
 
 
-def test_the_file_itself_is_left_as_it_is(tmp_path: Path) -> None:
-    copy = tmp_path / "cudnn.h5"
-    shutil.copyfile(FILES / "cudnn.h5", copy)
+@pytest.mark.parametrize("name", ["cudnn.h5", "cudnn.keras"])
+def test_the_file_itself_is_left_as_it_is(name: str, tmp_path: Path) -> None:
+    copy = tmp_path / name
+    shutil.copyfile(FILES / name, copy)
     whorl.keras.load_model(copy)
-    assert copy.read_bytes() == (FILES / "cudnn.h5").read_bytes()
+    assert copy.read_bytes() == (FILES / name).read_bytes()
 
 
 def test_hard_sigmoid_of_keras_2() -> None:
@@ -104,34 +100,3 @@ def test_names_of_keras_2() -> None:
     assert type(whorl.keras.CuDNNGRU(4, stateful=True)) is whorl.keras.GRU
     with pytest.raises(whorl.InputError, match="time_major"):
         whorl.keras.CuDNNGRU(4, time_major=True)
-
-
-LISTING = """
-import numpy as np
-import tensorflow as tf
-from whorl import keras
-
-seq_length = 20
-embedding_dim = 100
-num_units = 128
-input_shape = (seq_length, embedding_dim)
-x = np.random.rand(1, seq_length, embedding_dim).astype(np.float32)
-if KIND == "CuDNNLSTM" and not tf.config.list_physical_devices("GPU"):
-    raise SystemExit
-model = keras.Sequential([
-    keras.layers.Input(shape=input_shape),
-    getattr(keras.layers, KIND)(units=num_units),
-    keras.layers.Dense(1, activation="sigmoid"),
-])
-model.compile(optimizer="adam", loss="binary_crossentropy")
-model.fit(x, np.array([0]), verbose=0)
-"""
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "CuDNNLSTM"])
-def test_a_program_of_keras_2_runs_with_one_changed_import(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = types.SimpleNamespace(list_physical_devices=lambda kind: [kind])
-    monkeypatch.setitem(sys.modules, "tensorflow", types.SimpleNamespace(config=devices))
-    names: dict[str, Any] = {"KIND": kind}
-    exec(LISTING, names)
-    assert isinstance(names["model"].layers[0], names["keras"].layers.CuDNNLSTM)

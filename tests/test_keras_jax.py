@@ -11,10 +11,24 @@ pytest.importorskip("keras")
 pytest.importorskip("jax")
 
 
-def test_keras_on_jax() -> None:
+def run(platform: str) -> None:
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent / "src"), str(here)])
-    environment = os.environ | {"WHORL_TEST_KERAS": "jax", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    environment = os.environ | {
+        "WHORL_TEST_KERAS": "jax",
+        "JAX_PLATFORMS": platform,
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch needs memory too
+        "PYTHONPATH": os.pathsep.join([str(here.parent / "src"), str(here)]),
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "keras_on_jax.py")]
     done = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_keras_on_jax() -> None:
+    run("cpu")
+
+
+@pytest.mark.gpu
+def test_keras_on_jax_on_a_gpu() -> None:
+    run("cuda")

@@ -67,16 +67,6 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
     ),
     ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
-    (
-        "persistent",
-        {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn",)},
-        "recurrent dropout has a mask for each gate, these kernels take one for all",
-    ),
-    (
-        "persistent",
-        {"extras": ("dropout_masks",)},
-        "masks are given, which may be by gate: these kernels take them in the other modes",
-    ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
@@ -171,7 +161,7 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
-    ("persistent", {"form": replace(RNN, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
+    ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
     (
         "persistent",
         {
@@ -288,12 +278,34 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
         ("persistent", 1),
         ("cudnn", 1),
         ("stepwise", 1),
-        ("onednn", 4),
         ("cpu", 2),
+        ("onednn", 4),
     ]
-    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn", "stepwise"]
+    assert [refusal.engine for refusal in decide(PLAIN).refusals] == ["persistent", "cudnn", "stepwise", "cpu"]
     assert decide(ON["persistent"]).refusals == ()
     assert decide(ON["cudnn"], "reference").refusals == ()
+
+
+@pytest.mark.parametrize(
+    "dtype, batch, units, trained",
+    [
+        (torch.float32, 32, 128, "onednn"), (torch.float32, 32, 512, "onednn"), (torch.float32, 1, 512, "cpu"),
+        (torch.float32, 128, 512, "cpu"), (torch.float32, 20, 513, "cpu"), (torch.bfloat16, 1, 128, "onednn"),
+        (torch.bfloat16, 32, 512, "cpu"), (torch.bfloat16, 20, 511, "onednn"),
+    ],
+)  # fmt: skip
+def test_the_lstm_of_a_cpu_trains_on_the_engine_that_was_measured_to_be_faster(
+    dtype: torch.dtype, batch: int, units: int, trained: str
+) -> None:
+    device = replace(CPU, bfloat16=True, compiler="c++")
+    asked = replace(PLAIN, form=replace(LSTM, units=units), dtype=dtype, batch=batch, device=device, gradient=True)
+    assert decide(asked).engine == trained
+    inference = decide(replace(asked, gradient=False))
+    assert inference.engine == "onednn"
+    assert "inference of" in str(inference.refusals[-1])
+    assert decide(asked, "cpu").engine == "cpu"
+    assert decide(replace(asked, packed=True)).engine == "cpu"
+    assert decide(replace(asked, device=replace(device, compiler=""))).engine == "onednn"
 
 
 def test_a_named_engine_runs_or_raises_with_every_reason() -> None:

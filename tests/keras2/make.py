@@ -36,6 +36,18 @@ def recurrent(lstm, gru):
     )
 
 
+def mixed(lstm, gru):
+    return keras.Sequential(
+        [
+            layers.Input((2, 5, 3)),
+            layers.TimeDistributed(keras.Sequential([layers.Input((5, 3)), gru(4)], name="inside"), name="each"),
+            layers.LSTM(3, return_sequences=True, name="modern"),
+            lstm(2, name="old"),
+            layers.Dense(2, name="dense"),
+        ]
+    )
+
+
 def randomise(model):
     generator = np.random.default_rng(0)
     model.set_weights([generator.standard_normal(weight.shape) * 0.5 for weight in model.get_weights()])
@@ -50,12 +62,15 @@ def main():
     model.save(os.path.join(HERE, "plain.h5"))
     model.save(os.path.join(HERE, "plain.keras"))
 
-    cudnn = recurrent(CuDNNLSTM, CuDNNGRU)  # runs on a GPU alone: its outputs are those of what Keras 2 makes of it
-    randomise(cudnn)
-    cudnn.save(os.path.join(HERE, "cudnn.h5"))
-    model = recurrent(layers.LSTM, layers.GRU)
-    model.load_weights(os.path.join(HERE, "cudnn.h5"))
-    found["cudnn"] = model.predict(found["x"], verbose=0)
+    found["x4"] = np.random.default_rng(3).random((3, 2, 5, 3))
+    for name, build, given in (("cudnn", recurrent, "x"), ("mixed", mixed, "x4")):
+        cudnn = build(CuDNNLSTM, CuDNNGRU)  # runs on a GPU alone: its outputs are those of what Keras 2 makes of it
+        randomise(cudnn)
+        cudnn.save(os.path.join(HERE, f"{name}.h5"))
+        cudnn.save(os.path.join(HERE, f"{name}.keras"))
+        model = build(layers.LSTM, layers.GRU)
+        model.load_weights(os.path.join(HERE, f"{name}.h5"))
+        found[name] = model.predict(found[given], verbose=0)
     np.savez(os.path.join(HERE, "outputs.npz"), **found)
 
 

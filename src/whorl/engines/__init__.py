@@ -8,5 +8,5 @@ from whorl.engines.native import CuDNN, OneDNN
 from whorl.engines.reference import Reference
 
 ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (Persistent(), CuDNN(), Stepwise(), OneDNN(), CPU(), Reference())
+    engine.name: engine for engine in (Persistent(), CuDNN(), Stepwise(), CPU(), OneDNN(), Reference())
 }

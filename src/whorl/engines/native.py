@@ -71,7 +71,7 @@ class OneDNN(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         problem, form = plan.problem, plan.problem.form
-        starts = _by_layer(_states_or_zeros(problem, call))
+        starts = _starts(problem, call)
         x, ends, workspaces, inner = call.x, [], [], []
         per_layer = split(form, call.weights)
         # The operator keeps what backward reads only where grad mode is on.  Where it was off, the gradient is whorl's
@@ -79,7 +79,8 @@ class OneDNN(Engine):
         recorded = torch.is_grad_enabled()
         keep = problem.gradient and not recorded
         beside = nullcontext() if recorded else torch._C._AutoDispatchBelowAutograd()
-        with torch.set_grad_enabled(problem.gradient), beside:
+        mode = nullcontext() if recorded == problem.gradient else torch.set_grad_enabled(problem.gradient)
+        with mode, beside:
             for layer in range(form.layers):
                 x = x.contiguous()
                 outs = []
@@ -96,13 +97,16 @@ class OneDNN(Engine):
                 y = _concatenated(outs)
                 inner += [as_bytes(out) for out in outs] if keep and not _is_output(form, layer) else []
                 x = _with_dropout(y, call, layer)
-        finals = tuple(torch.stack(state) for state in zip(*ends, strict=True))
+        if len(ends) == 1 and not problem.gradient:
+            finals = tuple([state.unsqueeze(0) for state in ends[0]])
+        else:
+            finals = tuple(torch.stack(state) for state in zip(*ends, strict=True))
         return Outcome(y, finals, (*workspaces, *inner))
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         problem, form = plan.problem, plan.problem.form
         count = form.layers * form.directions
-        starts = _by_layer(_states_or_zeros(problem, call))
+        starts = _starts(problem, call)
         per_layer = split(form, call.weights)
         kept, inner = saved[: 2 * count], saved[2 * count :]
         shape = (problem.time, problem.batch, form.units)
@@ -150,9 +154,14 @@ class OneDNN(Engine):
         return [grad_y, *to_states, *join(grad_weights), *grad_dropout]
 
 
-def _by_layer(states: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The states of each layer and direction, from [layers x directions, batch, width] of each state."""
-    return list(zip(*(state.unbind(0) for state in states), strict=True))
+def _starts(problem: Problem, call: Call) -> list[tuple[Tensor, ...]]:
+    """The initial states of each layer and direction; the same zeros for all where none are given."""
+    form = problem.form
+    if call.states:
+        states = _states_or_zeros(problem, call)
+        return list(zip(*(state.unbind(0) for state in states), strict=True))
+    zeros = call.x.new_zeros(problem.batch, form.units, dtype=problem.dtype)
+    return [(zeros,) * len(form.cell.states)] * (form.layers * form.directions)
 
 
 def _is_output(form: Form, layer: int) -> bool:

@@ -4,11 +4,13 @@ import json
 import shutil
 import tempfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import h5py
 import keras
+from keras.src.utils.naming import to_snake_case
 
 from whorl.errors import InputError
 from whorl.keras.adoption import accelerate
@@ -84,11 +86,13 @@ def _archive_of_keras_2(path: Path, folder: Path) -> Path | None:
             return None
         made = folder / "model.keras"
         config = json.loads(old.read("config.json"))
-        if any(_finds(config, name) for name in _CUDNN):
-            raise InputError(f"{path.name} has CuDNN layers in a .keras file of Keras 2: save it as .h5 there.")
+        weights = Path(old.extract("model.weights.h5", folder))
+        with h5py.File(weights, "r+") as file:
+            _convert_part(file, config)
+        changed = {"config.json": json.dumps(modern(config)).encode(), weights.name: weights.read_bytes()}
         with zipfile.ZipFile(made, "w") as new:
             for name in old.namelist():
-                new.writestr(name, json.dumps(modern(config)) if name == "config.json" else old.read(name))
+                new.writestr(name, changed.get(name) or old.read(name))
     return made
 
 
@@ -98,12 +102,6 @@ def _is_old(version: str) -> bool:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _finds(config: Any, name: str) -> bool:
-    if isinstance(config, dict):
-        return config.get("class_name") == name or any(_finds(part, name) for part in config.values())
-    return isinstance(config, list) and any(_finds(part, name) for part in config)
 
 
 def modern(config: Any) -> Any:
@@ -179,3 +177,38 @@ def _convert_cudnn(group: Any, kernels: list[str]) -> None:
         for part, value in zip(names, from_cudnn_keras(*weights), strict=True):
             del group[part]
             group[part] = value
+
+
+def _convert_part(group: Any, config: dict[str, Any]) -> None:
+    """The weights of a model, or of a layer, in a `.keras` file, in place.
+
+    A layer lies under its class, with the number of those before it; a modern recurrent layer has them in its cell.
+    """
+    inner = config["config"]
+    if config["class_name"] in _CUDNN and len(group["vars"]):  # none in the layer that Bidirectional was made from
+        weights = from_cudnn_keras(*(group["vars"][str(place)][()] for place in range(3)))
+        del group["vars"]
+        for place, value in enumerate(weights):
+            group[f"cell/vars/{place}"] = value
+    for name in ("layer", "forward_layer", "backward_layer"):  # a wrapper's
+        if name in group:
+            _convert_part(group[name], inner.get(name) or inner["layer"])
+    if "layers" not in inner or "layers" not in group:
+        return
+    old, before, after = group["layers"], Counter[str](), Counter[str]()
+    new = group.create_group("modern")
+    for layer in inner["layers"]:
+        kind = layer["class_name"]
+        name, its = _numbered(kind, before), _numbered(_CUDNN.get(kind, kind), after)
+        if name in old:
+            _convert_part(old[name], layer)
+            new.move(f"/{old[name].name.lstrip('/')}", its)
+    del group["layers"]
+    group.move("modern", "layers")
+
+
+def _numbered(kind: str, seen: Counter[str]) -> str:
+    """The name that Keras gives the next part of this class."""
+    name = to_snake_case(kind)
+    seen[name] += 1
+    return name if seen[name] == 1 else f"{name}_{seen[name] - 1}"

@@ -38,13 +38,23 @@ class Recurrent:
 
     engine: str = "auto"
     """ "auto" for the fastest that can run a call, or the name of the engine that is to run and no other."""
+    _batch: int | None = None
 
     def __init__(self, *args: Any, engine: str = "auto", **kwargs: Any) -> None:
+        batch, *shape = kwargs.pop("batch_input_shape", (None,))  # of Keras 2; Keras 3 kept `input_shape` alone
+        if shape:
+            kwargs["input_shape"] = tuple(shape)
         super().__init__(*args, **kwargs)
+        self._batch = batch
         if check_engine(engine) != "auto":
             if self.engine not in ("auto", engine):
                 raise InputError(f"engine is {engine!r} and use_cudnn is True: leave one of them out.")
             self.engine = engine
+
+    def build(self, sequences_shape: Any, *rest: Any) -> None:
+        """Makes the weights, and where it is stateful the states, for an input [batch, time, features]."""
+        batch, *shape = sequences_shape
+        super().build((self._batch if batch is None else batch, *shape), *rest)  # type: ignore[misc]
 
     @loops.of_whorl
     def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:

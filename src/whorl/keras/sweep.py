@@ -4,7 +4,7 @@ Plain values say what is to be done, and tensors lie as Keras lays them out: so 
 directly and other backends through a callback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +16,9 @@ from whorl.errors import InputError, UnsupportedError
 from whorl.functional import planned, recurrent
 from whorl.problem import Call, Form, Plan
 from whorl.weights import NATIVE_MODES, from_keras, reordered
+
+Run = Callable[[str, Call, str], tuple[Tensor, ...]]
+"""What `recurrent` is: (form, call, engine) to the output and each final state."""
 
 
 class Part(NamedTuple):
@@ -68,6 +71,7 @@ def sweep(
     go_backwards: bool = False,
     zero_output: bool = False,
     notes: list[Plan] | None = None,
+    run: Run = recurrent,
 ) -> Swept:
     """Cells one upon the other over a whole sequence.
 
@@ -77,6 +81,7 @@ def sweep(
         go_backwards: from the last step to the first; outputs stay in that order.
         zero_output: where a step does not count the output is zero instead.
         notes: gets the plan of each cell, where it is given.
+        run: what runs each cell.
     """
     for place, (cell, own) in enumerate(zip(parts, tensors, strict=True)):
         check(cell, x, own, mask, first=place == 0)
@@ -90,7 +95,7 @@ def sweep(
     states = []
     for cell, own in zip(parts, tensors, strict=True):
         y = y.to(own.weights[0].dtype)  # cells may compute in different ones
-        y, finals = _run(cell, cell.form, y, [own], valid, notes)
+        y, finals = _run(cell, cell.form, y, [own], valid, notes, run)
         states.append(tuple([final[0] for final in finals]))
     if zero_output and valid is not None:
         y = torch.where(valid.unsqueeze(-1), y, 0.0)
@@ -105,6 +110,7 @@ def both_ways(
     mask: Tensor | None = None,
     zero_output: bool = False,
     notes: list[Plan] | None = None,
+    run: Run = recurrent,
 ) -> tuple[Swept, Swept]:
     """A cell over a sequence in both directions at once, which an engine may run side by side.
 
@@ -116,7 +122,7 @@ def both_ways(
     if x.is_meta:
         return _shapes([cell], x), _shapes([cell], x)
     valid = None if mask is None else mask.to(torch.bool).t()
-    y, finals = _run(cell, _two_directions(cell.form), x.transpose(0, 1), [forward, backward], valid, notes)
+    y, finals = _run(cell, _two_directions(cell.form), x.transpose(0, 1), [forward, backward], valid, notes, run)
     if zero_output and valid is not None:
         y = torch.where(valid.unsqueeze(-1), y, 0.0)
     there, back = y.chunk(2, -1)
@@ -126,8 +132,9 @@ def both_ways(
 
 
 def _run(
-    cell: Part, form: str, x: Tensor, directions: Sequence[Tensors], valid: Tensor | None, notes: list[Plan] | None
-) -> tuple[Tensor, list[Tensor]]:
+    cell: Part, form: str, x: Tensor, directions: Sequence[Tensors], valid: Tensor | None, notes: list[Plan] | None,
+    run: Run,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Outputs [time, batch, directions x units], and final states [directions, batch, units]."""
     states = tuple([torch.stack(state) for state in zip(*(own.states for own in directions), strict=True)])
     weights = tuple([weight for own in directions for weight in _weights(cell.kind, own.weights)])
@@ -145,7 +152,7 @@ def _run(
         return _exported(form, call)
     if notes is not None:
         notes.append(planned(form, call, cell.engine))
-    y, *finals = recurrent(form, call, cell.engine)
+    y, *finals = run(form, call, cell.engine)
     return y, finals
 
 

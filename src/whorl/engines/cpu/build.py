@@ -27,6 +27,7 @@ _FLAGS = "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fPIC -shared -pthre
 # For this processor: vectors as wide as it has.  Without -ffast-math, which takes NaN and infinity away.
 _NATIVE = {"x86_64": "-march=native -mprefer-vector-width=512", "AMD64": "-march=native -mprefer-vector-width=512"}
 _SECONDS = 300
+_KERNELS, _PROBE = Path(__file__).with_name("kernels"), ("types.cpp", "probe.cpp")
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL] = {}
 
@@ -39,15 +40,36 @@ def load(name: str, source: str, defines: str) -> ctypes.CDLL:
         defines: further flags.
 
     Raises:
-        CompileError: the compiler fails, or the folder of kernels is another user's.
+        CompileError: the compiler fails, the folder of kernels is another user's, or nothing can be loaded from it.
     """
     key = _key(source, defines)
     with _lock:
         if key not in _loaded:
             folder = _folder()
             path = _kept(folder, key) or _build(folder, key, name, source, defines)
-            _loaded[key] = ctypes.CDLL(str(path))
+            try:
+                _loaded[key] = ctypes.CDLL(str(path))
+            except OSError as error:  # built, and not to be run from there: a disk mounted with noexec
+                raise CompileError(
+                    f"{name} was compiled and cannot be loaded ({error}): set WHORL_CACHE to a folder on a disk from "
+                    "which programs run."
+                ) from None
     return _loaded[key]
+
+
+@lru_cache(maxsize=1)
+def fault() -> str:
+    """Why the compiler that is found makes no kernels on this machine, in one line; "" where it does.
+
+    Compiles a few lines at the first call, whose library is kept like any other.
+    """
+    text = "\n".join((_KERNELS / name).read_text(encoding="utf-8") for name in _PROBE)
+    try:
+        load("a first few lines", text, "-DWHORL_DTYPE=32")
+    except CompileError as error:
+        words = " ".join(str(error).split())
+        return words if len(words) < 600 else f"{words[:500]} ...: name another in CXX, or {compiler.remedy()}"
+    return ""
 
 
 def flags(defines: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""The input product of all steps of a layer and direction behind a mask of input dropout, and its gradients."""
+"""What enters the products of whole matrices by cuBLAS: the input product of all steps, and gradients of weights."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +24,12 @@ class Dropped:
 
     Args:
         mask: float32 [batch, inputs], or [gates, batch, inputs] where each gate has one.
+        given: it was not drawn, and has a gradient.
         tf32: float32 is multiplied in TF32.
     """
 
-    def __init__(self, mask: Tensor, options: Options, tf32: bool) -> None:
-        self._mask, self._options, self._tf32 = mask, options, tf32
+    def __init__(self, mask: Tensor, options: Options, given: bool, tf32: bool) -> None:
+        self._mask, self._options, self._given, self._tf32 = mask, options, given, tf32
 
     def projected(self, x: Tensor, weight: Tensor, wide: bool) -> Tensor:
         """x of every gate at every step, [rows, gates x units], in float32 where `wide`."""
@@ -36,22 +39,26 @@ class Dropped:
         gates = zip(entered, weight.split(self._options.form.units), strict=True)
         return torch.cat([product(part, w.t(), tf32=self._tf32, wide=wide) for part, w in gates], -1)
 
-    def gradients(self, to_gates: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x [rows, inputs], of the weight, and of the mask."""
+    def gradients(self, to_gates: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of x [rows, inputs], of the weight, and of the mask where it is given."""
         entered, units = self._entered(x), self._options.form.units
         if entered.dim() == x.dim():
-            to_entered = product(to_gates, weight, tf32=self._tf32)
+            to_entered = self._product(to_gates, weight)
             to_weight = product(to_gates.t(), entered, tf32=self._tf32)
         else:
             gates = to_gates.split(units, 1)
             pairs = zip(gates, weight.split(units), strict=True)
-            to_entered = torch.stack([product(part, w, tf32=self._tf32) for part, w in pairs])
+            to_entered = torch.stack([self._product(part, w) for part, w in pairs])
             pairs = zip(gates, entered, strict=True)
             to_weight = torch.cat([product(part.t(), each, tf32=self._tf32) for part, each in pairs])
-        to_x, to_mask = to_entered * self._by_row(x), to_entered.float() * x
-        if to_x.dim() > x.dim():
-            to_x = to_x.sum(0)
-        return to_x.reshape(x.shape).to(x.dtype), to_weight, self._by_sequence(to_mask)
+        to_x = to_entered * self._by_row(x)
+        to_x = to_x.sum(0) if to_x.dim() > x.dim() else to_x
+        to_mask = _by_sequence(to_entered * x, self._options) if self._given else None
+        return to_x.to(x.dtype), to_weight, to_mask
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """In float32 for the gradient of a mask: a sum over the steps, which may cancel."""
+        return product(a, b, tf32=self._tf32, wide=self._given)
 
     def _entered(self, x: Tensor) -> Tensor:
         return (x * self._by_row(x)).to(x.dtype)
@@ -64,10 +71,44 @@ class Dropped:
         each = mask.unsqueeze(-3).expand(*mask.shape[:-2], options.time, *mask.shape[-2:])
         return each.reshape(*mask.shape[:-2], *x.shape)
 
-    def _by_sequence(self, rows: Tensor) -> Tensor:
-        """The sum over the steps, [..., batch, inputs]."""
-        options = self._options
-        if options.sequences is None:
-            return rows.unflatten(-2, (options.time, options.batch)).sum(-3)
-        made = rows.new_zeros(*rows.shape[:-2], options.batch, rows.shape[-1])
-        return made.index_add_(-2, options.sequences, rows)
+
+class ByGate:
+    """What entered the recurrent product of each gate, behind a mask of its own that is held over all steps.
+
+    Args:
+        mask: float32 [recurrent gates, batch, units].
+        before: the first state before each step, [rows, units].
+    """
+
+    def __init__(self, mask: Tensor, before: Tensor, options: Options) -> None:
+        self._mask, self._before, self._options = mask, before, options
+
+    def __getitem__(self, gate: int) -> Tensor:
+        """[rows, units], in the layer's dtype."""
+        options, before = self._options, self._before
+        if options.sequences is not None:
+            return (before * self._mask[gate][options.sequences]).to(before.dtype)
+        steps = before.view(options.time, options.batch, -1)
+        made = torch.mul(steps, self._mask[gate], out=torch.empty_like(steps))
+        return options.cleaned(made).view(before.shape)
+
+    def gradient(self, parts: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Of the mask.
+
+        Args:
+            parts: gradients of r of each recurrent gate, [rows, units].
+            weight: [recurrent gates x units, units].
+        """
+        found = []
+        for part, own in zip(parts, weight.split(self._options.form.units), strict=True):
+            to_operand = product(part, own, wide=True)
+            found.append(_by_sequence(to_operand * self._before, self._options))
+        return torch.stack(found)
+
+
+def _by_sequence(rows: Tensor, options: Options) -> Tensor:
+    """The sum over the steps, [..., batch, features]."""
+    if options.sequences is None:
+        return rows.unflatten(-2, (options.time, options.batch)).sum(-3)
+    made = rows.new_zeros(*rows.shape[:-2], options.batch, rows.shape[-1])
+    return made.index_add_(-2, options.sequences, rows)

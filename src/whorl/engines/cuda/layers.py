@@ -7,12 +7,12 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
-from whorl.engines.cuda.entering import Dropped, projected
+from whorl.engines.cuda.entering import ByGate, Dropped, projected
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
-from whorl.engines.cuda.source import PLAIN, Features
+from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Call, Outcome, Plan, Problem
@@ -27,7 +27,7 @@ class Layers:
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.saving(form.cell)
-        self.blocks = blocks_of(self.saving)
+        self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
         self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
@@ -141,14 +141,17 @@ class Layers:
                 to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
             out = _plain(out)
-            entered: Sequence[Tensor] = ()
+            entered: Sequence[Tensor | ByGate] = ()
             extra: list[int | float] = []
             if found is not None and options is not None:
                 entered = before = self._before(spaces, rows, features)
-                if features.noise:
-                    entered = [x.new_empty(rows, units) for _ in weights]
+                operands = [x.new_empty(rows, units) for _ in weights] if 0 < features.noise < BY_GATE else []
+                if operands:
+                    entered = operands
+                if features.noise >= BY_GATE:
+                    entered = self._by_gate(layer, before, options)
                 if source.has_options(cell, features):
-                    extra = found.argument(layer, features, before, entered if features.noise else (), grad_sequences)
+                    extra = found.argument(layer, features, before, operands, grad_sequences)
             back(
                 stream, x,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
@@ -174,12 +177,15 @@ class Layers:
                 else:
                     to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
                     grad_x = to_x if grad_x is None else grad_x + to_x
-                    assert found is not None
-                    found.of_input(index, to_mask)
+                    if found is not None and to_mask is not None:
+                        found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
                     own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
                     sums[direction], direction == 1,
                 )  # fmt: skip
+                if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
+                    parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
+                    found.of_noise(index, operand.gradient(parts, _hidden(own)))
             assert grad_x is not None
             grad_x = grad_x.view(*call.x.shape[:-1], -1)
             if layer and call.dropout:
@@ -194,9 +200,20 @@ class Layers:
             return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout]
         return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout, *found.results()]
 
+    def _by_gate(self, layer: int, before: Sequence[Tensor], options: Options) -> list[ByGate]:
+        scale, (_, masks) = options.noise_scale(layer), options.noise(layer)
+        return [ByGate(mask * scale, h, options) for mask, h in zip(masks, before, strict=True) if mask is not None]
+
+    def _of_gate(self, to_gates: Tensor, to_apart: Tensor, block: tuple[bool, int, int, int]) -> Tensor:
+        """The part of the gradients of gates that a block of `blocks_of` names."""
+        (apart, first, count, _), units = block, self.form.units
+        matrix = to_apart if apart else to_gates
+        return matrix if count * units == matrix.shape[1] else matrix.narrow(1, first * units, count * units)
+
     def _dropped(self, layer: int, direction: int, options: Options) -> Dropped | None:
         mask = options.input_mask(layer, direction)
-        return None if mask is None else Dropped(mask, options, self.tf32)
+        given = options.given_masks(layer, direction).input is not None
+        return None if mask is None else Dropped(mask, options, given, self.tf32)
 
     def _gates(
         self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None, biased: bool
@@ -214,8 +231,8 @@ class Layers:
         return made
 
     def _weight_gradients(
-        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor, whole: bool, start: Tensor | None, to_gates: Tensor,
-        to_apart: Tensor, sums: Tensor | None, reverse: bool,
+        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
+        to_gates: Tensor, to_apart: Tensor, sums: Tensor | None, reverse: bool,
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
 
@@ -225,13 +242,14 @@ class Layers:
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
         if whole:
-            rest, at, entered = len(hidden), 0, hidden
+            rest, at = len(to_gates), 0
         else:  # the output of the step before it, and the initial state
-            entered = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
+            assert isinstance(hidden, Tensor)
+            hidden = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
         hh = torch.empty_like(_hidden(own))
-        for apart, first, count, into in self.blocks:
-            matrix = to_apart if apart else to_gates
-            part = matrix if count * units == matrix.shape[1] else matrix.narrow(1, first * units, count * units)
+        for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
+            part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
+            entered = hidden[into] if isinstance(hidden, ByGate) else hidden
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
             if rest:
                 product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
@@ -294,8 +312,8 @@ def exact(problem: Problem) -> bool:
     return problem.dtype == torch.float32 and not problem.tf32
 
 
-def blocks_of(saving: source.Saving) -> list[tuple[bool, int, int, int]]:
-    """Where the gradients of the recurrent gates lie, neighbours joined.
+def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, int, int, int]]:
+    """Where the gradients of the recurrent gates lie; with `joined` neighbours as one.
 
     Each is: whether among those that are apart, the first gate there, how many, and the first recurrent gate.
     """
@@ -303,7 +321,7 @@ def blocks_of(saving: source.Saving) -> list[tuple[bool, int, int, int]]:
     for recurrent in range(len(saving.apart) + sum(place >= 0 for place in saving.sums)):
         apart = recurrent in saving.apart
         place = (saving.apart if apart else saving.sums).index(recurrent)
-        if found and found[-1][0] == apart and found[-1][1] + found[-1][2] == place:
+        if joined and found and found[-1][0] == apart and found[-1][1] + found[-1][2] == place:
             found[-1] = (apart, found[-1][1], found[-1][2] + 1, found[-1][3])
         else:
             found.append((apart, place, 1, recurrent))

@@ -8,10 +8,20 @@ from torch import Tensor
 
 from whorl.engines.cuda import source, store
 from whorl.engines.cuda.launch import Kernel, loaded
-from whorl.engines.cuda.source import AT_RANDOM, BY_MASK, BY_SHARE, DRAWN, GIVEN, HELD, Features
+from whorl.engines.cuda.source import (
+    AT_RANDOM,
+    BY_GATE,
+    BY_MASK,
+    BY_SHARE,
+    DRAWN,
+    GIVEN,
+    GIVEN_BY_GATE,
+    HELD,
+    Features,
+)
 from whorl.engines.cuda.tiling import Chip
-from whorl.noise import INPUT, RECURRENT, ZONEOUT, Given, given, tag, threshold
-from whorl.problem import Call, Problem
+from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
+from whorl.problem import Call, Form, Problem
 
 _DRAW, _ORDER = "3Q6q2d", "2Qq"  # the arguments of kernels/draw.cu and kernels/order.cu
 _THREADS = 256
@@ -32,7 +42,7 @@ def expected(problem: Problem) -> Features:
     if form.recurrent_dropout_mode == "step":
         noise = GIVEN if given else DRAWN if drawn and form.recurrent_dropout else 0
     elif given or (drawn and form.recurrent_dropout):
-        noise = HELD
+        noise = (GIVEN_BY_GATE if given else BY_GATE) if is_by_gate(form) else HELD
     zoneout: tuple[int, ...] = (BY_MASK,) * states if given else ()
     if form.zoneout and not given:
         zoneout = tuple([(AT_RANDOM if drawn else BY_SHARE) if p else 0 for p in form.zoneout])
@@ -42,6 +52,11 @@ def expected(problem: Problem) -> Features:
         packed=problem.packed, noise=noise, zoneout=zoneout, sequences=problem.sequences, noise_gradient=given,
         zoneout_gradient=given,
     )  # fmt: skip
+
+
+def is_by_gate(form: Form) -> bool:
+    """Whether the masks of recurrent dropout are one for each gate, of several."""
+    return form.recurrent_dropout_mode == "gate" and len(form.cell.recurrent) > 1
 
 
 class Options:
@@ -83,7 +98,7 @@ class Options:
             reset_to=bool(self.reset_to), order=self.order is not None, packed=self.packed, noise=noise,
             zoneout=tuple(zoneout) if any(zoneout) else (),
             sequences=self._problem.sequences and layer == self.form.layers - 1,
-            noise_gradient=backward and noise > 0 and any(mask.recurrent is not None for mask in masks),
+            noise_gradient=backward and noise in (HELD, GIVEN) and any(mask.recurrent is not None for mask in masks),
             zoneout_gradient=backward and BY_MASK in zoneout,
         )  # fmt: skip
 
@@ -99,7 +114,7 @@ class Options:
         (_, noise), zoneouts = self.noise(layer), self.zoneouts(layer)
         by_direction = [[masks[d] for _, masks in zoneouts] for d in range(form.directions)]
         offset = layer * form.directions * self.batch * form.units * self._call.x.element_size()
-        dropout = form.recurrent_dropout
+        dropout, scale = form.recurrent_dropout, self.noise_scale(layer)
         return [
             *_addresses((self.lengths, self.mask, self.reset, self.order, self.starts, self.ids, self.seed), 7),
             *_addresses(self.inputs, inputs),
@@ -113,7 +128,7 @@ class Options:
             *_pairs(input_gradients, inputs),
             *_addresses(noise_gradients, 2),
             *_pairs(zoneout_gradients, states),
-            layer, threshold(dropout), *map(threshold, probabilities), _scale(dropout), *probabilities,
+            layer, threshold(dropout), *map(threshold, probabilities), scale, *probabilities,
         ]  # fmt: skip
 
     # --- masks --------------------------------------------------------------------------------------------------------
@@ -121,6 +136,11 @@ class Options:
     def noise(self, layer: int) -> tuple[int, list[Tensor | None]]:
         """What the operand of the recurrent product is multiplied with: its kind, and the masks of each direction."""
         return self._noises[layer]
+
+    def noise_scale(self, layer: int) -> float:
+        """What the masks of `noise` are multiplied with."""
+        drawn = all(self._given[index].recurrent is None for index in self._indices(layer))
+        return _scale(self.form.recurrent_dropout) if drawn else 1.0
 
     def zoneouts(self, layer: int) -> list[tuple[int, list[Tensor | None]]]:
         """The same of each state's zoneout."""
@@ -159,15 +179,32 @@ class Options:
         made: list[Tensor | None] = []
         for direction, mask in enumerate(masks):
             if mask is not None:  # by gate, of a cell that has one recurrent gate
-                mask = mask[0] if mask.dim() == 3 and not by_step else mask
+                mask = mask[0] if mask.dim() == 3 and not by_step and not is_by_gate(form) else mask
                 made.append(mask.to(torch.float32).contiguous())
+            elif draws and is_by_gate(form):
+                drawn_alone = all(mask is None for mask in masks)
+                made.append(self._draw_by_gate(layer, direction, 1.0 if drawn_alone else _scale(probability)))
             elif draws:
                 code, time = tag(RECURRENT, layer, direction), self.time if by_step else 1
                 drawn = self._draw(1, time, form.units, code, probability, 0.0, _scale(probability))[0]
                 made.append(self._by_row(drawn) if by_step else drawn[0])
             else:
                 made.append(self._seedless(1.0, by_step))
+        if is_by_gate(form):
+            gates, like = len(form.cell.recurrent), (self.batch, form.units)
+            kind = BY_GATE if all(mask is None for mask in masks) else GIVEN_BY_GATE
+            return kind, [None if mask is None else mask.expand(gates, *like).contiguous() for mask in made]
         return (GIVEN if by_step else HELD), made
+
+    def _draw_by_gate(self, layer: int, direction: int, kept: float) -> Tensor:
+        """float32 [recurrent gates, batch, units]."""
+        form, gates = self.form, len(self.form.cell.recurrent)
+        parts = []
+        for purpose, count in ((RECURRENT, min(gates, 4)), (RECURRENT_FROM_GATE_4, gates - 4)):
+            if count > 0:
+                code = tag(purpose, layer, direction)
+                parts.append(self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept)[:, 0])
+        return torch.cat(parts)
 
     def _zoneout(self, layer: int, state: int) -> tuple[int, list[Tensor | None]]:
         form, probability = self.form, self.form.zoneout[state] if self.form.zoneout else 0.0
@@ -298,8 +335,15 @@ class Gradients:
 
     def of_input(self, index: int, grad: Tensor) -> None:
         """The gradient of a mask of input dropout, of this layer x directions + direction."""
-        if self._options.given_masks(*divmod(index, self._form.directions)).input is not None:
-            self._noise[index * self._per] = grad
+        self._noise[index * self._per] = grad
+
+    def wants_noise(self, index: int) -> bool:
+        """Whether masks of recurrent dropout are given."""
+        return self._options.given_masks(*divmod(index, self._form.directions)).recurrent is not None
+
+    def of_noise(self, index: int, grad: Tensor) -> None:
+        """The gradient of masks of recurrent dropout by gate."""
+        self._noise[index * self._per + 1] = grad
 
     def results(self) -> list[Tensor | None]:
         """Of `Call.reset_to`, `inputs` and `noise`."""

@@ -44,11 +44,6 @@ class Persistent(Engine):
             found.append(f"the cell {cell.name} has no recurrent weights, these kernels are made for them")
         if form.projection:
             found.append(f"the projection is {form.projection} wide, these kernels take none")
-        by_gate = form.recurrent_dropout_mode == "gate" and len(cell.recurrent) > 1
-        if by_gate and "recurrent dropout" in problem.additions:
-            found.append("recurrent dropout has a mask for each gate, these kernels take one for all")
-        elif by_gate and "dropout_masks" in problem.extras:
-            found.append("masks are given, which may be by gate: these kernels take them in the other modes")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))

@@ -19,8 +19,8 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "t
 """Of dtypes, in a kernel's name; an exact tile's is float32."""
 
 
-HELD, GIVEN, DRAWN = 1, 2, 3
-"""Kinds of noise in the recurrent product, as kernels/options.cu numbers them: held over all steps, or of each step."""
+HELD, GIVEN, DRAWN, BY_GATE, GIVEN_BY_GATE = 1, 2, 3, 4, 5
+"""Kinds of noise in the recurrent product, as kernels/options.cu numbers them."""
 BY_SHARE, AT_RANDOM, BY_MASK = 1, 2, 3
 """Kinds of zoneout there."""
 
@@ -63,6 +63,7 @@ def registers(graph: Graph, features: Features) -> tuple[int, int]:
     one = 2 + draws + 2 * features.order + features.reset + 2 * features.mask + marked + features.lengths
     ahead = one + 2 * (given + len(graph.inputs) + (features.noise in (HELD, GIVEN)))
     back = 2 * one + 4 * (given + 2 * len(graph.inputs) + features.mask + 3 * bool(features.noise))
+    back += 8 * (features.noise in (BY_GATE, GIVEN_BY_GATE))
     back += 4 * states * (features.reset_to + features.zoneout_gradient) + 2 * states * features.sequences
     return ahead, back + 6 * features.noise_gradient
 

@@ -60,6 +60,10 @@ class Size(NamedTuple):
     """Registers that options take of a thread for each of its items, forward."""
     back: int = 0
     """The same backward."""
+    masks: int = 0
+    """Masks of the recurrent product's operand in shared memory, one for each gate."""
+    bits: bool = False
+    """Such masks as bits."""
     exact: bool = False
     """Products of float32 are as good as float32: each is three of TF32."""
 
@@ -106,14 +110,21 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
         return None
     own = -(-2 * tiles // splits)
     used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
-    used += 4 * tiles + 2 * size.recurrent + 2 * size.vectors
+    used += (
+        4 * tiles
+        + 2 * size.recurrent
+        + 2 * size.vectors
+        + 8 * bool(size.ahead)
+        + 10 * tiles * (size.bits or bool(size.masks))
+    )
     room = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, tiles))
     if room is None:
         return None
     resident = min(depths, room // (4 * size.recurrent)) if resident is None else resident
     states = 8 * tiles * (splits * depths * 8 + 4)
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
-    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial) + 16
+    masks = size.masks * states + size.bits * splits * depths * tiles * 32
+    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial + masks) + 16
     if shared > limit:
         return None
     return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact)
@@ -130,12 +141,14 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
+    used += 8 * bool(size.back) + 6 * chunk * tiles * (size.bits or bool(size.masks))
     room = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, tiles))
     if room is None:
         return None
     resident = min(share * depths, room // 4) if resident is None else resident
     gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
-    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients) + 16
+    masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
+    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients + masks) + 16
     if shared > limit:
         return None
     return Tile(cluster, part, tiles, resident, shared, warps, chunk=chunk, exact=size.exact)

@@ -1,4 +1,4 @@
-// The gradients of weights: out += a' b over the rows of all steps, and the sums of the columns of a.
+// The gradients of weights: out = a' b (out += a' b) over the rows of all steps, and the sums of the columns of a.
 
 namespace kernel {
 
@@ -7,11 +7,13 @@ namespace kernel {
 struct Outer {
   real *out, *sums;
   const store *a, *b;
-  int64_t rows, n, m, lda, ldb, stride, next;
+  int64_t rows, n, m, lda, ldb, stride;
+  bool add;  // to what `out` holds
+  int64_t next;
   packed_t* packed;
   real* zeros;
 
-  static constexpr int64_t DEEP = 256, WIDE = 8 * ROWS;
+  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS;
   Packed block(int64_t begin) const {
     Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
     made.data = packed + begin / STEP * up(m, LANES);
@@ -19,38 +21,57 @@ struct Outer {
   }
 };
 
+// The columns of `a` from `column` to before `end` in one block of rows, side by side: in a they lie far apart.
+static void pack_columns(const Outer& o, int64_t begin, int64_t rows, int64_t column, int64_t end, packed_t* to) {
+  const store nothing[Outer::WIDE] = {};
+  for (int64_t k = 0; k < rows; k += STEP, to += Outer::WIDE) {
+    const store* from = o.a + (begin + k) * o.lda + column;
+    for (int64_t i = 0; i < Outer::WIDE; i += 64 / int64_t(sizeof(store))) __builtin_prefetch(from + 16 * o.lda + i);
+    const store* second = STEP == 2 && k + 1 < rows ? from + o.lda : nothing;
+    EACH_ALONE
+    for (int64_t i = 0; i < end - column; ++i) to[i] = pair(from[i], second[i]);
+  }
+}
+
 template <int M, int N>
-static void outer_tile(const Outer& o, const Packed& b, int64_t panel, int64_t begin, int64_t column) {
+static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add) {
   vector sum[M][N] = {};
   const int64_t place = b.column(panel), steps = b.steps();
   const packed_t* weights = b.data + place * steps;
-  const store* from = o.a + begin * o.lda + column;
-  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, from += STEP * o.lda) {
+  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, a += Outer::WIDE) {
 #if PAIRS
-    const int64_t second = 2 * k + 1 < b.k ? o.lda : 0;  // past the end its weight is zero
     __m512bh w[N];
     for (int j = 0; j < N; ++j) w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES);
     for (int i = 0; i < M; ++i) {
-      const __m512bh x = (__m512bh)_mm512_set1_epi32(int32_t(pair(from[i], from[second + i])));
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(int32_t(a[i]));
       for (int j = 0; j < N; ++j) sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]);
     }
 #else
     vector w[N];
     for (int j = 0; j < N; ++j) w[j] = *(const loose*)(weights + j * LANES);
     for (int i = 0; i < M; ++i) {
-      const vector x = widened(from[i]) - vector{};
+      const vector x = a[i] - vector{};
       for (int j = 0; j < N; ++j) sum[i][j] += x * w[j];
     }
 #endif
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) *(loose*)(o.out + (column + i) * o.stride + place + j * LANES) += sum[i][j];
+    for (int j = 0; j < N; ++j) {
+      loose* out = (loose*)(o.out + (column + i) * o.stride + place + j * LANES);
+      *out = add ? *out + sum[i][j] : sum[i][j];
+    }
 }
 
 template <int N>
-static void outer_panel(const Outer& o, const Packed& b, int64_t panel, int64_t begin, int64_t column, int64_t end) {
-  for (; column + ROWS <= end; column += ROWS) outer_tile<ROWS, N>(o, b, panel, begin, column);
-  for (; column < end; ++column) outer_tile<1, N>(o, b, panel, begin, column);
+static void outer_panel(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add) {
+  for (; column < end; column += ROWS, a += ROWS) switch (end - column) {
+      case 1: outer_tile<1, N>(o, b, a, panel, column, add); break;
+      case 2: outer_tile<2, N>(o, b, a, panel, column, add); break;
+      case 3: outer_tile<3, N>(o, b, a, panel, column, add); break;
+      case 4: outer_tile<4, N>(o, b, a, panel, column, add); break;
+      case 5: outer_tile<5, N>(o, b, a, panel, column, add); break;
+      default: outer_tile<ROWS, N>(o, b, a, panel, column, add);
+    }
 }
 
 static void pack_outer(void* data, int thread, int threads) {
@@ -63,17 +84,20 @@ static void pack_outer(void* data, int thread, int threads) {
 
 static void outer_columns(void* data, int, int) {
   Outer& o = *(Outer*)data;
+  packed_t* a = (packed_t*)aligned_alloc(64, sizeof(packed_t) * Outer::WIDE * Outer::DEEP / STEP);
   for (;;) {
     const int64_t column = __atomic_fetch_add(&o.next, Outer::WIDE, __ATOMIC_RELAXED);
-    if (column >= o.n) return;
+    if (column >= o.n) break;
     const int64_t end = column + Outer::WIDE < o.n ? column + Outer::WIDE : o.n;
     for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP) {
       const Packed block = o.block(begin);
+      pack_columns(o, begin, block.k, column, end, a);
+      const bool add = o.add || begin > 0;
       for (int64_t panel = 0; panel < block.panels(); ++panel)
         if (panel < block.wide())
-          outer_panel<VECTORS>(o, block, panel, begin, column, end);
+          outer_panel<VECTORS>(o, block, a, panel, column, end, add);
         else
-          outer_panel<1>(o, block, panel, begin, column, end);
+          outer_panel<1>(o, block, a, panel, column, end, add);
       if (!o.sums) continue;
       real part[Outer::WIDE] = {};
       for (int64_t k = begin; k < begin + block.k; ++k)
@@ -81,6 +105,7 @@ static void outer_columns(void* data, int, int) {
       for (int64_t i = column; i < end; ++i) o.sums[i] += part[i - column];
     }
   }
+  free(a);
 }
 
 static void outer(Outer o, int threads) {

@@ -8,7 +8,7 @@
 // On the processors measured (AMD EPYC of family 25, AVX-512) this runs at 104 to 117 GFLOP/s a core for 16 rows, where
 // the sgemm of torch's MKL takes 65 to 81, packed or not; KERNELS and sizes in benchmarks/cpu.py.
 
-#if WHORL_DTYPE == 16 && defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -68,6 +68,35 @@ INLINE packed_t pair(store low, store high) {
 #endif
 }
 
+#if defined(__AVX512F__) && (WHORL_DTYPE == 32 || PAIRS)
+// Of 16 words in each of 16 rows that lie `ld` elements apart their transpose, its rows `width` words apart.
+INLINE void transpose(const store* from, int64_t ld, packed_t* to, int64_t width) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * ld);
+  for (int i = 0; i < 8; ++i) {
+    b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i)
+    for (int half = 0; half < 2; ++half) {
+      a[4 * i + 2 * half] = _mm512_unpacklo_epi64(b[4 * i + half], b[4 * i + 2 + half]);
+      a[4 * i + 2 * half + 1] = _mm512_unpackhi_epi64(b[4 * i + half], b[4 * i + 2 + half]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    b[i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), b[4 + i] = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+    b[8 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88), b[12 + i] = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    _mm512_storeu_si512(to + i * width, _mm512_shuffle_i32x4(b[i], b[8 + i], 0x88));
+    _mm512_storeu_si512(to + (8 + i) * width, _mm512_shuffle_i32x4(b[i], b[8 + i], 0xdd));
+  }
+}
+constexpr bool TRANSPOSES = true;
+#else
+INLINE void transpose(const store*, int64_t, packed_t*, int64_t) {}
+constexpr bool TRANSPOSES = false;
+#endif
+
 // Columns are rows of `weight` [n, ld] (`across` false: columns are columns of [k, ld]).
 static void pack(const Packed& to, const store* weight, int64_t ld, bool across, int64_t first, int64_t last) {
   const store zero = {};
@@ -78,7 +107,13 @@ static void pack(const Packed& to, const store* weight, int64_t ld, bool across,
     for (int64_t k0 = 0; k0 < to.steps(); k0 += 16) {
       const int64_t k1 = k0 + 16 < to.steps() ? k0 + 16 : to.steps();
       if (across) {
-        for (int64_t j = 0; j < full; ++j)
+        int64_t j = 0;
+        for (; TRANSPOSES && (k0 + 16) * STEP <= to.k && j + 16 <= full; j += 16) {
+          const store* from = weight + (begin + j) * ld + k0 * STEP;
+          for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(from + i * ld + 64 * STEP);  // rows lie too far apart to be guessed
+          transpose(from, ld, base + k0 * width + j, width);
+        }
+        for (; j < full; ++j)
           for (int64_t k = k0; k < k1; ++k) {
             const store* from = weight + (begin + j) * ld + k * STEP;
             base[k * width + j] = pair(from[0], STEP == 2 && k * 2 + 1 < to.k ? from[STEP - 1] : zero);

@@ -83,12 +83,12 @@ void whorl_project(
   kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
 }
 
-// out [n, stride] += a' b over rows: a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] += those of a, where
-// wanted.
+// out [n, stride] = a' b over rows (`add`: += a' b): a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] +=
+// those of a, where wanted.
 void whorl_outer(
     kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
-    int64_t m, int64_t lda, int64_t ldb, int64_t stride, int64_t threads) {
-  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, stride, 0, nullptr, nullptr}, int(threads));
+    int64_t m, int64_t lda, int64_t ldb, int64_t stride, int64_t add, int64_t threads) {
+  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, stride, add != 0, 0, nullptr, nullptr}, int(threads));
 }
 
 // Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].

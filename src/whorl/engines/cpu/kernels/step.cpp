@@ -49,6 +49,12 @@ INLINE float expm1(float x) {
   return x > 20.0f ? exp(x) : (x == 0.0f ? x : near);
 }
 
+// e^r 2^n for n from -126 to 127 - bias, r and n as `reduced` gives them; times 2^bias.
+INLINE float rebuilt(float r, float shifted, uint32_t bias) {
+  const float most = 1.0f + r;
+  return (most + ((r - (most - 1.0f)) + rest_of_exp(r))) * bits_of<float>((bits_of<uint32_t>(shifted) << 23) + ((127 + bias) << 23));
+}
+
 INLINE float tanh(float x) {
   const float size = __builtin_fabsf(x), square = x * x;
   float p = -5.70498872745e-3f;  // coefficients of Cephes' tanhf
@@ -57,7 +63,10 @@ INLINE float tanh(float x) {
   p = p * square + 1.33314422036e-1f;
   p = p * square - 3.33332819422e-1f;
   const float near = p * square * x + x;
-  const float far = 1.0f - 2.0f / (exp(2.0f * size) + 1.0f);
+  const float twice = 2.0f * size;
+  float shifted;
+  const float r = reduced(20.0f < twice ? 20.0f : twice, shifted);
+  const float far = 1.0f - 2.0f / (rebuilt(r, shifted, 0) + 1.0f);
   return size < 0.625f ? near : __builtin_copysignf(far, x);
 }
 
@@ -147,10 +156,19 @@ INLINE double fabs(double x) { return __builtin_fabs(x); }
 
 }  // namespace std
 
-template <typename T>
-INLINE T sigmoid(T x) {
-  const T z = std::exp(-std::fabs(x));
-  return (x < T(0) ? z : T(1)) / (T(1) + z);
+INLINE double sigmoid(double x) {
+  const double z = std::exp(-std::fabs(x));
+  return (x < 0.0 ? z : 1.0) / (1.0 + z);
+}
+
+// With z = e^-|x| the sigmoid is z or 1, less its product with z / (1 + z): 1 + z rounds, and so matters less than in a
+// quotient of its own.  In z the exponent is at most 0, and 64 more until the last product: denormals round once.
+INLINE float sigmoid(float x) {
+  const float down = -__builtin_fabsf(x);
+  float shifted;
+  const float r = std::reduced(-104.0f > down ? -104.0f : down, shifted);
+  const float z = std::rebuilt(r, shifted, 64) * 5.42101086242752217e-20f, most = x < 0.0f ? z : 1.0f;
+  return most - most * (z / (1.0f + z));
 }
 
 // The sum of a row, in an order that its length alone decides.

@@ -32,8 +32,15 @@ constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr unsigned ARRIVING = SUM_WORDS * 4;
+constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
+// masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
+// or [gate, strip, tile, lane, 4]
+constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
+                           : NOISE == GIVEN_BY_GATE ? RECURRENT * STRIPS * TILES * 128 / WORD_ELEMENTS
+                                                    : 0;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS) + 16 == SHARED, "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS) + 16 == SHARED,
+              "tiling and kernel disagree");
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -71,7 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
   float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, lane]
   unsigned* const gradients = memory + WEIGHT_WORDS + 2 * SUM_WORDS;  // [2, sequence, gate, unit]
-  const unsigned base = shared_address(memory), barriers = shared_address(gradients + 2 * GRADIENT_WORDS);
+  unsigned* const mask_bits = gradients + 2 * GRADIENT_WORDS;
+  Element* const masks = (Element*)mask_bits;
+  const unsigned base = shared_address(memory);
+  const unsigned barriers = shared_address(gradients + 2 * GRADIENT_WORDS + MASK_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
@@ -105,6 +115,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
   }
 
+  if constexpr (GATEWISE)
+    for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {
+      unsigned bits = 0;
+      for (int i = 0; i < RECURRENT * 4; ++i) {
+        const int e = i % 4, its = item % 32, tile = item / 32 % TILES, strip = item / 32 / TILES;
+        const int gate = i / 4, unit = strip * 16 + its / 4 * 2 + e / 2;
+        const int place = cluster * ROWS + tile * 8 + its % 4 * 2 + e % 2;
+        const bool there = place < batch && unit < UNITS;
+        const long long sequence = there ? sequence_at(a, place) : 0;
+        const float mask = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + unit] : 0.f;
+        if constexpr (NOISE == GIVEN_BY_GATE) masks[(gate * STRIPS * TILES * 32 + item) * 4 + e] = narrow(mask);
+        bits |= (mask != 0.f) << i;
+      }
+      if constexpr (NOISE == BY_GATE) mask_bits[item] = bits;
+    }
   // steps of the longest sequence of the cluster; they are computed from the one that forward computed last
   const int time = LENGTHS ? longest(a, cluster * ROWS) : (int)a.time, width = gridDim.y * UNITS;
   const bool reverse = direction == 1;
@@ -272,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          carried[j][0][b][u] += NOISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
+          carried[j][0][b][u] += NOISE && !GATEWISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
           if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
           if (RESET && was_cut[j][b])
 #pragma unroll
@@ -391,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) summed[j][SUMMED - VECTORS + i][u] += there ? to_v[i] : 0.f;
           }
-          if constexpr (NOISE)
+          if constexpr (NOISE && !GATEWISE)
             entered[j][b] = narrow_pair(h.x * factor[j][b][0], h.y * factor[j][b][1]), operand_before[j][b] = h;
           if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
         }
@@ -430,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (goes_on) {
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHUNK][TILES][4] = {};
+        float sums[CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           uint4 b[TILES];
@@ -452,7 +477,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                   const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
                                                            : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
 #pragma unroll
-                  for (int n = 0; n < TILES; ++n) multiply(sums[c][n], weight, right[n]);
+                  for (int n = 0; n < TILES; ++n) {
+                    multiply(sums[c][n], weight, right[n]);
+                    if constexpr (GATEWISE)
+                      if ((d + half + 1) % GATE_DEPTHS == 0) {
+                        const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+                        const int item = (strip * TILES + n) * 32 + lane;
+                        const unsigned bits = NOISE == BY_GATE ? mask_bits[item] >> gate * 4 : 0u;
+                        const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                          if constexpr (NOISE == BY_GATE)
+                            all[c][n][e] += bits >> e & 1 ? (float)a.o.noise_scale * sums[c][n][e] : 0.f;
+                          else
+                            all[c][n][e] += (float)a.o.noise_scale * wide(mask[e]) * sums[c][n][e];
+                          sums[c][n][e] = 0.f;
+                        }
+                      }
+                  }
                 }
             }
         }
@@ -465,7 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
-            const float(&sum)[4] = sums[c][n];
+            const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
             const int slot = (((t + 1) % 2 * CELLS + strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + lane;
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
@@ -495,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                        dr[j][b][apart(i)].y, first, second);
           if constexpr (OPTIONS) {
             const long long from = (rows + sequence[j][b]) * UNITS + unit_of(j);
-            if constexpr (NOISE) {
+            if constexpr (NOISE && !GATEWISE) {
               const float2 pair = wide_pair(entered[j][b]);
               store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
             }
@@ -571,7 +613,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit_of(j), 0.f, 0.f, first, second);
-          if constexpr (NOISE) store_pair(a.o.entered[direction] + from, 0.f, 0.f, first, second);
+          if constexpr (NOISE && !GATEWISE)
+            store_pair(a.o.entered[direction] + from, 0.f, 0.f, first, second);
           if (NOISE_GRADIENT && NOISE == GIVEN)
             store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, first, second);
 #pragma unroll

@@ -37,9 +37,14 @@ constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of
 constexpr int STREAMED = DEPTHS - RESIDENT;
 constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
+// masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
+constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
+                           : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
+                                                    : 0;
 constexpr unsigned ARRIVING = ROWS * CLUSTER * SLICE * ELEMENT_BYTES;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS) + 16 == SHARED, "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 == SHARED,
+              "tiling and kernel disagree");
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -101,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]
   unsigned* const states = memory + WEIGHT_WORDS;
   float* const partial = (float*)(states + 2 * STATE_WORDS);  // [group, item, split, two gates, lane, gate, unit]
-  const unsigned barriers = shared_address(partial + PARTIAL_WORDS);
+  unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
+  const unsigned barriers = shared_address(masks + MASK_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
   const int direction = blockIdx.y;
@@ -134,6 +140,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
   __syncthreads();
+  if constexpr (NOISE == BY_GATE)
+    for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
+      const int its = i % 32, place = blockIdx.x / CLUSTER * ROWS + i / 32 % TILES * 8 + its / 4;
+      const long long sequence = place < batch ? sequence_at(a, place) : 0;
+      unsigned bits = 0;
+      for (int word = 0; word < 2; ++word)
+        for (int e = 0; e < WORD_ELEMENTS; ++e) {
+          const int column = (i / 32 / TILES * 8 + its % 4 + word * 4) * WORD_ELEMENTS + e;
+          for (int g = 0; g < RECURRENT && place < batch && column < UNITS; ++g)
+            if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
+        }
+      masks[i] = bits;
+    }
+  if constexpr (NOISE == GIVEN_BY_GATE)
+    for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
+      const int column = i % (WORDS * WORD_ELEMENTS), line = i / (WORDS * WORD_ELEMENTS);
+      const int gate = line / ROWS, place = blockIdx.x / CLUSTER * ROWS + line % ROWS;
+      const bool there = place < batch && column < UNITS;
+      const long long sequence = there ? sequence_at(a, place) : 0;
+      const float value = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + column] : 0.f;
+      ((Element*)(masks + line * STRIDE))[column] = narrow(value);
+    }
   if (a.initial[0] != nullptr || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
       const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
@@ -155,15 +183,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
   for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
     const Element* const at = a.bias[direction] + g * UNITS + unit;
-    bias[g][0] = split == 0 && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
-    bias[g][1] = split == 0 && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+    const bool mine = split == 0 || GATEWISE;  // which is added to the sum of all
+    bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+    bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
   }
 #pragma unroll
   for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
     const Element* const at = a.x_bias[direction] + g * UNITS + unit;
     x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
-    if (sum_of(g) >= 0 && split == 0) {
+    if (sum_of(g) >= 0 && (split == 0 || GATEWISE)) {
       bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
       bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
     }
@@ -311,10 +340,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
-        sums[g][n][0] = sums[g][n][1] = bias[g][0];
-        sums[g][n][2] = sums[g][n][3] = bias[g][1];
+        sums[g][n][0] = sums[g][n][1] = GATEWISE ? 0.f : bias[g][0];
+        sums[g][n][2] = sums[g][n][3] = GATEWISE ? 0.f : bias[g][1];
       }
     const unsigned from = columns + now * STATE_WORDS * 4;
+    const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
     for (int d = 0; d < DEPTHS; d += 2) {
       uint4 b[TILES];
@@ -322,6 +352,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int n = 0; n < TILES; ++n) {
         const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
         b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+      }
+      if constexpr (GATEWISE) {
+        unsigned bits[TILES][2];
+        if constexpr (NOISE == BY_GATE)
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + n) * 32 + lane;
+            bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
+          }
+#pragma unroll
+        for (int g = 0; g < RECURRENT; ++g) {
+          uint4 own[TILES];
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            if constexpr (NOISE == BY_GATE) {
+              own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
+                        passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
+            } else {
+              const unsigned at = masks_from + (g * STATE_WORDS + n * 8 * STRIDE + d * 8) * 4;
+              const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+              own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
+            }
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (d + half < DEPTHS) {
+              const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+              const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
+#pragma unroll
+              for (int n = 0; n < TILES; ++n)
+                multiply(sums[g][n], left_of(weight),
+                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
+            }
+        }
+        continue;
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -387,6 +452,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             r[j][1][g] = sums[g][j / 2][j % 2 + 2];
           }
         }
+        if constexpr (GATEWISE)
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+            for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float2 value = wide_gates(x[j][g]);

@@ -4,10 +4,9 @@ __device__ __forceinline__ uint4 philox(unsigned unit, unsigned step, unsigned r
   unsigned a = unit, b = step, c = row, d = tag;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const unsigned low = a * 0xD2511F53u, high = __umulhi(a, 0xD2511F53u);
-    const unsigned other_low = c * 0xCD9E8D57u, other_high = __umulhi(c, 0xCD9E8D57u);
-    a = other_high ^ b ^ key.x, b = other_low;
-    c = high ^ d ^ key.y, d = low;
+    const unsigned long long first = a * 0xD2511F53ull, second = c * 0xCD9E8D57ull;
+    a = (unsigned)(second >> 32) ^ b ^ key.x, b = (unsigned)second;
+    c = (unsigned)(first >> 32) ^ d ^ key.y, d = (unsigned)first;
     key.x += 0x9E3779B9u, key.y += 0xBB67AE85u;
   }
   return {a, b, c, d};

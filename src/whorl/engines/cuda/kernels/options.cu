@@ -6,10 +6,14 @@
 //                  where it is not the output of the step before
 // ORDER            the sequences are in another order than the rows of the cluster, from the longest to the shortest
 // PACKED           each step has the rows of the sequences that last so long
-// NOISE            what the operand of the recurrent product is multiplied with
+// NOISE            what the operand of the recurrent product is multiplied with; by gate the operand of each gate with a
+//                  mask of its own, held over all steps and kept in shared memory: as bits, or where masks are given in
+//                  the shape of the operand
 // zoneout(state)   how much of a state stays as it was
 
-constexpr int HELD = 1, GIVEN = 2, DRAWN = 3;           // kinds of NOISE: held over all steps, or of each step
+// kinds of NOISE: held over all steps, of each step, or by gate
+constexpr int HELD = 1, GIVEN = 2, DRAWN = 3, BY_GATE = 4, GIVEN_BY_GATE = 5;
+constexpr bool GATEWISE = NOISE == BY_GATE || NOISE == GIVEN_BY_GATE;
 constexpr int BY_SHARE = 1, AT_RANDOM = 2, BY_MASK = 3;    // kinds of zoneout
 constexpr bool MARKED = LENGTHS || MASK;
 constexpr bool BEFORE = MARKED || RESET || NOISE;
@@ -28,7 +32,7 @@ struct Options {
   const long long* seed;
   const float* inputs[MOST(INPUTS)];     // [rows, UNITS]
   const Element* reset_to[STATES];       // [directions, batch, UNITS]
-  const float* noise[2];                 // [batch, UNITS] where it is held, else [rows, UNITS]
+  const float* noise[2];  // [batch, UNITS] where it is held, [RECURRENT, batch, UNITS] by gate, else [rows, UNITS]
   const float* zoneout[2][STATES];       // [rows, UNITS]
   Element* before[2];                    // [rows, UNITS]: the first state before each step
   Element* sequences[STATES];            // [rows, directions x UNITS], or null: states after each step; their gradients
@@ -96,4 +100,40 @@ __device__ __forceinline__ unsigned drawn_bits(
     }
   }
   return bits;
+}
+
+// What of a word passes a pair of bits: of the 16 pairs in `bits` the upper bits of the first 8 begin at bit 31, their
+// lower bits at 23, those of the others at 15 and 7.  Words of one element have their bits from 31 on.
+#if ELEMENT_BYTES == 2
+__device__ __forceinline__ unsigned spread_signs(unsigned bytes, unsigned selector) {
+  unsigned result;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(bytes), "r"(selector));
+  return result;
+}
+__device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pair) {
+  return word & spread_signs(bits << pair % 8, pair < 8 ? 0xBBAAu : 0x9988u);
+}
+__device__ __forceinline__ unsigned bit_of(int pair, int element) {
+  return 1u << ((element ? 31 : 23) - pair % 8 - (pair < 8 ? 0 : 16));
+}
+#else
+__device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pair) {
+  return bits << pair & 0x80000000u ? word : 0u;
+}
+__device__ __forceinline__ unsigned bit_of(int pair, int) { return 0x80000000u >> pair; }
+#endif
+
+// The products of the elements of two words.
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+#if ELEMENT_BYTES == 4
+  return operand(__uint_as_float(a) * __uint_as_float(b));
+#else
+  unsigned result;
+#if BFLOAT16
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+#else
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
+  return result;
+#endif
 }

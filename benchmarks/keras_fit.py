@@ -1,0 +1,279 @@
+"""Keras' recurrent layers on whorl beside Keras' own: seconds of an epoch of `fit`, of `evaluate` and of `predict`.
+
+    python benchmarks/keras_fit.py --jax PYTHON --tensorflow PYTHON --out FILE      every case and contender
+    python benchmarks/keras_fit.py --cases 'plain;masked' --sizes 64               some, on torch alone
+
+Each contender is a process of its own, with the Python that is named for its backend (this one for torch), and they
+take turns.  First the numbers: all hold the same weights, `predict` must give the same, and the loss of the first epoch
+too (with dropout only on the same backend, whose random masks are the same).  Then the times, after that first epoch.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """Of an epoch."""
+
+    batch: int = 32
+    batches: int = 16
+    steps: int = 100
+    features: int = 64
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "masked": {},
+    "recurrent_dropout": dict(recurrent_dropout=0.2, seed=1),
+    "relu": dict(activation="relu"),
+    "Bidirectional, masked": {},
+    "GRU reset_after=False": dict(reset_after=False),
+}
+DOES = ("fit", "evaluate", "predict")
+CONTENDERS = [("torch", "whorl"), ("torch", "keras"), ("jax", "whorl"), ("jax", "keras"), ("tensorflow", "keras")]
+
+
+# --- one contender, in its own process --------------------------------------------------------------------------------
+
+
+def build(case: str, units: int, source: Any, shape: Shape) -> Any:
+    """A model of one recurrent layer, of weights that are the same in every process."""
+    import keras
+    import numpy as np
+
+    layer = getattr(source, case.partition(" ")[0] if case.startswith("GRU") else "LSTM")(units, **CASES[case])
+    if case.startswith("Bidirectional"):
+        layer = source.Bidirectional(layer)
+    masking = [keras.layers.Masking()] if "masked" in case else []
+    model = keras.Sequential([keras.Input((shape.steps, shape.features)), *masking, layer, keras.layers.Dense(1)])
+    generator = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        variable.assign(0.1 * generator.standard_normal(variable.shape))
+    model.compile("adam", "mse")
+    return model
+
+
+def data(case: str, shape: Shape) -> tuple[Any, Any]:
+    """Sequences [samples, steps, features], padded on the right from half their length on, and a target for each."""
+    import numpy as np
+
+    generator, half = np.random.default_rng(1), shape.steps // 2
+    x = generator.standard_normal((shape.batches * shape.batch, shape.steps, shape.features)).astype("float32")
+    if "masked" in case:
+        x *= (np.arange(shape.steps) < generator.integers(half, shape.steps + 1, (len(x), 1)))[..., None]
+    return x, x[:, :half].mean((1, 2), keepdims=True)[:, 0]
+
+
+def work(side: str, shape: Shape) -> None:
+    """Answers each line of standard input, a request as JSON, by a line of standard output."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    import keras
+
+    source, facts = keras.layers, {"keras": keras.__version__, keras.backend.backend(): _version()}
+    if side == "whorl":
+        import whorl.keras
+
+        source, facts["whorl"] = whorl.keras, whorl.__version__
+    model, x, target, batch = None, None, None, shape.batch
+    for line in sys.stdin:
+        asked, found = json.loads(line), None
+        what = asked["do"]
+        if what == "facts":
+            found = facts
+        elif what == "build":
+            model = build(asked["case"], asked["units"], source, shape)
+            x, target = data(asked["case"], shape)
+            found = model.predict(x[:batch], verbose=0).ravel().tolist()
+        elif what == "loss":
+            found = model.fit(x, target, batch_size=batch, shuffle=False, verbose=0).history["loss"][0]
+        elif what == "engines":
+            found = str(whorl.keras.explain(model, x[:batch])) if side == "whorl" else ""
+        else:
+            start = time.perf_counter()
+            if what == "fit":
+                model.fit(x, target, batch_size=batch, shuffle=False, verbose=0)
+            elif what == "evaluate":
+                model.evaluate(x, target, batch_size=batch, verbose=0)
+            else:
+                model.predict(x, batch_size=batch, verbose=0)
+            found = time.perf_counter() - start
+        print(json.dumps(found), file=answers, flush=True)
+
+
+def _version() -> str:
+    import keras
+
+    module = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow"}[keras.backend.backend()]
+    return sys.modules[module].__version__
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+class Contender:
+    """A process that does what it is asked."""
+
+    def __init__(self, backend: str, side: str, python: str, shape: Shape) -> None:
+        self.backend, self.name = backend, f"{'whorl' if side == 'whorl' else 'Keras'}, {backend}"
+        environment = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "WHORL_SLOW": "allow"}
+        environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        command = [python, "-W", "ignore", __file__, "--worker", side, "--shape", *map(str, shape)]
+        self._process = subprocess.Popen(command, env=environment, text=True, stdin=-1, stdout=-1)
+
+    def ask(self, do: str, **more: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"do": do} | more), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with status {self._process.wait()}: what it said is above.")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def started(pythons: dict[str, str], shape: Shape) -> Iterator[list[Contender]]:
+    """All contenders whose backend has a Python."""
+    made = [Contender(backend, side, pythons[backend], shape) for backend, side in CONTENDERS if backend in pythons]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.end()
+
+
+def check(contenders: list[Contender], case: str, units: int) -> None:
+    """Builds the model in each, and compares what they predict and the loss of an epoch.
+
+    Raises:
+        SystemExit: two that differ.
+    """
+    predicted = [one.ask("build", case=case, units=units) for one in contenders]
+    for one, values in zip(contenders, predicted, strict=True):
+        apart = max(abs(a - b) for a, b in zip(values, predicted[0], strict=True))
+        if not apart < 1e-5:
+            raise SystemExit(f"{case}: {one.name} predicts {apart} apart from {contenders[0].name}")
+    losses = [one.ask("loss") for one in contenders]
+    for one, loss in zip(contenders, losses, strict=True):
+        alike = [other for other in contenders if other.backend == one.backend] if "dropout" in case else contenders
+        wanted = losses[contenders.index(alike[0])]
+        if not abs(loss - wanted) < 1e-4 * abs(wanted):
+            raise SystemExit(f"{case}: {one.name} has loss {loss} after an epoch, {alike[0].name} {wanted}")
+
+
+def measure(contenders: list[Contender], case: str, units: int, rounds: int) -> list[dict[str, Any]]:
+    """The median seconds of each contender, in turns."""
+    check(contenders, case, units)
+    rows = []
+    for do in DOES:
+        for one in contenders:
+            one.ask(do)  # compiles what it compiles
+        times: dict[str, list[float]] = {one.name: [] for one in contenders}
+        for turn in range(rounds):
+            for one in contenders[:: (-1) ** turn]:
+                times[one.name].append(one.ask(do))
+        seconds = {name: round(statistics.median(found), 4) for name, found in times.items()}
+        rows.append({"case": case, "units": units, "do": do, "seconds": seconds})
+        print(f"{case}, {units} units, {do}: " + ", ".join(f"{n} {s:.3f} s" for n, s in seconds.items()), flush=True)
+    engines = {one.name: engine for one in contenders if (engine := one.ask("engines"))}
+    return [row | {"engines": engines} if row["do"] == "fit" else row for row in rows]
+
+
+def main() -> None:
+    """Measures, prints, and writes what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--jax", metavar="PYTHON", help="one that has Keras, torch and JAX")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="one that has Keras and TensorFlow")
+    parser.add_argument("--cases", default=";".join(CASES), help="with semicolons between them")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128], help="units of the layer")
+    parser.add_argument(
+        "--shape", type=int, nargs=4, default=Shape(), metavar="N", help="batch, batches, steps, features"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a file of results, to which these are added")
+    parser.add_argument("--tables", type=Path, help="only prints a file of results as Markdown")
+    given = parser.parse_args()
+    if given.tables:
+        return print(tables(given.tables), end="")
+    if given.worker:
+        return work(given.worker, Shape(*given.shape))
+    pythons = {
+        backend: getattr(given, backend) for backend in ("torch", "jax", "tensorflow") if getattr(given, backend)
+    }
+    rows = []
+    with started(pythons, Shape(*given.shape)) as contenders:
+        facts = {one.name: one.ask("facts") for one in contenders}
+        for units in given.sizes:
+            for case in given.cases.split(";"):
+                rows += measure(contenders, case, units, given.rounds)
+    if given.out:
+        write(given.out, facts, rows, Shape(*given.shape))
+    return None
+
+
+def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shape: Shape) -> None:
+    """Adds the rows to a file, in the place of those of the same case."""
+    from whorl.bench import machine
+    from whorl.bench.results import now
+
+    before = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+    new = {(row["case"], row["units"], row["do"]) for row in rows}
+    kept = [row for row in before if (row["case"], row["units"], row["do"]) not in new]
+    import torch
+
+    when = {"date": now(), "commit": machine.commit()}
+    header = {
+        "machine": machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": versions,
+        "shape": shape._asdict() | {"dtype": "float32"},
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps(header | {"results": kept + [row | when for row in rows]}, indent=1) + "\n", encoding="utf-8"
+    )
+
+
+def tables(path: Path) -> str:
+    """The results as Markdown: milliseconds a batch, and how many times as long Keras takes on the same backend."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    batches, made = data["shape"]["batches"], []
+    names = [name for name in data["versions"] if any(name in row["seconds"] for row in data["results"])]
+    heads = [
+        name + (", times" if name == f"Keras, {name.split(', ')[1]}" and _ours(name) in names else "") for name in names
+    ]
+    for do in DOES:
+        lines = [f"| `{do}` | units | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(names)}"]
+        for row in data["results"]:
+            if row["do"] == do:
+                cells = [_cell(row["seconds"], name, batches) for name in names]
+                lines.append(f"| {row['case']} | {row['units']} | {' | '.join(cells)} |")
+        made.append("\n".join(lines))
+    return "\n\n".join(made) + "\n"
+
+
+def _ours(name: str) -> str:
+    return name.replace("Keras", "whorl")
+
+
+def _cell(seconds: dict[str, float], name: str, batches: int) -> str:
+    text = f"{1e3 * seconds[name] / batches:.1f}"
+    ours = seconds.get(_ours(name)) if name.startswith("Keras") else None
+    return text if ours is None else f"{text}, {seconds[name] / ours:.1f}"
+
+
+if __name__ == "__main__":
+    main()
