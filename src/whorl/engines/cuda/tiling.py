@@ -173,8 +173,8 @@ def _room(size: Size, warps: int, used: int) -> int | None:
     Of weights in four bytes, more than 160 were spilled all the same.
     """
     room = registers(warps) - used
-    if size.element == 2:
-        return max(0, room)
+    if size.element == 2 or size.ahead or size.back:  # with options a few are spilled
+        return min(max(0, room), 160 if size.element == 4 else MOST_REGISTERS)
     return min(room, 160) if room >= 0 else None
 
 
