@@ -151,14 +151,15 @@ inline unsigned emulated_times(unsigned a, unsigned b) {
 }
 constexpr int HALVES = 2;
 #else
-inline unsigned emulated_operand(float v) { return __float_as_uint(v) + 0x1000 & 0xffffe000u; }
-inline unsigned emulated_times(unsigned a, unsigned b) { return emulated_operand(__uint_as_float(a) * __uint_as_float(b)); }
-inline float operand_value(unsigned word, int) { return __uint_as_float(word); }
+inline unsigned emulated_high_of(unsigned v) { return v + 0x1000 & 0xffffe000u; }
+inline unsigned emulated_to_tf32(float v) { return emulated_high_of(__float_as_uint(v)); }
+inline unsigned emulated_times(unsigned a, unsigned b) { return __float_as_uint(__uint_as_float(a) * __uint_as_float(b)); }
+inline float operand_value(unsigned word, int) { return __uint_as_float(word & 0xffffe000u); }  // cut off, not rounded
 constexpr int HALVES = 1;
 #endif
 inline unsigned __cvta_generic_to_shared(const void* p) { return host::address_of(p); }
-inline void emulated_multiply(float (&sums)[4], const uint4& a, unsigned b0, unsigned b1) {
-  unsigned words[10] = {a.x, a.y, a.z, a.w, b0, b1};
+inline void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
+  unsigned words[10] = {a.x, a.y, a.z, a.w, b.x, b.y};
   memcpy(words + 6, sums, 16);
   const unsigned* const taken = host::together(words, 10, [](host::Warp& w) {
     static float left[16][16], right[16][8];

@@ -13,6 +13,7 @@ import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from whorl import problem
-from whorl.engines.cuda import launch, layers, options, persistent, prepare, store
+from whorl.bench.baseline import to_tf32
+from whorl.engines.cuda import entering, launch, layers, options, persistent, prepare, store
+from whorl.plan import plan
 
 H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 _HOST = Path(__file__).with_suffix(".cpp")
@@ -81,9 +84,17 @@ def compiled(source: str, name: str, architecture: str, options: Any, folder: Pa
 
 
 @contextmanager
-def emulated(folder: Path) -> Iterator[None]:
-    """Engine `persistent` takes tensors of the CPU for those of an H200."""
+def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
+    """Engine `persistent` takes tensors of the CPU for those of an H200; `tf32` is torch's switch."""
 
+    def product(
+        a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
+    ) -> Tensor:
+        made = real_mm(*(to_tf32(t) if tf32 else t.float() for t in (a, b)))
+        made = made if out is None or not add else made + out
+        return made.to(torch.float32 if wide else a.dtype) if out is None else out.copy_(made)
+
+    chip = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     real_mm, real_addmm = torch.mm, torch.addmm
 
     def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -92,9 +103,9 @@ def emulated(folder: Path) -> Iterator[None]:
     def addmm(c: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return real_addmm(c, *(t if out_dtype is None else t.to(out_dtype) for t in (a, b)))
 
-    chip = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    plan.cache_clear()  # what is asked of this processor is another problem inside
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem, "_device", lambda *_: H200)
+        patch.setattr(problem, "_device", lambda *_: replace(H200, tf32=tf32))
         patch.setattr(persistent, "missing", lambda: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: chip)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -102,9 +113,12 @@ def emulated(folder: Path) -> Iterator[None]:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)
+        patch.setattr(layers, "product", product)
+        patch.setattr(entering, "product", product)
         patch.setattr(layers, "_prepared", {})
         patch.setattr(launch, "_loaded", {})
         patch.setattr(prepare, "Kernel", Kernel)
         patch.setattr(options, "Kernel", Kernel)
         patch.setattr(store, "kernel", lambda source, name, *rest: compiled(source, name, *rest, folder=folder))
         yield
+    plan.cache_clear()

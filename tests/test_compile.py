@@ -1,5 +1,7 @@
 """torch.compile and torch.export: one graph, right gradients, few recompilations, and the same refusals as in eager."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import whorl
+from whorl import compiled as compiled_operation
 
 LAYERS = {
     "LSTM on onednn": lambda: whorl.LSTM(4, 5, num_layers=2, bidirectional=True, engine="onednn"),
@@ -136,3 +139,16 @@ def test_jit_trace_gives_torchs_own_operator() -> None:
     assert "aten::lstm" in str(traced.inlined_graph)
     x = torch.randn(9, 7, 4)
     torch.testing.assert_close(traced(x)[0], layer(x)[0])
+
+
+def test_the_plan_of_a_compiled_backward_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines keep what they made ready for a plan: a new one at each call would be made ready at each call."""
+    layer, x = whorl.GRU(3, 4, engine="reference"), torch.randn(5, 2, 3)
+    seen: list[Any] = []
+    real = compiled_operation.backward
+    monkeypatch.setattr(compiled_operation, "backward", lambda made, *rest: seen.append(made) or real(made, *rest))
+    run = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        run(x)[0].sum().backward()
+    assert len(seen) == 2
+    assert seen[0] is seen[1]

@@ -19,13 +19,22 @@ class Listener:
 
     def __init__(self, size: int) -> None:
         self.size, self.launches, self.attributes, self.status = size, [], {}, 0
-        self.cuLaunchKernelEx = self._launch
+        self.cuLaunchKernelEx, self.contexts = self._launch, []
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
         return 0
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
         return 0 if name == b"twice" else 500
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 77
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.contexts.append(context.value)
+        self.status = 0
+        return 0
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         self.attributes[attribute] = value
@@ -186,3 +195,8 @@ def test_launches_on_streams_in_threads_and_graphs() -> None:
     graph.replay()
     assert torch.equal(outs[0], wanted + 2)
     assert kernel.resources()["local"] == 0
+    stream, blank = torch.cuda.current_stream().cuda_stream, torch.full((192,), torch.nan, device="cuda")
+    first = threading.Thread(target=kernel, args=(stream, 3, 2, blank.data_ptr(), 0, 7, 2.0))
+    first.start()  # this thread has asked CUDA for nothing before, as autograd's own may not have
+    first.join()
+    assert torch.equal(blank, wanted)

@@ -1,6 +1,7 @@
 """The kernels of engine `persistent`, run on the host by `emulation`: the numbers of `reference` in float64."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import whorl
 from comparison import error, flat, weighted
 from emulation import emulated
 from option_draws import drawn
+from whorl.bench.baseline import TF32_EPS
 from whorl.engines.cuda import grid, spreading
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size
@@ -24,11 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-def outcome(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, engine: str, folder: Path) -> dict[str, Tensor]:
+def outcome(
+    layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, engine: str, folder: Path, tf32: bool = False
+) -> dict[str, Tensor]:
     layer = layer.to(dtype)
     layer.engine = engine
-    x = x.to(dtype).requires_grad_()
-    with emulated(folder):
+    x = x.to(dtype).detach().requires_grad_()
+    with emulated(folder, tf32):
         outputs = flat(layer(x))
         wanted = {"x": x, **dict(layer.named_parameters())}
         grads = torch.autograd.grad(weighted(outputs), list(wanted.values()))
@@ -54,6 +58,33 @@ def test_plain_layers(
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
     errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -> None:
+    layer, x = whorl.GRU(3, 4, engine="persistent"), torch.randn(2, 1, 3)
+    entered: list[int] = []
+    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+        layer(x)
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+        layer(x)[0].sum().backward()
+    assert entered == [0, 0]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    "kind, units, options", [("LSTM", 20, dict(num_layers=2)), ("GRU", 33, dict(bidirectional=True))]
+)
+def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], folder: Path) -> None:
+    torch.manual_seed(1)
+    layer, x = getattr(whorl, kind)(6, units, **options), torch.randn(4, 9, 6)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain = outcome(layer, x, torch.float32, "reference", folder)
+    got = outcome(layer, x, torch.float32, "persistent", folder, tf32)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    allowed = 4 * TF32_EPS if tf32 else 2 * max(error(plain[name], truth[name]) for name in truth) + 4 * 2.0**-23
+    assert max(errors.values()) <= allowed
+    assert (max(errors.values()) > 1e-5) == tf32
 
 
 @pytest.mark.parametrize(
@@ -93,4 +124,4 @@ def test_random_options(seed: int, folder: Path) -> None:
     case = drawn(seed, largest=20, batch=12)
     print(case)
     with emulated(folder):
-        assert case.errors("cpu", torch.float16 if seed % 3 == 0 else torch.bfloat16) == {}
+        assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}

@@ -11,11 +11,15 @@ import torch
 from cells_for_tests import CELLS
 from whorl.engines.cuda import source, tiling
 from whorl.engines.cuda.compile import cubin, missing
-from whorl.engines.cuda.prepare import TWO_BYTES, size_of
+from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.tiling import Chip
 
 H200 = Chip((9, 0), 132)
-CASES = [("lstm", 512, 128), ("lstm", 128, 32), ("gru", 512, 128), ("lstm", 509, 9)]
+CASES = [
+    ("lstm", 512, 128, "bfloat16"), ("lstm", 128, 32, "float16"), ("gru", 512, 128, "bfloat16"),
+    ("lstm", 509, 9, "bfloat16"), ("lstm", 512, 32, "tf32"), ("gru", 512, 128, "tf32"), ("rnn_relu", 640, 8, "tf32"),
+    ("lstm", 512, 32, "float32"), ("gru", 512, 128, "float32"), ("lstm", 128, 128, "float32"),
+]  # fmt: skip
 
 
 def nvdisasm() -> str | None:
@@ -31,42 +35,46 @@ needs_tools = pytest.mark.skipif(
 )
 
 
-def listing(kind: str, name: str, units: int, batch: int, path: Path, change: tuple[str, str] = ("", "")) -> list[str]:
+def listing(
+    kind: str, name: str, units: int, batch: int, precision: str, path: Path, change: tuple[str, str] = ("", "")
+) -> list[str]:
     """The instructions of the tile that would run, with something changed in the source."""
-    cell = CELLS[name].graph
-    tile = tiling.choose(size_of(cell, units, 2), H200, batch, 1, kind)
+    cell, exact = CELLS[name].graph, precision == "float32"
+    dtype = getattr(torch, precision.replace("tf32", "float32"))
+    tile = tiling.choose(size_of(cell, units, dtype.itemsize, exact=exact), H200, batch, 1, kind)
     assert tile is not None
-    text = (source.forward if kind == "forward" else source.backward)(cell, units, torch.bfloat16, tile, True)
+    text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True)
     assert change[0] in text
-    path.write_bytes(cubin(text.replace(*change), "kernel", "sm_90a", TWO_BYTES))
+    path.write_bytes(cubin(text.replace(*change), "kernel", "sm_90a", flags(tile)))
     tool = nvdisasm()
     assert tool is not None
     return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def time_loop(lines: list[str]) -> list[str]:
-    """The smallest loop around the products and what is written of them."""
+    """The loop around the products and what is written of them: what a wait repeats may lie behind it."""
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\.(L_x_\d+):", line.strip()))}
     ends = [(at, re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)) for at, line in enumerate(lines)]
     loops = [(labels[found[1]], at) for at, found in ends if found and labels.get(found[1], at) < at]
-    whole = [lines[a:b] for a, b in loops if all(any(w in line for line in lines[a:b]) for w in ("HMMA", "STG"))]
-    return min(whole, key=len)
+    whole = [(b, a) for a, b in loops if all(any(w in line for line in lines[a:b]) for w in ("HMMA", "STG"))]
+    end, begin = min(whole)
+    return lines[begin:end]
 
 
 @needs_tools
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("name, units, batch", CASES)
+@pytest.mark.parametrize("name, units, batch, precision", CASES)
 def test_nothing_is_spilled_or_fenced_in_the_time_loop(
-    name: str, units: int, batch: int, kind: str, tmp_path: Path
+    name: str, units: int, batch: int, precision: str, kind: str, tmp_path: Path
 ) -> None:
-    lines = listing(kind, name, units, batch, tmp_path / "kernel.cubin")
-    assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
+    lines = listing(kind, name, units, batch, precision, tmp_path / "kernel.cubin")
     loop = time_loop(lines)
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
     assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
 
 
 @needs_tools
 def test_a_fence_in_the_time_loop_is_found(tmp_path: Path) -> None:
     wider = ("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.parity.acquire.cluster.shared")
-    loop = time_loop(listing("forward", "lstm", 512, 32, tmp_path / "kernel.cubin", wider))
+    loop = time_loop(listing("forward", "lstm", 512, 32, "bfloat16", tmp_path / "kernel.cubin", wider))
     assert any("CCTL.IVALL" in line for line in loop)

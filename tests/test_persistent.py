@@ -11,11 +11,31 @@ from torch import Tensor
 
 import whorl
 from comparison import PlainLoop, error, flat, make, twin
+from whorl.bench.baseline import TF32_EPS, to_tf32
 from whorl.engines.cuda import compile, launch, layers, source
 
 pytestmark = pytest.mark.gpu
-DTYPES = [torch.bfloat16, torch.float16]
+PRECISIONS = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32, "float32": torch.float32,
+}  # fmt: skip
 Results = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def switches(request: pytest.FixtureRequest) -> Any:
+    """torch's switch of TF32 as the test's precision says; off where it says nothing."""
+    parameters = getattr(request.node, "callspec", None)
+    precision = parameters.params.get("precision") if parameters is not None else None
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
+        yield
+
+
+def is_tf32(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    return TF32_EPS if is_tf32(dtype) else torch.finfo(dtype).eps
 
 
 def results(layer: torch.nn.Module, x: Tensor, hx: Any, loss: Callable, dtype: torch.dtype) -> Results:
@@ -50,11 +70,11 @@ def check(
     states = [torch.randn(rows, batch, layer.hidden_size, device="cuda").to(dtype).double() for _ in range(2)]
     hx = None if not initial else tuple(states) if layer.mode == "LSTM" else states[0]
     truth = results(twin(layer).to("cuda").double(), x, hx, loss, torch.float64)
-    plain = results(PlainLoop(layer), x, hx, loss, torch.float32)
+    plain = results(PlainLoop(layer, to_tf32 if is_tf32(dtype) else None), x, hx, loss, torch.float32)
     got = results(layer, x, hx, loss, dtype)
     again = results(layer, x, hx, loss, dtype)
     assert all(torch.equal(got[name], again[name]) for name in got), "two runs differ"
-    eps = torch.finfo(dtype).eps
+    eps = eps_of(dtype)
     plain = {("grad of " + name[8:] if name.startswith("grad of ") else name): value for name, value in plain.items()}
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
     return {name: (error(got[name], truth[name]), bound) for name, bound in bounds.items()}
@@ -76,20 +96,24 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh", "RNN relu"])
 @pytest.mark.parametrize("units, batch, time", SIZES)
-def test_it_is_right(cell: str, units: int, batch: int, time: int, dtype: torch.dtype) -> None:
-    assert_right(build(cell, units, dtype, inputs=units + 3), time, batch)
+def test_it_is_right(cell: str, units: int, batch: int, time: int, precision: str) -> None:
+    if PRECISIONS[precision].itemsize == 4 and cell in ("LSTM", "GRU"):
+        units = min(units, 512)  # the most in four bytes
+    assert_right(build(cell, units, PRECISIONS[precision], inputs=units + 3), time, batch)
 
 
+@pytest.mark.parametrize("precision", ["two bytes", "tf32", "float32"])
 @pytest.mark.parametrize("seed", range(24))
-def test_it_is_right_at_random_sizes(seed: int) -> None:
+def test_it_is_right_at_random_sizes(seed: int, precision: str) -> None:
     draw = random.Random(seed)
-    cell, dtype = draw.choice(["LSTM", "GRU", "RNN tanh", "RNN relu"]), draw.choice(DTYPES)
+    cell = draw.choice(["LSTM", "GRU", "RNN tanh", "RNN relu"])
+    dtype = PRECISIONS.get(precision) or draw.choice([torch.bfloat16, torch.float16])
     layer = build(
-        cell, draw.randint(1, 700), dtype, inputs=draw.randint(1, 300), num_layers=draw.randint(1, 3),
-        bidirectional=draw.random() < 0.5, bias=draw.random() < 0.8,
+        cell, draw.randint(1, 700 if dtype.itemsize == 2 else 512), dtype, inputs=draw.randint(1, 300),
+        num_layers=draw.randint(1, 3), bidirectional=draw.random() < 0.5, bias=draw.random() < 0.8,
     )  # fmt: skip
     assert_right(layer, draw.randint(1, 12), draw.randint(2, 140), initial=draw.random() < 0.5)
 
@@ -105,9 +129,9 @@ FORMS = {
 @pytest.mark.parametrize("initial", [False, True], ids=["zero states", "given states"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("units", [40, 300])
-def test_it_is_right_in_every_form(form: str, cell: str, units: int, initial: bool) -> None:
-    assert_right(build(cell, units, torch.bfloat16, inputs=13, **FORMS[form]), 9, 21, initial)
+@pytest.mark.parametrize("units, precision", [(40, "bfloat16"), (300, "bfloat16"), (40, "tf32"), (40, "float32")])
+def test_it_is_right_in_every_form(form: str, cell: str, units: int, initial: bool, precision: str) -> None:
+    assert_right(build(cell, units, PRECISIONS[precision], inputs=13, **FORMS[form]), 9, 21, initial)
 
 
 # --- cells of a user --------------------------------------------------------------------------------------------------
@@ -135,23 +159,24 @@ def parity(layer: torch.nn.Module, time: int, batch: int, states: int) -> None:
     x = torch.randn(time, batch, layer.input_size, device="cuda").to(dtype).double()
     hx = tuple(torch.randn(rows, batch, layer.hidden_size, device="cuda").to(dtype).double() for _ in range(states))
     found = {}
+    torch.backends.cuda.matmul.allow_tf32 = is_tf32(dtype)
     for engine, kind in (("reference", torch.float64), ("reference", dtype), ("persistent", dtype)):
         layer.to(kind)
         layer.engine = engine
         found[engine, kind] = results(layer, x, hx, weighted, kind)
+    torch.backends.cuda.matmul.allow_tf32 = False
     layer.to(dtype)
     truth, plain, got = found.values()
-    eps = torch.finfo(dtype).eps
+    eps = eps_of(dtype)
     errors = {name: (error(got[name], truth[name]), 2 * error(plain[name], truth[name]) + 4 * eps) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("units, batch, time", [(5, 3, 4), (48, 17, 9), (301, 40, 5)])
-def test_a_users_cell_is_right(units: int, batch: int, time: int, dtype: torch.dtype) -> None:
-    layer = whorl.Recurrent(
-        three_states, 11, units, num_layers=2, bidirectional=True, device="cuda", dtype=dtype, engine="persistent"
-    )
+def test_a_users_cell_is_right(units: int, batch: int, time: int, precision: str) -> None:
+    options = dict(num_layers=2, bidirectional=True, device="cuda", dtype=PRECISIONS[precision])
+    layer = whorl.Recurrent(three_states, 11, units, **options, engine="persistent")
     parity(layer, time, batch, 3)
 
 
@@ -167,10 +192,12 @@ def test_what_is_not_a_number_past_the_units_stays_there() -> None:
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
-def test_a_graph_replays_with_new_input_states_and_weights(cell: str) -> None:
-    layer = build(cell, 200, torch.bfloat16, num_layers=2)
-    x = torch.randn(7, 20, 200, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    states = [torch.randn(2, 20, 200, device="cuda", dtype=torch.bfloat16) for _ in range(1 + (cell == "LSTM"))]
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
+def test_a_graph_replays_with_new_input_states_and_weights(cell: str, precision: str) -> None:
+    dtype = PRECISIONS[precision]
+    layer = build(cell, 200, dtype, num_layers=2)
+    x = torch.randn(7, 20, 200, device="cuda", dtype=dtype, requires_grad=True)
+    states = [torch.randn(2, 20, 200, device="cuda", dtype=dtype) for _ in range(1 + (cell == "LSTM"))]
     tensors = [x, *layer.parameters()]
 
     def step() -> list[Tensor]:
@@ -198,13 +225,15 @@ def test_a_graph_replays_with_new_input_states_and_weights(cell: str) -> None:
 
 @pytest.mark.parametrize("exponent", [-24, -12, 0, 12])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
-def test_gradients_of_any_size(cell: str, exponent: int) -> None:
-    assert_right(build(cell, 100, torch.bfloat16), 8, 20, loss=lambda outputs: 2.0**exponent * weighted(outputs))
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
+def test_gradients_of_any_size(cell: str, exponent: int, precision: str) -> None:
+    assert_right(build(cell, 100, PRECISIONS[precision]), 8, 20, loss=lambda outputs: 2.0**exponent * weighted(outputs))
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
-def test_weights_times_ten(cell: str) -> None:
-    layer = build(cell, 100, torch.bfloat16)
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
+def test_weights_times_ten(cell: str, precision: str) -> None:
+    layer = build(cell, 100, PRECISIONS[precision])
     with torch.no_grad():
         for weight in layer.parameters():
             weight.mul_(10)
@@ -338,6 +367,31 @@ def test_a_first_call_inside_a_capture_is_a_clear_error() -> None:
         layer(x)
 
 
+def test_torchs_switch_decides_in_float32_and_explain_says_so() -> None:
+    layer = build("LSTM", 128, torch.float32)
+    x = torch.randn(9, 8, 128, device="cuda")
+    true = twin(layer).to("cuda").double()(x.double())[0]
+    with torch.no_grad():
+        exact = error(layer(x)[0], true)
+    assert "float32 on" in str(whorl.explain(layer, x))
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        rounded = error(layer(x)[0], true)
+        assert "float32 with TF32 products on" in str(whorl.explain(layer, x))
+    assert exact < 5e-7
+    assert 1e-5 < rounded < 1e-3
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True  # which is another switch
+    with torch.no_grad():
+        assert error(layer(x)[0], true) < 5e-7
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_small_states_in_tf32_are_good_to_a_part_of_themselves() -> None:
+    layer = build("LSTM", 64, torch.float32, bias=False)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        assert_right(layer, 7, 9, initial=False, scale=1e-6)
+
+
 def test_long_sequences() -> None:
     layer = build("GRU", 8, torch.bfloat16)
     x = torch.randn(70_000, 2, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -382,13 +436,16 @@ def slowed(write: Callable) -> Callable:
 
 
 @pytest.mark.parametrize(
-    "cell, units, batch", [("LSTM", 512, 48), ("GRU", 128, 20), ("LSTM", 40, 9), ("LSTM", 300, 64)]
-)
+    "cell, units, batch, precision",
+    [("LSTM", 512, 48, "bfloat16"), ("GRU", 128, 20, "bfloat16"), ("LSTM", 40, 9, "bfloat16"),
+     ("LSTM", 300, 64, "bfloat16"), ("LSTM", 200, 20, "tf32"), ("GRU", 128, 20, "float32")],
+)  # fmt: skip
 def test_warps_that_sleep_at_random_change_nothing(
-    cell: str, units: int, batch: int, monkeypatch: pytest.MonkeyPatch
+    cell: str, units: int, batch: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = build(cell, units, torch.bfloat16, bidirectional=True)
-    x = torch.randn(11, batch, units, device="cuda", dtype=torch.bfloat16)
+    dtype = PRECISIONS[precision]
+    layer = build(cell, units, dtype, bidirectional=True)
+    x = torch.randn(11, batch, units, device="cuda", dtype=dtype)
     parameters = list(layer.parameters())
 
     def step() -> list[Tensor]:

@@ -55,7 +55,7 @@ MEAN = replace(LSTM, cell=layer_norm_lstm.graph)
 LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
     ("persistent", {"device": T4}, "the GPU has compute capability 7.5, these kernels are made for 9.0"),
-    ("persistent", {"dtype": torch.float32}, "the dtype is float32, these kernels take float16 and bfloat16"),
+    ("persistent", {"dtype": torch.float64}, "the dtype is float64, these kernels take float16, bfloat16 and float32"),
     (
         "persistent",
         {"form": MEAN},
@@ -204,6 +204,16 @@ def test_a_limit_of_an_engine_bites(engine: str, changes: dict[str, Any], senten
     assert ENGINES[engine].obstacles(replace(ON[engine], **changes)) == [sentence]
 
 
+@pytest.mark.parametrize("tf32", [True, False])
+def test_float32_runs_on_own_kernels_as_torchs_switch_says(tf32: bool) -> None:
+    device = replace(H200, tf32=tf32)
+    assert decide(replace(HALF, dtype=torch.float32, device=device)).engine == "persistent"
+    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=600))
+    words = "float32 with TF32 products" if tf32 else "float32"
+    refusal = f"persistent: 600 units of lstm in {words} do not fit one cluster, at most 512 do"
+    assert str(decide(wide).refusals[0]) == refusal
+
+
 def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
     large = replace(HALF, form=replace(LSTM, units=512, layers=1), batch=512)
     reason = "batch 512 of 512 units takes 3 rounds of clusters, and cuDNN was measured to be faster from 3 on"
@@ -218,6 +228,12 @@ def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
         replace(large, form=replace(large.form, units=640), batch=128, dtype=torch.float16),
     ):
         assert decide(faster).engine == "persistent"
+    for tf32, rounds, batch in ((True, 9, 512), (False, 4, 200)):
+        wide = replace(large, dtype=torch.float32, device=replace(H200, tf32=tf32), form=replace(large.form, units=512))
+        made = decide(replace(wide, batch=batch))
+        assert made.engine == "cudnn"
+        assert str(made.refusals[0]).endswith(f"cuDNN is estimated to be faster from {rounds} on")
+        assert decide(replace(wide, batch=128)).engine == "persistent"
 
 
 def test_a_layer_whose_step_takes_long_through_l2_is_left_for_cudnn() -> None:

@@ -7,7 +7,7 @@ from cells_for_tests import CELLS
 from whorl.cells import library
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin, missing
-from whorl.engines.cuda.prepare import TWO_BYTES, size_of
+from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import SHARED, Chip, Tile
 
@@ -86,7 +86,7 @@ def test_kernels_compile_without_a_gpu(name: str, units: int, dtype: torch.dtype
     tile = spreading.choose(size_of(cell, units, 2), H200, batch, 1, kind)
     assert tile is not None
     write = source.forward if kind == "forward" else source.backward
-    code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", TWO_BYTES)
+    code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", flags(tile))
     assert source.kernel_name(kind, cell, units, dtype, tile).encode() in code
 
 
@@ -98,7 +98,7 @@ def test_every_architecture_compiles(architecture: str, kind: str) -> None:
     tile = spreading.choose(size_of(cell, 256, 2), Chip((int(name[:-1]), int(name[-1])), 80), 8, 1, kind)
     assert tile is not None
     write = source.forward if kind == "forward" else source.backward
-    cubin(write(cell, 256, torch.bfloat16, tile, True), "kernel", architecture, TWO_BYTES)
+    cubin(write(cell, 256, torch.bfloat16, tile, True), "kernel", architecture, flags(tile))
 
 
 @needs_nvrtc
@@ -109,4 +109,4 @@ def test_a_tile_that_disagrees_with_its_kernel_does_not_compile(kind: str) -> No
     wrong = Spread(**{**vars(tile), "shared": tile.shared + 16})
     write = source.forward if kind == "forward" else source.backward
     with pytest.raises(Exception, match="tiling and kernel disagree"):
-        cubin(write(cell, 1024, torch.bfloat16, wrong, True), "kernel", "sm_90a", TWO_BYTES)
+        cubin(write(cell, 1024, torch.bfloat16, wrong, True), "kernel", "sm_90a", flags(tile))

@@ -8,16 +8,19 @@ from whorl.cells import library
 from whorl.engines.cuda import source, tiling
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.layers import blocks_of
-from whorl.engines.cuda.prepare import TWO_BYTES, size_of
+from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.tiling import LARGEST_CLUSTER, SHARED, Chip, Size, Tile
 
 H200 = Chip((9, 0), 132)
 CHIPS = [Chip(capability, multiprocessors) for capability in SHARED for multiprocessors in (1, 20, 132, 170)]
 KINDS = ("forward", "backward")
 LSTM = size_of(library.lstm.graph, 512, 2)
+WIDTHS = [(2, False), (4, False), (4, True)]
+"""Bytes of an element, and whether its products are exact."""
 SIZES = [
-    size_of(CELLS[name].graph, units, 2) for name in ("lstm", "gru", "rnn_tanh") for units in (1, 16, 100, 509, 640)
-]
+    size_of(CELLS[name].graph, units, element, exact=exact)
+    for name in ("lstm", "gru", "rnn_tanh") for units in (1, 16, 100, 509, 640) for element, exact in WIDTHS
+]  # fmt: skip
 
 needs_nvrtc = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 
@@ -34,14 +37,14 @@ def test_every_tile_fits_the_chip_and_covers_the_layer(chip: Chip, kind: str) ->
             assert tile.slice % 16 == 0
             assert 1 <= tile.warps <= 16
             if kind == "forward":
-                assert tile.splits * tile.depths * 16 >= tile.cluster * tile.slice
+                assert tile.splits * tile.depths * 32 // size.element >= tile.cluster * tile.slice
                 assert tile.warps == tile.slice // 16 * tile.splits
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_choice_is_pure_and_one_of_the_candidates(kind: str) -> None:
     for size in SIZES:
-        for batch in (1, 7, 64, 300):
+        for batch in (1, 7, 64, 300) if tiling.fits(size, H200, kind) else ():
             made = tiling.choose(size, H200, batch, 1, kind)
             assert made == tiling.choose(size, H200, batch, 1, kind)
             assert made in list(tiling.candidates(size, H200, kind))
@@ -69,6 +72,7 @@ def test_clusters_as_measured(units: int, batch: int, cluster: int) -> None:
 FIXED = [
     ("lstm", 512, torch.bfloat16, 128), ("lstm", 127, torch.float16, 32), ("gru", 300, torch.bfloat16, 64),
     ("rnn_tanh", 640, torch.float16, 8), ("rnn_relu", 1, torch.bfloat16, 1), ("lstm", 16, torch.bfloat16, 300),
+    ("lstm", 512, torch.float32, 128), ("gru", 1, torch.float32, 9),
 ]  # fmt: skip
 
 
@@ -78,11 +82,12 @@ FIXED = [
 def test_kernels_compile_without_a_gpu(name: str, units: int, dtype: torch.dtype, batch: int, kind: str) -> None:
     """A static assertion in the kernel compares the tile's shared memory with the kernel's own."""
     cell = CELLS[name].graph
-    tile = tiling.choose(size_of(cell, units, 2), H200, batch, 1, kind)
-    assert tile is not None
     write = source.forward if kind == "forward" else source.backward
-    code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", TWO_BYTES)
-    assert source.kernel_name(kind, cell, units, dtype, tile).encode() in code
+    for exact in {False, dtype == torch.float32}:
+        tile = tiling.choose(size_of(cell, units, dtype.itemsize, exact=exact), H200, batch, 1, kind)
+        assert tile is not None
+        code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", flags(tile))
+        assert source.kernel_name(kind, cell, units, dtype, tile).encode() in code
 
 
 @needs_nvrtc
@@ -96,7 +101,11 @@ def test_other_architectures_compile_as_far_as_they_have_clusters(architecture: 
     assert tile is not None
     assert tile.cluster == 1 or chip.capability >= (9, 0)
     write = source.forward if kind == "forward" else source.backward
-    cubin(write(cell, 40, torch.bfloat16, tile, True), "kernel", architecture, TWO_BYTES)
+    cubin(write(cell, 40, torch.bfloat16, tile, True), "kernel", architecture, flags(tile))
+    for exact in (False, True):
+        tile = tiling.choose(size_of(cell, 40, 4, exact=exact), chip, 8, 1, kind)
+        assert tile is not None
+        cubin(write(cell, 40, torch.float32, tile, True), "kernel", architecture, flags(tile))
 
 
 @needs_nvrtc
@@ -104,7 +113,20 @@ def test_a_tile_that_disagrees_with_its_kernel_does_not_compile() -> None:
     tile = tiling.choose(LSTM, H200, 8, 1, "forward")
     wrong = Tile(**{**vars(tile), "shared": tile.shared + 16})
     with pytest.raises(Exception, match="tiling and kernel disagree"):
-        cubin(source.forward(library.lstm.graph, 512, torch.bfloat16, wrong, True), "kernel", "sm_90a", TWO_BYTES)
+        cubin(source.forward(library.lstm.graph, 512, torch.bfloat16, wrong, True), "kernel", "sm_90a", flags(wrong))
+
+
+def test_the_most_units_of_a_cluster_depend_on_bytes() -> None:
+    for name, *mosts in [("lstm", 768, 512, 512), ("gru", 768, 512, 512), ("rnn_tanh", 1280, 1024, 1024)]:
+        for (element, exact), most in zip(WIDTHS, mosts, strict=True):
+            fitting = [
+                units
+                for units in range(16, 2048, 16)
+                if all(
+                    tiling.fits(size_of(CELLS[name].graph, units, element, exact=exact), H200, kind) for kind in KINDS
+                )
+            ]
+            assert fitting[-1] == most, (name, element, exact)
 
 
 def test_what_is_saved_of_each_gate() -> None:

@@ -6,6 +6,7 @@ the last of them is as long as the place of the engine in `ENGINES`, which is ho
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._library.fake_impl import allocate_size
 
 from whorl.engines import ENGINES
 from whorl.plan import announce, plan
-from whorl.problem import Call, Form, Plan, facts, problem, slots
+from whorl.problem import Call, Facts, Form, Plan, facts, problem, slots
 from whorl.run import backward, forward
 
 # Graphs that call these lie in torch's caches on disk: a schema that changes takes the next number into its name.
@@ -102,7 +103,7 @@ def _backward(
     sequences: bool,
 ) -> list[Tensor]:
     call = Call.of(tensors, layout, marks)
-    made = Plan(problem(form, facts(call, True, sequences)), list(ENGINES)[saved[-1].numel()])
+    made = _planned(form, facts(call, True, sequences), list(ENGINES)[saved[-1].numel()])
     found = backward(made, call, y, saved[:-1], grads)
     return [
         torch.zeros_like(tensor, memory_format=torch.contiguous_format)
@@ -110,6 +111,12 @@ def _backward(
         else grad.to(tensor.dtype).contiguous()
         for grad, tensor in zip(found, call.tensors, strict=True)
     ]
+
+
+@lru_cache(maxsize=8192)
+def _planned(form: str, known: Facts, engine: str) -> Plan:
+    """The plan of a backward pass, one object as long as it is kept: engines keep what they made ready for it."""
+    return Plan(problem(form, known), engine)
 
 
 def _backward_fake(grads: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:

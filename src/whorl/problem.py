@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_fp32_precision_getter as _get_fp32_precision
 
 from whorl import compiler
 from whorl.cells.cell import Graph
@@ -99,6 +100,8 @@ class Device:
     """oneDNN or cuDNN takes bfloat16 here."""
     compiler: str = ""
     """The command of the host's C++ compiler, where the device is the host."""
+    tf32: bool = False
+    """On CUDA: torch's switches let recurrent layers in float32 multiply in TF32; read for float32 alone."""
     multiprocessors: int = 0
     """Of a CUDA device; 0 elsewhere."""
 
@@ -141,6 +144,16 @@ class Problem:
         return "return_states" in self.extras
 
     @property
+    def tf32(self) -> bool:
+        """Products are in TF32: what is multiplied has 10 bits of mantissa, what is added and kept is float32."""
+        return self.dtype == torch.float32 and self.device.tf32
+
+    @property
+    def precision(self) -> str:
+        """The dtype, and what is less precise in it, in the words of a reason."""
+        return str(self.dtype).removeprefix("torch.") + " with TF32 products" * self.tf32
+
+    @property
     def additions(self) -> list[str]:
         """What it has beyond a plain cell and call, in the words of a reason."""
         form, drawn = self.form, "drawn" in self.extras
@@ -153,7 +166,7 @@ class Problem:
         rows = f"{self.time} step{'s' * (self.time != 1)}, batch {self.batch}" + (", packed" if self.packed else "")
         rows += "".join(f", {EXTRAS[name]}" for name in self.extras)
         after = "with gradient" if self.gradient else "without gradient"
-        return f"{self.form}; {rows}; {str(self.dtype).removeprefix('torch.')} on {self.device.name}, {after}"
+        return f"{self.form}; {rows}; {self.precision} on {self.device.name}, {after}"
 
 
 @dataclass(frozen=True)
@@ -280,6 +293,8 @@ class Facts(NamedTuple):
     dropout: bool
     extras: tuple[str, ...]
     gradient: bool
+    tf32: bool = False
+    """torch's switch of TF32 in recurrent layers, where the dtype is float32 on CUDA."""
 
 
 def facts(call: Call, gradient: bool, sequences: bool = False) -> Facts:
@@ -292,7 +307,10 @@ def facts(call: Call, gradient: bool, sequences: bool = False) -> Facts:
     plain = marks is PLAIN and not (call.inputs or call.noise or sequences)
     extras = () if plain else _extras(call, sequences)
     packed, initial, drops = sizes is not None, bool(call.states), bool(call.dropout)
-    return Facts(kind, where.index, enabled, x.dtype, time, batch, packed, initial, drops, extras, gradient)
+    dtype = x.dtype
+    # What torch's own recurrent layers ask: torch.backends.cudnn.allow_tf32 sets it, cudnn.rnn.fp32_precision is it.
+    tf32 = dtype is torch.float32 and kind == "cuda" and _get_fp32_precision("cuda", "rnn") == "tf32"
+    return Facts(kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32)
 
 
 def _extras(call: Call, sequences: bool) -> tuple[str, ...]:
@@ -313,7 +331,7 @@ def problem(form: str, known: Facts) -> Problem:
     """The problem that a layer (as `Form.to_json` writes it) and the facts of a call make."""
     return Problem(
         form=Form.from_json(form),
-        device=_device(known.device, known.ordinal, known.enabled),
+        device=_device(known.device, known.ordinal, known.enabled, known.tf32),
         dtype=known.dtype,
         time=known.time,
         batch=known.batch,
@@ -338,7 +356,7 @@ def autocast_is_on(kind: str) -> bool:
 
 
 @lru_cache
-def _device(kind: str, index: int | None, enabled: bool) -> Device:
+def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
     if kind == "cpu":
         if not (enabled and torch.backends.mkldnn.is_available()):
             return Device("cpu", "cpu", compiler=compiler.found())
@@ -351,7 +369,7 @@ def _device(kind: str, index: int | None, enabled: bool) -> Device:
         bfloat16 = version >= 91300 and capability >= (8, 0)
         count = torch.cuda.get_device_properties(index).multi_processor_count
         name = torch.cuda.get_device_name(index)
-        return Device("cuda", name, capability, version, bfloat16=bfloat16, multiprocessors=count)
+        return Device("cuda", name, capability, version, bfloat16=bfloat16, tf32=tf32, multiprocessors=count)
     return Device(kind, kind)
 
 

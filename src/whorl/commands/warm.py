@@ -19,7 +19,7 @@ CELLS = {
     "rnn_tanh": library.rnn_tanh,
     "rnn_relu": library.rnn_relu,
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32, "float32": torch.float32}
 
 
 class Gpu(NamedTuple):
@@ -37,7 +37,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("cell", choices=CELLS, help="the layer's cell")
     parser.add_argument("--units", type=int, nargs="+", required=True, help="its units; several compile several")
     parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences side by side (32)")
-    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"], help="bfloat16 unless given")
+    which = "bfloat16 unless given; tf32 is what float32 is by torch's own default"
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"], help=which)
     parser.add_argument("--bidirectional", action="store_true", help="both directions")
     parser.add_argument("--no-bias", action="store_true", help="a layer without bias")
     parser.add_argument("--inference", action="store_true", help="the forward kernel alone, which saves nothing")
@@ -51,12 +52,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Compile, and print the name of each kernel."""
     gpu = arguments.gpu or _own()
-    device = Device("cuda", gpu.name, gpu.chip.capability, multiprocessors=gpu.chip.multiprocessors)
+    cores = gpu.chip.multiprocessors
+    devices = {
+        dtype: Device("cuda", gpu.name, gpu.chip.capability, tf32=dtype == "tf32", multiprocessors=cores)
+        for dtype in arguments.dtype
+    }
     problems = [
         Problem(
             form=Form(CELLS[arguments.cell].graph, units, units, directions=1 + arguments.bidirectional,
                       bias=not arguments.no_bias),
-            device=device, dtype=DTYPES[dtype], time=1, batch=batch, gradient=not arguments.inference,
+            device=devices[dtype], dtype=DTYPES[dtype], time=1, batch=batch, gradient=not arguments.inference,
         )
         for units in arguments.units for batch in arguments.batch for dtype in arguments.dtype
     ]  # fmt: skip

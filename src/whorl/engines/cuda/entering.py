@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whorl.engines.cuda.options import Options
+from whorl.engines.cuda.products import product
 
 
 def projected(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x of every gate at every step, [rows, gates x units], as a kernel reads it."""
+    """x of every gate at every step with its bias, [rows, gates x units], of two bytes; in `dtype`."""
     if dtype == x.dtype:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -19,37 +20,37 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 
 
 class Dropped:
-    """The same behind a mask of input dropout.
+    """What the mask leaves of an input.
 
     Args:
         mask: float32 [batch, inputs], or [gates, batch, inputs] where each gate has one.
         given: it was not drawn, and has a gradient.
+        tf32: float32 is multiplied in TF32.
     """
 
-    def __init__(self, mask: Tensor, options: Options, given: bool) -> None:
-        self._mask, self._options, self._given = mask, options, given
+    def __init__(self, mask: Tensor, options: Options, given: bool, tf32: bool) -> None:
+        self._mask, self._options, self._given, self._tf32 = mask, options, given, tf32
 
-    def projected(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """As `projected`."""
+    def projected(self, x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+        """x of every gate at every step, [rows, gates x units], in float32 where `wide`."""
         entered = self._entered(x)
         if entered.dim() == x.dim():
-            return projected(entered, weight, bias, dtype)
-        units = self._options.form.units
-        biases = bias.split(units) if bias is not None else [None] * len(entered)
-        gates = zip(entered, weight.split(units), biases, strict=True)
-        return torch.cat([projected(part, w, b, dtype) for part, w, b in gates], -1)
+            return product(entered, weight.t(), tf32=self._tf32, wide=wide)
+        gates = zip(entered, weight.split(self._options.form.units), strict=True)
+        return torch.cat([product(part, w.t(), tf32=self._tf32, wide=wide) for part, w in gates], -1)
 
     def gradients(self, to_gates: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of x [rows, inputs], of the weight, and of the mask where it is given."""
         entered, units = self._entered(x), self._options.form.units
         if entered.dim() == x.dim():
             to_entered = self._product(to_gates, weight)
-            to_weight = torch.mm(to_gates.t(), entered)
+            to_weight = product(to_gates.t(), entered, tf32=self._tf32)
         else:
-            gates = [part.contiguous() for part in to_gates.split(units, 1)]
-            weights = weight.split(units)
-            to_entered = torch.stack([self._product(part, w) for part, w in zip(gates, weights, strict=True)])
-            to_weight = torch.cat([torch.mm(part.t(), each) for part, each in zip(gates, entered, strict=True)])
+            gates = to_gates.split(units, 1)
+            pairs = zip(gates, weight.split(units), strict=True)
+            to_entered = torch.stack([self._product(part, w) for part, w in pairs])
+            pairs = zip(gates, entered, strict=True)
+            to_weight = torch.cat([product(part.t(), each, tf32=self._tf32) for part, each in pairs])
         to_x = to_entered * self._by_row(x)
         to_x = to_x.sum(0) if to_x.dim() > x.dim() else to_x
         to_mask = _by_sequence(to_entered * x, self._options) if self._given else None
@@ -57,7 +58,7 @@ class Dropped:
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """In float32 for the gradient of a mask: a sum over the steps, which may cancel."""
-        return torch.mm(a, b, out_dtype=torch.float32) if self._given else torch.mm(a, b)
+        return product(a, b, tf32=self._tf32, wide=self._given)
 
     def _entered(self, x: Tensor) -> Tensor:
         return (x * self._by_row(x)).to(x.dtype)
@@ -100,7 +101,7 @@ class ByGate:
         """
         found = []
         for part, own in zip(parts, weight.split(self._options.form.units), strict=True):
-            to_operand = torch.mm(part, own, out_dtype=torch.float32)
+            to_operand = product(part, own, wide=True)
             found.append(_by_sequence(to_operand * self._before, self._options))
         return torch.stack(found)
 

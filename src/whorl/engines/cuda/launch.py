@@ -18,6 +18,7 @@ from whorl.errors import KernelError
 _CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _REGISTERS, _LOCAL = 4, 3
+_INVALID_CONTEXT = 201
 
 
 class _Attribute(ctypes.Structure):
@@ -80,15 +81,16 @@ class Kernel:
                 f"{name} was not loaded before the capture of a CUDA graph, and cannot be while it lasts: run the "
                 "layer once on input of these shapes first, forward and backward (`whorl warm` compiles ahead of time)."
             )
-        library, module, function = driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        library, module, function, context = driver(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # torch has made its context now, and it is this thread's
+            check(library.cuCtxGetCurrent(ctypes.byref(context)), "tell its context")
             check(library.cuModuleLoadData(ctypes.byref(module), code), f"load {name}")
             check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), f"find {name}")
             for attribute, value in {_MAX_DYNAMIC_SHARED: shared, _NON_PORTABLE_CLUSTER: int(cluster > 8)}.items():
                 if value:
                     check(library.cuFuncSetAttribute(function, attribute, value), f"prepare {name}")
-        self._function, self._launch = function, library.cuLaunchKernelEx
+        self._function, self._launch, self._context = function, library.cuLaunchKernelEx, context
         self._frames: list[_Frame] = []
 
     def __call__(self, stream: int, grid: int, second: int, *values: int | float) -> None:
@@ -105,6 +107,9 @@ class Kernel:
         config = frame.config
         config.grid[0], config.grid[1], config.grid[2], config.stream = grid, second, 1, stream
         status = self._launch(frame.reference, self._function, frame.arguments, None)
+        if status == _INVALID_CONTEXT:  # the first that this thread asks of CUDA, as autograd's own thread may
+            check(driver().cuCtxSetCurrent(self._context), "take its context")
+            status = self._launch(frame.reference, self._function, frame.arguments, None)
         self._frames.append(frame)
         if status:
             check(status, f"launch {self.name}")

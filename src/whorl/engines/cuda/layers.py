@@ -11,9 +11,11 @@ from whorl.engines.cuda.entering import ByGate, Dropped, projected
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
+from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip
-from whorl.problem import Call, Outcome, Plan
+from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
 
@@ -26,8 +28,10 @@ class Layers:
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.saving(form.cell)
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
+        self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
+        self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
@@ -45,7 +49,7 @@ class Layers:
         found = self._made.get((kind, features))
         if found is None:
             form, problem = self.form, self.problem
-            size = size_of(form.cell, form.units, problem.dtype.itemsize, features)
+            size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
             plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
             tile = grid.choose(size, self.chip, batch, directions, kind, plain)
             assert tile is not None, "the obstacles say that it fits"
@@ -78,9 +82,10 @@ class Layers:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
+            spread = isinstance(ahead.tile, Spread)  # whose kernel adds no bias to x
+            gates = self._gates(x.reshape(rows, -1), weights, layer, options, spread)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
-            spaces = [self._space(x, rows, features) if keep else x.new_empty(0, dtype=torch.uint8) for _ in weights]
+            spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
             if options is not None:
                 if features.sequences:
@@ -90,7 +95,7 @@ class Layers:
                     extra = options.argument(layer, before=before, sequences=sequences)
             ahead(
                 stream, x,
-                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
+                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights, spread), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), time, batch, *extra,
             )  # fmt: skip
@@ -131,7 +136,9 @@ class Layers:
                 x = options.cleaned(x)
             x = x.reshape(rows, -1)
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
-            to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
+            to_apart = to_gates  # nothing is written there
+            if self.saving.apart:
+                to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
             out = _plain(out)
             entered: Sequence[Tensor | ByGate] = ()
@@ -165,12 +172,8 @@ class Layers:
                     start, operand = starts[0][index] if starts else None, hidden
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
-                    to_ih = to_gates[direction].t() @ x
-                    grad_x = (
-                        torch.mm(to_gates[direction], own.ih)
-                        if grad_x is None
-                        else torch.addmm(grad_x, to_gates[direction], own.ih)
-                    )
+                    to_ih = product(to_gates[direction].t(), x, tf32=self.tf32)
+                    grad_x = product(to_gates[direction], own.ih, grad_x, add=grad_x is not None, tf32=self.tf32)
                 else:
                     to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
                     grad_x = to_x if grad_x is None else grad_x + to_x
@@ -210,15 +213,21 @@ class Layers:
     def _dropped(self, layer: int, direction: int, options: Options) -> Dropped | None:
         mask = options.input_mask(layer, direction)
         given = options.given_masks(layer, direction).input is not None
-        return None if mask is None else Dropped(mask, options, given)
+        return None if mask is None else Dropped(mask, options, given, self.tf32)
 
-    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
-        """x of every gate at every step, with its bias, as the kernel reads it."""
-        made = []
+    def _gates(
+        self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None, biased: bool
+    ) -> list[Tensor]:
+        """x of every gate at every step, as the kernel reads it."""
+        made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
-            project = projected if dropped is None else dropped.projected
-            made.append(project(x, own.ih, own.bias_ih, self.gate))
+            if biased:
+                made.append(projected(x, own.ih, own.bias_ih, self.gate))
+            elif dropped is None:
+                made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
+            else:
+                made.append(dropped.projected(x, own.ih, wide))
         return made
 
     def _weight_gradients(
@@ -243,16 +252,20 @@ class Layers:
             entered = hidden[into] if isinstance(hidden, ByGate) else hidden
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
             if rest:
-                torch.mm(part.narrow(0, at, rest).t(), entered, out=target)
+                product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
             else:
                 target.zero_()
             if start is not None:
-                target.addmm_(part.narrow(0, 0 if at else rest, batch).t(), start)
+                first_rows = part.narrow(0, 0 if at else rest, batch).t()
+                product(first_rows, start, target, add=True, tf32=self.tf32)
         bias_ih = bias_hh = None
         vectors: tuple[Tensor, ...] = ()
         if sums is not None:
             total = sums.sum(0).to(self.problem.dtype)
-            if self.form.bias:
+            if self.form.bias and self.plain:
+                bias_ih = total.narrow(0, 0, len(hh)) if self.cell.vectors else total
+                bias_hh = bias_ih.clone()
+            elif self.form.bias:
                 bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
                 for apart, first, count, into in self.blocks:
                     place = (first + len(self.cell.gates) * apart) * units
@@ -267,7 +280,9 @@ class Layers:
         return like.new_empty(rows * self.form.units * each, dtype=torch.uint8)
 
     def _spaces(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, int, int, int]:
-        """The addresses of r apart, then of the states, in each direction's room."""
+        """The addresses of r apart, then of the states, in each direction's room; 0 where there is none."""
+        if not spaces:
+            return 0, 0, 0, 0
         states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
         return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
 
@@ -290,6 +305,11 @@ class Layers:
         offset = layer * directions * batch * units * self.problem.dtype.itemsize
         given = [0 if state is None else state.data_ptr() + offset for state in states]
         return given or [0] * len(self.cell.states)
+
+
+def exact(problem: Problem) -> bool:
+    """Whether float32 is to be float32 in the products too."""
+    return problem.dtype == torch.float32 and not problem.tf32
 
 
 def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, int, int, int]]:
@@ -325,9 +345,12 @@ def layers(plan: Plan, device: torch.device) -> Layers:
 _MOST_PREPARED = 8192  # as many as `plan.plan` keeps
 
 
-def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, int, int, int]:
-    biases = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(biases)
+def _recurrent(weights: Sequence[LayerWeights], biased: bool) -> tuple[int, ...]:
+    """The addresses of the weights, then of r's bias, then of x's where x has it not yet."""
+    of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
+    of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
+    rest = () if biased else _pair(of_x)
+    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *rest
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:
@@ -347,10 +370,9 @@ def _hidden(own: LayerWeights) -> Tensor:
 
 
 def _plain_weights(own: LayerWeights) -> LayerWeights:
-    bias = None if own.bias_hh is None else own.bias_hh.contiguous()
-    return own._replace(
-        hh=_plain(_hidden(own)), bias_hh=bias, vectors=tuple(vector.contiguous() for vector in own.vectors)
-    )
+    of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
+    vectors = tuple(vector.contiguous() for vector in own.vectors)
+    return own._replace(hh=_plain(_hidden(own)), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
 
 
 def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:

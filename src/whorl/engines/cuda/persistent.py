@@ -13,7 +13,7 @@ from whorl.cells.expr import COLLECTIVES, topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
-from whorl.engines.cuda.layers import layers
+from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import code, size_of
 from whorl.engines.cuda.source import Features
@@ -36,8 +36,8 @@ class Persistent(Engine):
         if device.capability != (9, 0):
             found.append(f"the GPU has compute capability {_dotted(device.capability)}, these kernels are made for 9.0")
         found += [reason] if (reason := missing()) is not None else []
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            found.append(f"the dtype is {_name(problem.dtype)}, these kernels take float16 and bfloat16")
+        if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
         if any(node.op in COLLECTIVES for node in topological(cell.outputs)):
             found.append(f"the step of {cell.name} has a mean or a product inside, these kernels take pointwise steps")
         if not cell.recurrent:
@@ -46,14 +46,15 @@ class Persistent(Engine):
             found.append(f"the projection is {form.projection} wide, these kernels take none")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
-        features = expected(problem)
-        if not found and not _fits(cell, form.units, problem.dtype, _chip(device), features):
-            most = _most_units(cell, problem.dtype, _chip(device), features)
-            what = f"{form.units} units of {cell.name} in {_name(problem.dtype)}"
+        features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
+        if not found and not _fits(cell, form.units, width, _chip(device), features):
+            most = _most_units(cell, width, _chip(device), features)
+            what = f"{form.units} units of {cell.name} in {problem.precision}"
             if source.has_options(cell, features):
                 found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
             else:
-                found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
+                room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
+                found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
@@ -61,7 +62,9 @@ class Persistent(Engine):
 
         On an H200, LSTM and GRU in bfloat16, 30 steps: from 3 rounds on, with 512 units and more, cuDNN took 0.48 to
         1.13 of the time forward, and 0.57 to 1.52 of it in training; with fewer rounds or units never less than 1.13.
-        In float16 up to batch 128 its LSTM took 1.5 times the time all the same.
+        In float16 up to batch 128 its LSTM took 1.5 times the time all the same.  In float32 the kernels alone were
+        measured: LSTM of 512 units took 2.3 us a step and round with TF32 and 6.5 without, where cuDNN takes 8.1 and 22
+        at batch 32 and 10.4 and 24 at batch 128; from there its step grows with the batch.
 
         Where a layer is spread over blocks that exchange through L2: LSTM of 2,048 units at batch 64 is estimated at
         22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
@@ -70,7 +73,8 @@ class Persistent(Engine):
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
         chip = _chip(problem.device)
-        size = size_of(form.cell, form.units, problem.dtype.itemsize)  # cuDNN takes the plain cells alone
+        # cuDNN takes the plain cells alone
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
         tile = tiling.choose(size, chip, problem.batch, form.directions, "forward")
         if tile is None:
             step = spreading.step_time(size, chip, problem.batch, form.directions, "forward")
@@ -79,16 +83,26 @@ class Persistent(Engine):
         if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:
             return []
         rounds = tiling.rounds(chip, problem.batch, form.directions, tile)
-        if rounds < 3:
+        most = 3 if problem.dtype.itemsize == 2 else 9 if problem.tf32 else 4
+        if rounds < most:
             return []
         rows = f"batch {problem.batch} of {form.units} units takes {rounds} rounds of clusters"
-        return [f"{rows}, and cuDNN was measured to be faster from 3 on"]
+        known = "was measured" if most == 3 else "is estimated"
+        return [f"{rows}, and cuDNN {known} to be faster from {most} on"]
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        return layers(plan, call.x.device).forward(call)
+        made = layers(plan, call.x.device)
+        if torch.cuda.current_device() == made.index:
+            return made.forward(call)
+        with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
+            return made.forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        return layers(plan, call.x.device).backward(call, y, saved, grads)
+        made = layers(plan, call.x.device)
+        if torch.cuda.current_device() == made.index:
+            return made.backward(call, y, saved, grads)
+        with torch.cuda.device(made.index):
+            return made.backward(call, y, saved, grads)
 
 
 _LONG_STEP = 12  # microseconds, forward, in one direction or both
@@ -104,7 +118,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
     form, features = problem.form, expected(problem)
-    size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features), []
+    size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
         plain = not source.has_options(form.cell, features)
@@ -115,24 +129,20 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
 
 
 @lru_cache(maxsize=8192)
-def _fits(cell: Graph, units: int, dtype: torch.dtype, chip: Chip, features: Features) -> bool:
-    size, plain = size_of(cell, units, dtype.itemsize, features), not source.has_options(cell, features)
+def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features: Features) -> bool:
+    size, plain = size_of(cell, units, width[0], features, width[1]), not source.has_options(cell, features)
     return all(grid.fits(size, chip, kind, plain) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)
-def _most_units(cell: Graph, dtype: torch.dtype, chip: Chip, features: Features) -> int:
+def _most_units(cell: Graph, width: tuple[int, bool], chip: Chip, features: Features) -> int:
     """The most units for which both kernels fit."""
-    fitting = itertools.takewhile(lambda units: _fits(cell, units, dtype, chip, features), itertools.count(16, 16))
+    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, chip, features), itertools.count(16, 16))
     return max(fitting, default=0)
 
 
 def _chip(device: Device) -> Chip:
     return Chip(device.capability, device.multiprocessors)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -11,19 +11,22 @@ from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
-TWO_BYTES = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
-"""Of NVRTC for float16 and bfloat16: what these round is far below what the dtype keeps."""
+
+def flags(tile: Tile | Spread) -> tuple[str, ...]:
+    """Of NVRTC.  Division good to two units in the last place, as tanh is, and not by a function that is called.
+
+    But in true float32, the least numbers and the last bits of a root are far below what a product keeps.
+    """
+    return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
 @lru_cache(maxsize=256)
-def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN) -> Size:
+def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
     apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
-    return Size(
-        units, len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors), apart, element, gate,
-        *source.registers(cell, features), len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE),
-        features.noise == source.BY_GATE,
-    )  # fmt: skip
+    counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
+    masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact)
 
 
 def kernel(
@@ -34,12 +37,13 @@ def kernel(
 
     def make() -> Kernel:
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
-        count = {"forward": 13 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        together = isinstance(tile, Spread)
+        ahead = 15 - 2 * together + 2 * vectors + 2 * states  # a layer that is spread has x's bias in x
+        count = {"forward": ahead, "backward": 18 + 2 * vectors + 3 * states}[kind]
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
         fields = f"{count}Q"
         if source.has_options(cell, features):
             fields += options.layout(states, len(cell.inputs))
-        together = isinstance(tile, Spread)
         fields += "4Q" * together
         return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields, together)
 
@@ -57,5 +61,5 @@ def code(
     """
     write = source.forward if kind == "forward" else source.backward
     name = source.kernel_name(kind, cell, units, dtype, tile)
-    words = TWO_BYTES if dtype.itemsize == 2 else ()
-    return name, store.kernel(write(cell, units, dtype, tile, flag, features), name, chip.architecture, words)
+    text = write(cell, units, dtype, tile, flag, features)
+    return name, store.kernel(text, name, chip.architecture, flags(tile))

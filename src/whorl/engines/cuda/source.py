@@ -16,6 +16,7 @@ from whorl.engines.cuda.tiling import Tile
 _KERNELS = Path(__file__).parent / "kernels"
 _MARK = "// @generated\n"
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "tf32"}
+"""Of dtypes, in a kernel's name; an exact tile's is float32."""
 
 
 HELD, GIVEN, DRAWN, BY_GATE, GIVEN_BY_GATE = 1, 2, 3, 4, 5
@@ -109,8 +110,9 @@ def wide_gates(graph: Graph) -> bool:
 
 def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread) -> str:
     """What a profiler shows: cell, direction of the pass, units, dtype and tile."""
+    name = "float32" if tile.exact else NAMES[dtype]
     blocks = f"spread{tile.blocks}" if isinstance(tile, Spread) else f"{tile.cluster}"
-    return f"{identifier(graph.name)}_{kind}_{units}_{NAMES[dtype]}_{blocks}x{tile.rows}"
+    return f"{identifier(graph.name)}_{kind}_{units}_{name}_{blocks}x{tile.rows}"
 
 
 def forward(
@@ -170,6 +172,7 @@ def _source(
         f"#define WIDE_GATES {int(wide_gates(graph))}",
         f"#define FORWARD {int(kind == 'forward')}",
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
+        f"#define EXACT {int(tile.exact)}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
         "#define MOST(count) ((count) > 0 ? (count) : 1)",

@@ -41,6 +41,8 @@ class Spread:
     """Forward: steps of 8 words of depth of one warp."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
+    exact: bool = False
+    """As in `Size`: elements of two bytes alone, never."""
 
     cluster = 1
 

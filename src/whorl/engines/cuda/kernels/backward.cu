@@ -18,6 +18,9 @@
 // What options add stands in options.cu; a kernel without them has none of it.
 //
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+//
+// Arrived sums are added up before the block's gradients are made, those are multiplied after a barrier of the block, and
+// what is made of them is sent: who overwrites sums of step t, by sending at step t + 1, has waited for all of that.
 
 // @generated
 
@@ -463,16 +466,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS)
+            if (d + half < DEPTHS) {
+              Right right[TILES];
+#pragma unroll
+              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
               for (int c = 0; c < CHUNK; ++c)
                 if (i0 + c < SHARE) {
                   const int i = (i0 + c) * DEPTHS + d + half;
-                  const uint4 weight = i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                    : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane];
+                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                           : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
 #pragma unroll
                   for (int n = 0; n < TILES; ++n) {
-                    multiply(sums[c][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+                    multiply(sums[c][n], weight, right[n]);
                     if constexpr (GATEWISE)
                       if ((d + half + 1) % GATE_DEPTHS == 0) {
                         const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -490,6 +496,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                       }
                   }
                 }
+            }
         }
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c) {

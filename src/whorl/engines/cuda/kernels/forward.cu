@@ -11,12 +11,22 @@
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
 //   shared     states twice (read at this step, arriving for the next), partial sums, two barriers, more weights
-//   global     x in, gates out in its place where they are saved; y, saved states, final states
+//   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
+//              states, final states
 //
 // What options add stands in options.cu; a kernel without them has none of it.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+//
+// Why one barrier a step is enough in a cluster, where racecheck sees a hazard.  A step begins when all states of the
+// step before have arrived, of this block's own units too: they come through the same barrier.
+//   - Partial sums are read, the cell is computed of them, its states are sent.  A warp that overwrites them at the next
+//     step has waited for those very states: each reader has read.  (Where no state that is sent is made of a sum, its
+//     load still stands before the sends in the one queue of the warp's loads and stores.)
+//   - States that were read at step t are overwritten by what is sent at step t + 1.  Who sends there has waited for
+//     the states that this block sent at step t, and a warp sends after the group's barrier (or of its own products), so
+//     that all warps of its group have read; every group sends.
 
 // @generated
 
@@ -37,9 +47,10 @@ static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) 
               "tiling and kernel disagree");
 
 struct Arguments {
-  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x; where saved, x + r
+  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
   const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
   const Element* bias[2];     // [RECURRENT x UNITS] or null
+  const Element* x_bias[2];   // [GATES x UNITS] or null
   const Element* vectors[2][MOST(VECTORS)];
   const Element* initial[STATES];  // [directions, batch, UNITS], all or null
   Element* finals[STATES];         // [directions, batch, UNITS]
@@ -112,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int d = 0; d < DEPTHS; ++d)
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g) {
+      if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
       const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
       const uint4 word = {weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
                           weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)};
@@ -167,13 +179,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   // what a thread computes: its items.  Of two groups, different warps have one more item than the others.
   const int position = (split + SPLITS - group * (ITEMS % SPLITS) % SPLITS) % SPLITS;
-  float bias[RECURRENT][2], vectors[MOST(VECTORS)][2], state[OWN][STATES][2];
+  float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[OWN][STATES][2];
 #pragma unroll
   for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
     const Element* const at = a.bias[direction] + g * UNITS + unit;
     const bool mine = split == 0 || GATEWISE;  // which is added to the sum of all
     bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+  }
+#pragma unroll
+  for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
+    const Element* const at = a.x_bias[direction] + g * UNITS + unit;
+    x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+    x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+    if (sum_of(g) >= 0 && (split == 0 || GATEWISE)) {
+      bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
+      bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
+    }
   }
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
@@ -360,23 +382,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
 #pragma unroll
               for (int n = 0; n < TILES; ++n)
-                multiply(sums[g][n], weight, half ? own[n].z : own[n].x, half ? own[n].w : own[n].y);
+                multiply(sums[g][n], left_of(weight),
+                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
             }
         }
         continue;
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (d + half < DEPTHS)
+        if (d + half < DEPTHS) {
+          Right right[TILES];
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
             const int at = d + half;
             const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-            const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
+            const Left weight = left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far]);
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
-              multiply(sums[g][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+              multiply(sums[g][n], weight, right[n]);
           }
+        }
     }
 
     if constexpr (SPLITS > 1) {
@@ -433,8 +460,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float2 value = wide_gates(x[j][g]);
-          given[j][0][g] = value.x;
-          given[j][1][g] = value.y;
+          given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
+          given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
         }
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
@@ -515,7 +542,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int g = 0; g < GATES; ++g)
             if (sum_of(g) >= 0)
               store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
-                         first, second);
+                          first, second);
+            else
+              store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,

@@ -49,7 +49,7 @@ __device__ __forceinline__ Pair narrow_pair(float low, float high) {
 
 __device__ __forceinline__ Pair joined(Element low, Element high) { return low | (unsigned)high << 16; }
 
-#else  // four bytes: float32, rounded to tf32 where it enters a product
+#else  // four bytes: float32, which enters a product rounded to tf32, or whole in two parts of tf32
 
 typedef float Element;
 typedef float2 Pair;
@@ -59,11 +59,16 @@ __device__ __forceinline__ Element narrow(float value) { return value; }
 __device__ __forceinline__ float2 wide_pair(Pair pair) { return pair; }
 __device__ __forceinline__ Pair narrow_pair(float low, float high) { return {low, high}; }
 __device__ __forceinline__ Pair joined(Element low, Element high) { return {low, high}; }
-__device__ __forceinline__ unsigned operand(float value) {
+__device__ __forceinline__ unsigned to_tf32(float value) {
   unsigned result;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(value));
   return result;
 }
+#if EXACT
+__device__ __forceinline__ unsigned operand(float value) { return __float_as_uint(value); }
+#else
+__device__ __forceinline__ unsigned operand(float value) { return to_tf32(value); }
+#endif
 #define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
 #endif
 
@@ -127,11 +132,52 @@ __device__ __forceinline__ void store_wide_pair(float* at, float low, float high
 }
 
 // sums += a x b, for 16 rows, 8 columns and 8 words of depth
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint4& a, unsigned b0, unsigned b1) {
+__device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
   asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
+
+// What is multiplied, as the tensor cores take it: left the weights, right the states or gradients.
+#if EXACT
+// A float32 is the sum of two numbers of tf32 to 2^-23 of itself; the product of the two small ones is left out.  Tensor
+// cores cut off what they add (1e-5 of a sum over 1,024 terms), so each product is added to its sum by float32's own
+// addition.
+struct Left { uint4 high, low; };
+struct Right { uint2 high, low; };
+constexpr unsigned KEPT = 0xffffe000u;  // the bits of a float32 that tf32 has
+// `volatile`, so that weights are not split before the loop, where the two parts would need twice the registers
+__device__ __forceinline__ unsigned high_of(unsigned value) {
+  unsigned result;
+  asm volatile("add.u32 %0, %1, 0x1000;" : "=r"(result) : "r"(value));
+  return result & KEPT;  // as `cvt.rna.tf32`, which takes an instruction more to look for what is not finite
+}
+__device__ __forceinline__ unsigned low_of(unsigned value, unsigned high) {
+  return __float_as_uint(__uint_as_float(value) - __uint_as_float(high)) & KEPT;  // which is at most one bit longer
+}
+__device__ __forceinline__ Left left_of(const uint4& a) {
+  const uint4 high = {high_of(a.x), high_of(a.y), high_of(a.z), high_of(a.w)};
+  return {high, {low_of(a.x, high.x), low_of(a.y, high.y), low_of(a.z, high.z), low_of(a.w, high.w)}};
+}
+__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) {
+  const uint2 high = {high_of(b0), high_of(b1)};
+  return {high, {low_of(b0, high.x), low_of(b1, high.y)}};
+}
+__device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
+  float part[4] = {};
+  multiply_words(part, a.high, b.low);
+  multiply_words(part, a.low, b.high);
+  multiply_words(part, a.high, b.high);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] += part[i];
+}
+#else
+typedef uint4 Left;
+typedef uint2 Right;
+__device__ __forceinline__ Left left_of(const uint4& a) { return a; }
+__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {b0, b1}; }
+__device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) { multiply_words(sums, a, b); }
+#endif
 
 // b of 16 words of depth: rows of 8 x 16 bytes, one row's address from each thread
 __device__ __forceinline__ uint4 load_columns(unsigned address) {
@@ -174,7 +220,7 @@ __device__ __forceinline__ float fast_tanh(float value) {
 __device__ __forceinline__ float fast_logistic(float value) { return 0.5f * fast_tanh(0.5f * value) + 0.5f; }
 #define tanhf fast_tanh
 #define logistic fast_logistic
-#elif ELEMENT_BYTES == 2  // 1 - tanh^2 and s (1 - s) must be good where they are small
+#elif !EXACT  // 1 - tanh^2 and s (1 - s) must be good where they are small
 __device__ __forceinline__ float fast_exp(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
@@ -185,7 +231,16 @@ __device__ __forceinline__ float reciprocal(float value) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
   return result;
 }
-__device__ __forceinline__ float fast_tanh(float value) { return 1.f - 2.f * reciprocal(1.f + fast_exp(2.f * value)); }
+__device__ __forceinline__ float fast_tanh(float value) {
+  const float far = 1.f - 2.f * reciprocal(1.f + fast_exp(2.f * value));
+#if ELEMENT_BYTES == 2
+  return far;
+#else  // near zero that is good to 1e-7 of 1, not of itself: the first terms of the series are, to 2e-7
+  const float square = value * value;
+  const float near = value + value * square * (-0.333333333f + square * (0.133333333f - 0.0539682540f * square));
+  return square < 0.0441f ? near : far;
+#endif
+}
 __device__ __forceinline__ float fast_logistic(float value) { return reciprocal(1.f + fast_exp(-value)); }
 #define tanhf fast_tanh
 #define logistic fast_logistic

@@ -209,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                           : resident[Weights::resident(i)];
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
-                  multiply(sums[half % CHAINS][s][n], weight, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+                  multiply(sums[half % CHAINS][s][n], weight,
+                           right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
               }
         }
 #pragma unroll

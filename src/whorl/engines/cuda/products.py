@@ -1,0 +1,89 @@
+"""Products of whole matrices by the cuBLAS that torch brings, in the precision that a plan says.
+
+`torch.mm` asks another switch (`torch.backends.cuda.matmul`) than recurrent layers do, and takes longer to launch.
+cuBLAS is given torch's own handle, which has torch's stream and workspace, so that a product can be captured too.
+"""
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.errors import KernelError
+
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
+_FLOAT32, _TF32 = 68, 77  # cublasComputeType_t
+_DEFAULT_MATH, _DEFAULT_ALGORITHM = 0, -1
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+
+def product(
+    a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
+) -> Tensor:
+    """a @ b of matrices in one dtype, on the current device and torch's current stream; sums are float32.
+
+    Args:
+        out: where it goes, rows of any distance; a new matrix where None.
+        add: to what `out` has.
+        tf32: matrices of float32 are rounded to TF32; else float32 is float32, whatever torch's switches say.
+        wide: the new matrix is float32.
+
+    Raises:
+        KernelError: cuBLAS refuses.
+    """
+    (rows, depth), columns = a.shape, b.shape[1]
+    if out is None:
+        out = torch.empty(rows, columns, dtype=torch.float32 if wide else a.dtype, device=a.device)
+    a, a_turned, a_step = _laid(a)
+    b, b_turned, b_step = _laid(b)
+    library, handle, kind = cublas(), torch._C._cuda_getCurrentBlasHandle(), _TYPES[a.dtype]
+    if a.dtype is torch.float32:  # torch's switch has set it; torch sets it anew whenever it takes the handle
+        library.cublasSetMathMode(handle, _DEFAULT_MATH)
+    # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.
+    status = library.cublasGemmEx(
+        handle, b_turned, a_turned, columns, rows, depth, _ONE_AT, b.data_ptr(), kind, b_step, a.data_ptr(), kind,
+        a_step, _ONE_AT if add else _ZERO_AT, out.data_ptr(), _TYPES[out.dtype], max(columns, out.stride(0)),
+        _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM,
+    )  # fmt: skip
+    if status:
+        raise KernelError(f"cuBLAS cannot multiply {rows} x {depth} with {depth} x {columns} of {a.dtype} ({status}).")
+    return out
+
+
+_ONE_AT, _ZERO_AT = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
+
+
+def _laid(matrix: Tensor) -> tuple[Tensor, int, int]:
+    """The matrix, or a copy where neither rows nor columns lie in one piece; whether columns do; their distance."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    if right == 1 and (down >= columns or rows == 1):
+        return matrix, 0, max(down, columns)
+    if down == 1 and (right >= rows or columns == 1):
+        return matrix, 1, max(right, rows)
+    return matrix.contiguous(), 0, columns
+
+
+@cache
+def cublas() -> Any:
+    """The cuBLAS that torch has loaded.
+
+    Raises:
+        KernelError: there is none of its version.
+    """
+    major = (torch.version.cuda or "").split(".")[0]
+    name = f"cublas64_{major}.dll" if sys.platform == "win32" else f"libcublas.so.{major}"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise KernelError(f"torch's cuBLAS is not here ({name}): `whorl doctor` says what to do.") from error
+    pointer: Any = ctypes.c_void_p
+    number: Any = ctypes.c_int
+    library.cublasSetMathMode.argtypes = [pointer, number]
+    matrix = [pointer, number, number]
+    library.cublasGemmEx.argtypes = [
+        pointer, *[number] * 5, pointer, *matrix, *matrix, pointer, *matrix, number, number,
+    ]  # fmt: skip
+    return library
