@@ -1,6 +1,8 @@
 """The kernels of the engine `stepwise` compiled for the host: one thread a block, one block after the other."""
 
 import ctypes
+import hashlib
+import struct
 import subprocess
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -50,7 +52,7 @@ def compiled(made: Source, folder: Path, flags: tuple[str, ...] = ("-O0",)) -> c
     """The kernels as a library of the host."""
     text = _SHIM + made.text.replace('extern "C" __global__', "__global__")
     text += "".join(_LAUNCH.format(part=p, type="Start" if p == "start" else "Step") for p in made.names)
-    name = made.names["start"]
+    name = hashlib.sha256(text.encode()).hexdigest()[:24]  # cells of one name are different kernels
     file, library = folder / f"{name}.cpp", folder / f"{name}.so"
     file.write_text(text)
     command = [*compiler.found().split(), "-std=c++17", "-shared", "-fPIC", "-w", *flags, str(file), "-o", str(library)]
@@ -63,8 +65,6 @@ class _Kernel:
         self._function, self._layout, self._whole = function, layout, whole
 
     def __call__(self, stream: int, grid: int, second: int, *values: int | float) -> None:
-        import struct
-
         packed = struct.pack(self._layout, *values)
         # a block has one thread here: as many blocks as units, where a block has not the whole row
         self._function(packed, grid, second if self._whole else second * 128)

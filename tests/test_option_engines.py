@@ -59,6 +59,7 @@ def test_each_addition_is_a_reason_by_its_name(words: str, engine: str) -> None:
             layer(X, **options)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_all_additions_are_named_together() -> None:
     arguments = {key: value for row, _ in ADDITIONS.values() for key, value in row.items()}
     options = {key: value for _, row in ADDITIONS.values() for key, value in row.items()}
