@@ -228,7 +228,7 @@ def _cell_options(kind: str, draw: random.Random) -> dict[str, Any]:
     own = {
         "LSTM": [dict(peephole=True), dict(coupled=True), dict(activation="softplus"), clip, dict(bias=False)],
         "GRU": [dict(recurrent_activation="hard_sigmoid"), clip, dict(bias=False)],
-        "RNN": [dict(activation="softsign"), clip, dict(bias=False)],
+        "RNN": [dict(activation="silu"), clip, dict(bias=False)],
     }
     return draw.choice(own.get(kind, [dict(bias=False), clip]))
 

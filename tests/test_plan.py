@@ -214,9 +214,7 @@ def test_kernels_that_wait_for_their_tests_run_where_they_are_named() -> None:
     cases = {
         "in float32": replace(HALF, dtype=torch.float32),
         "spread over several clusters": replace(HALF, form=replace(LSTM, units=1024)),
-        "with a mask of recurrent dropout for each gate": replace(
-            HALF, form=replace(LSTM, recurrent_dropout=0.5), extras=("drawn",)
-        ),
+        "with options": replace(HALF, form=replace(LSTM, recurrent_dropout=0.5), extras=("drawn", "mask")),
     }
     for words, asked in cases.items():
         made = decide(asked)
@@ -224,8 +222,7 @@ def test_kernels_that_wait_for_their_tests_run_where_they_are_named() -> None:
         reason = f"its kernels {words} wait for their tests on a GPU, and run where they are named"
         assert made.refusals[0].reasons == (reason,)
         assert decide(asked, "persistent").engine == "persistent"
-    held = replace(LSTM, recurrent_dropout=0.5, recurrent_dropout_mode="shared")
-    assert decide(replace(HALF, form=held, extras=("drawn", "mask"))).engine == "persistent"
+    assert decide(HALF).engine == "persistent"
 
 
 @pytest.mark.usefixtures("tested")

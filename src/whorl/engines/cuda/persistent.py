@@ -115,16 +115,13 @@ def _untested(problem: Problem) -> list[str]:
     form, found = problem.form, []
     if problem.dtype == torch.float32:
         found.append("in float32")
-    drawn = form.recurrent_dropout > 0 and "drawn" in problem.extras
-    if form.recurrent_dropout_mode == "gate" and (drawn or "dropout_masks" in problem.extras):
-        found.append("with a mask of recurrent dropout for each gate")
     size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
-    plain = not source.has_options(form.cell, expected(problem))
-    if plain and not tiling.fits(size, _chip(problem.device), "forward"):
+    if source.has_options(form.cell, expected(problem)):
+        found.append("with options")
+    elif not tiling.fits(size, _chip(problem.device), "forward"):
         found.append("spread over several clusters")
-    return [f"its kernels {' and '.join(found)} wait for their tests on a GPU, and run where they are named"] * bool(
-        found
-    )
+    what = " and ".join(found)
+    return [f"its kernels {what} wait for their tests on a GPU, and run where they are named"] if found else []
 
 
 def warm(problem: Problem, chip: Chip) -> list[str]:
