@@ -1,7 +1,8 @@
 """Layers and calls of engine `persistent` with options drawn at random, and how they compare with `reference`."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import whorl
 from comparison import error, flat
+from whorl.engines.cuda.persistent import most_units
+from whorl.problem import Device
 
 States = dict[str, Any]
 
@@ -145,15 +148,13 @@ class Drawn:
     def _gates(self) -> str:
         return {"LSTM": "ifgo", "GRU": "rzn", "RNN": "n", "timed_lstm": "ifgo", "three_states": "abk"}[self.kind]
 
-    def results(
-        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Outputs, states and every gradient."""
-        layer = layer.to(dtype)
-        leaves = {name: tensor.to(dtype).detach().requires_grad_() for name, tensor in tensors.items()}
+    def as_called(
+        self, tensors: Mapping[str, Tensor], marks: Mapping[str, Any]
+    ) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """How the layer is called with such tensors: by place, and by name."""
 
         def named(prefix: str) -> list[Tensor]:
-            return [leaf for name, leaf in leaves.items() if name.split()[0] == prefix]
+            return [leaf for name, leaf in tensors.items() if name.split()[0] == prefix]
 
         def packed(value: Tensor) -> Any:
             if "packed" not in marks:
@@ -170,7 +171,7 @@ class Drawn:
         if "reset_to" in self.on:
             options["reset_to"] = states("reset_to")
         if self.kind in CELLS:
-            options["inputs"] = {name: packed(leaves[f"inputs {name}"]) for name in CELLS[self.kind][1]}
+            options["inputs"] = {name: packed(tensors[f"inputs {name}"]) for name in CELLS[self.kind][1]}
         masks = {name: named(name) for name in ("recurrent_dropout", "input_dropout", "zoneout_h") if named(name)}
         if "packed" in marks:
             masks = {
@@ -180,8 +181,26 @@ class Drawn:
             options["dropout_masks"] = masks
         if "states" in self.on:
             options["return_states"] = True
+        return (packed(tensors["x"]), states("initial")), options
+
+    def within(self, device: Device, dtype: torch.dtype) -> "Drawn":
+        """The same with no more units than engine `persistent` holds on a device."""
+        layer = self.layer("cpu", dtype)
+        layer.engine = "reference"
+        tensors, marks = self.call("cpu", dtype)
+        args, options = self.as_called({name: tensor.to(dtype) for name, tensor in tensors.items()}, marks)
+        problem = layer.to(dtype).plan(*args, **options).problem
+        return replace(self, units=min(self.units, most_units(replace(problem, device=device))))
+
+    def results(
+        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Outputs, states and every gradient."""
+        layer = layer.to(dtype)
+        leaves = {name: tensor.to(dtype).detach().requires_grad_() for name, tensor in tensors.items()}
+        args, options = self.as_called(leaves, marks)
         torch.manual_seed(self.seed + 1)
-        found = layer(packed(leaves["x"]), states("initial"), **options)
+        found = layer(*args, **options)
         outputs = flat([*found[:2], *(list(found[2].values()) if len(found) > 2 else [])])
         wanted = leaves | dict(layer.named_parameters())
         grads = torch.autograd.grad(_weighted(outputs), list(wanted.values()), allow_unused=True)

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import whorl
 from comparison import error, flat, weighted
-from emulation import emulated
+from emulation import H200, emulated
 from option_draws import drawn
 from whorl.bench.baseline import TF32_EPS
 from whorl.engines.cuda import grid, spreading
@@ -125,3 +126,12 @@ def test_random_options(seed: int, folder: Path) -> None:
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
+@pytest.mark.parametrize("seed, dtype", [(8, torch.float32), (140, torch.float32), (141, torch.bfloat16)])
+def test_random_options_are_drawn_up_to_what_the_engine_holds(seed: int, dtype: torch.dtype) -> None:
+    case = drawn(seed, largest=300)
+    largest = replace(case, units=1_000).within(H200, dtype)
+    assert 256 <= largest.units < 1_000
+    assert largest.within(H200, dtype).units == largest.units
+    assert replace(case, units=5).within(H200, dtype).units == 5
