@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import whorl
-from comparison import error, flat
+from comparison import broken, error, flat
 from whorl.engines.cuda.persistent import most_units
 from whorl.problem import Device
 
@@ -209,19 +209,45 @@ class Drawn:
         return result | {f"grad of {name}": grad for name, grad in named_grads if grad is not None}
 
     def errors(self, device: str, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-        """What breaks the error rule: its error and its bound."""
+        """What breaks the error rule: its error and its bound.
+
+        At a kink, or where steps amplify, a draw of roundings says little: a value that falls on the other side of a
+        clip changed gradients by 22 eps in one draw of sixteen or in another, in the engine as in plain torch.  What
+        breaks the rule is held to it at the points beside it too, by root mean squares of both.
+        """
         layer = self.layer(device, dtype)
         tensors, marks = self.call(device, dtype)
+        rows, eps = [self._measured(layer, tensors, marks, dtype)], torch.finfo(dtype).eps
+        if found := broken(rows, eps):
+            near = torch.Generator().manual_seed(self.seed)
+            rows += [self._measured(layer, _beside(tensors, dtype, near), marks, dtype) for _ in range(_NEAR)]
+            found = broken(rows, eps)
+        return found
+
+    def _measured(
+        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
+    ) -> dict[str, tuple[float, float]]:
+        """The engine's error and the baseline's."""
         found = {}
         for engine, kind in (("reference", torch.float64), ("reference", dtype), ("persistent", dtype)):
             layer.engine = engine
             found[engine, kind] = self.results(layer, tensors, marks, kind)
         truth, plain, got = found.values()
-        eps = torch.finfo(dtype).eps
         assert got.keys() == truth.keys()
-        bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
-        errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-        return {name: e for name, e in errors.items() if not e[0] <= e[1]}
+        return {name: (error(got[name], truth[name]), error(plain[name], truth[name])) for name in truth}
+
+
+_NEAR = 31
+
+
+def _beside(tensors: dict[str, Tensor], dtype: torch.dtype, draw: torch.Generator) -> dict[str, Tensor]:
+    """Each value larger or smaller by up to an eps of itself, as `dtype` can hold it; zeros stay."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        shares = 2 * torch.rand(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device) - 1
+        return (tensor * (1 + torch.finfo(dtype).eps * shares)).to(dtype).double()
+
+    return {name: moved(tensor) for name, tensor in tensors.items()}
 
 
 def drawn(seed: int, largest: int = 40, batch: int = 20, time: int = 5, options: tuple[str, ...] = OPTIONS) -> Drawn:
