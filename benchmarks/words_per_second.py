@@ -1,6 +1,7 @@
 """Words per second of a language model's training, with one recurrent layer after another in the same program.
 
-    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--figures FILE]
+    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--engine persistent]
+        [--figures FILE]
 
 The program is `whorl train`'s: embedding, two LSTM layers, softmax, clipping, SGD; only the layers differ, and whether
 a step's kernels are launched one by one (eager) or as one CUDA graph. The text is drawn, word after word, as frequent
@@ -284,11 +285,13 @@ def main() -> None:
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=", ".join(CONTENDERS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--units", type=int, help="other ones than the preset's")
+    parser.add_argument("--engine", default="auto", help="of whorl's layers")
     parser.add_argument("--profile", action="store_true", help="print each contender's kernels instead")
     parser.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
     asked = parser.parse_args()
     device = devices.find(asked.device)
-    given = {} if asked.units is None else dict(units=asked.units, embedding=asked.units)
+    given: dict[str, Any] = dict(engine=asked.engine)
+    given |= {} if asked.units is None else dict(units=asked.units, embedding=asked.units)
     names, tables = asked.contenders.split(","), []
     for preset in asked.preset.split(","):
         options = make_options(preset, given)

@@ -1,0 +1,202 @@
+"""The copy of a model's parameters that a step of SGD in bfloat16 works on.
+
+Autocast rounds every weight to bfloat16 at every step, widens every gradient and, where an axis is no multiple of 16
+bytes, multiplies slowly.  Here the copy is what forward and backward read, its gradients are what they are, and one
+pass moves the float32 parameter and its copy together.  The numbers are those of autocast.
+
+The embedding has no copy: a step reads the rows of its window, and moves those alone.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.layer import Layer
+from whorl.text import passes
+from whorl.text.group import Group
+from whorl.text.model import LAYERS, Architecture, LanguageModel, States
+from whorl.text.passes import Moved
+from whorl.text.recipe import Recipe
+
+_MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
+# Of these cells, with these options, a unit whose weights are all zero stays zero, as do the gradients of its weights.
+_PADDED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_PADDED_OPTIONS = {
+    "bias", "recurrent_dropout", "recurrent_dropout_mode", "input_dropout", "weight_drop", "zoneout", "peephole",
+    "coupled", "clip", "reset_after", "memory",
+}  # fmt: skip
+
+
+def works(model: LanguageModel, recipe: Recipe) -> bool:
+    """Whether a recipe's steps are taken on a copy: those of plain SGD under autocast."""
+    plain = recipe.optimizer == "sgd" and not recipe.weight_decay and recipe.precision == "bf16"
+    short = recipe.batch * recipe.time <= passes.MOST_ROWS
+    whole = recipe.accumulate == 1 and not model.architecture.tied
+    return plain and short and whole and model.head.bias.dtype == torch.float32
+
+
+class Working:
+    """A model's parameters in another dtype, and a step of SGD on both.
+
+    On a GPU units and embedding are made multiples of 8 with units that are zero and stay so, where the cell and its
+    options allow it.
+
+    Args:
+        model: with float parameters, which are always those of the last step.
+        group: of processes that take the step together.
+        dtype: of the copy.
+        padded: whether axes are widened.
+    """
+
+    def __init__(
+        self, model: LanguageModel, group: Group, dtype: torch.dtype = torch.bfloat16, padded: bool | None = None
+    ) -> None:
+        self.model, self.group, self.dtype = model, group, dtype
+        own = model.architecture
+        padded = model.device.type == "cuda" if padded is None else padded
+        wide = _widened(own) if padded and _can_widen(model) else own
+        self.units, self.embedding = (own.units, wide.units), wide.embedding
+        if wide is own:
+            self.recurrent = copy.deepcopy(model.recurrent)
+        else:
+            with torch.device("meta"):
+                self.recurrent = wide.layer()
+            self.recurrent.to_empty(device=model.device)
+        self.recurrent.to(dtype).requires_grad_()
+        self.recurrent.train(model.training)
+        tokens, width = model.head.weight.shape
+        columns = _up(width) if padded else width
+        self.head = nn.Parameter(torch.empty(tokens, columns, device=model.device, dtype=dtype))
+        self.head_bias = nn.Parameter(torch.empty(tokens, device=model.device, dtype=dtype))
+        self._copies = [*self.recurrent.parameters(), self.head, self.head_bias]
+        self._moved = [Moved(*pair) for pair in self._pairs()]
+        for parameter in [model.embedding.weight, *(each.own for each in self._moved)]:
+            group.same(parameter.detach())
+        self.refresh()
+        self._exchanges: list[Callable[[], None]] = []
+        if group.joined:
+            for parameter in self._copies:
+                parameter.register_post_accumulate_grad_hook(self._exchange)
+
+    def refresh(self) -> None:
+        """Make the copies those of the parameters."""
+        for each in self._moved:
+            each.copy.zero_()
+            each.inside(each.copy).copy_(each.own)
+
+    def learn(
+        self, inputs: Tensor, targets: Tensor, states: States | None, rate: Tensor, recipe: Recipe
+    ) -> tuple[Tensor, States]:
+        """Train on a window: its loss, and the states after it.
+
+        Args:
+            inputs, targets: token numbers [time, batch].
+            states: those before the window, as the model has them; None: zeros.
+            rate: [], float32; it is scaled as the gradients are clipped.
+            recipe: how gradients are clipped.
+        """
+        loss, after, grads, tokens, to_rows = self._backward(inputs, targets, states)
+        summed, first = passes.sum_rows(to_rows, tokens, self._embedding.shape[1], self._embedding.dtype)
+        if self.group.size > 1:
+            summed = summed / self.group.size
+        if recipe.clip:
+            counted = to_rows / self.group.size if recipe.clip_rows else summed
+            wide = torch.promote_types(self.dtype, torch.float32)
+            norms = torch._foreach_norm([*grads, counted], 2, wide)
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            rate = rate.mul_(torch.clamp(recipe.clip / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
+        with torch.no_grad():
+            passes.move_rows(self._embedding, tokens, summed, first, rate)
+            passes.move(self._moved, grads, rate)
+        return loss, after
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The loss on a window, and the gradient of each parameter of the model by its name, which stays as it is."""
+        loss, _, grads, tokens, to_rows = self._backward(inputs, targets, None)
+        table = torch.zeros_like(self._embedding)
+        table.index_add_(0, tokens, to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
+        names = [name for name, _ in self.model.named_parameters() if name != "embedding.weight"]
+        inside = (each.inside(grad).flatten(0, -2) for each, grad in zip(self._moved, grads, strict=True))
+        shapes = (self.model.get_parameter(name).shape for name in names)
+        found = {name: grad.reshape(shape) for name, grad, shape in zip(names, inside, shapes, strict=True)}
+        return {"loss": loss, "embedding.weight": table, **found}
+
+    def _backward(
+        self, inputs: Tensor, targets: Tensor, states: States | None
+    ) -> tuple[Tensor, States, list[Tensor], Tensor, Tensor]:
+        """The loss, the states after it, the copies' gradients, the embedding's tokens and rows' gradients."""
+        for parameter in self._copies:
+            parameter.grad = None
+        rows = passes.take(self._embedding, inputs, self.embedding, self.dtype).requires_grad_()
+        loss, after = self._loss(rows, targets, states)
+        loss.backward()
+        assert rows.grad is not None
+        tokens = self.group.joint(inputs.flatten(), 0)
+        to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)
+        grads = [_gradient(parameter) for parameter in self._copies]
+        for finish in self._exchanges:
+            finish()
+        self._exchanges.clear()
+        return loss.detach(), after, grads, tokens, to_rows
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.model.embedding.weight.detach()
+
+    def _loss(self, rows: Tensor, targets: Tensor, states: States | None) -> tuple[Tensor, States]:
+        own, wide = self.units
+        dropout = self.model.architecture.dropout if self.model.training else 0.0
+        given: Any = states
+        if states is not None:
+            given = tuple(F.pad(state.to(self.dtype), (0, wide - own)) for state in states)
+            given = given[0] if len(given) == 1 else given
+        outputs, finals = self.recurrent(F.dropout(rows, dropout), given)
+        finals = finals if isinstance(finals, tuple) else (finals,)
+        outputs = F.dropout(outputs, dropout)
+        missing = self.head.shape[1] - outputs.shape[-1]
+        outputs = F.pad(outputs, (0, missing)) if missing else outputs
+        logits = F.linear(outputs.flatten(0, 1), self.head, self.head_bias)
+        loss = passes.cross_entropy(logits, targets.flatten())
+        return loss, tuple(state.detach()[..., :own] if wide > own else state.detach() for state in finals)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter and its copy as blocks of rows of columns."""
+        own, wide = self.units
+        recurrent = zip(self.model.recurrent.parameters(), self.recurrent.parameters(), strict=True)
+        head = (self.model.head.weight, self.head), (self.model.head.bias, self.head_bias)
+        pairs = [(pair, wide > own) for pair in recurrent] + [(pair, False) for pair in head]
+        for (parameter, made), by_gate in pairs:
+            blocks = len(parameter) // own if by_gate else 1
+            one, other = parameter.detach(), made.detach()
+            if one.dim() == 1:
+                yield one.view(blocks, 1, -1), other.view(blocks, 1, -1)
+            else:
+                yield one.unflatten(0, (blocks, -1)), other.unflatten(0, (blocks, -1))
+
+    def _exchange(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._exchanges.append(self.group.averaging(parameter.grad))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.contiguous()
+
+
+def _up(width: int) -> int:
+    return -(-width // _MULTIPLE) * _MULTIPLE
+
+
+def _widened(own: Architecture) -> Architecture:
+    return replace(own, units=_up(own.units), embedding=_up(own.embedding))
+
+
+def _can_widen(model: LanguageModel) -> bool:
+    own = model.architecture
+    ours = isinstance(model.recurrent, Layer) and own.cell in LAYERS
+    return ours and own.cell in _PADDED and set(own.options) <= _PADDED_OPTIONS
