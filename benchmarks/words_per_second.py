@@ -312,8 +312,8 @@ def main() -> None:
         text = (
             "The language models of Zaremba et al. (2014) on a text that is drawn, trained by whorl's program: only "
             "the recurrent layers differ, and whether a step's kernels are launched one by one (eager) or as one CUDA "
-            "graph; torch's eager rows train under autocast, the others on a copy of the parameters in bfloat16. Before "
-            "any time is taken, the gradients of every parameter are compared with float64. Medians of "
+            "graph; torch's eager rows train under autocast, the others on a copy of the parameters in bfloat16. "
+            "Before any time is taken, the gradients of every parameter are compared with float64. Medians of "
             f"{TURNS} turns, host work included.",
         )
         title = "Words per second of a language model's training"

@@ -87,7 +87,7 @@ def sum_rows(grads: Tensor, tokens: Tensor, width: int, dtype: torch.dtype) -> t
     if grads.dtype == torch.bfloat16 and runs_kernels(grads.device):
         made = grads.new_empty(rows, width, dtype=torch.float32)
         first = tokens.new_empty(rows, dtype=torch.int32)
-        space = (rows + 3) // 4 * 4
+        space = (rows + 15) // 16 * 16 + 4
         wide = grads.shape[1]
         _run("sum_rows", grads, rows, 1, space, grads.contiguous(), tokens, made, first, rows, width, wide)
         return made, first

@@ -24,6 +24,7 @@ from whorl.text.passes import Moved
 from whorl.text.recipe import Recipe
 
 _MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
+_SMALL = 1 << 16  # numbers of a gradient that is exchanged together with others
 # Of these cells, with these options, a unit whose weights are all zero stays zero, as do the gradients of its weights.
 _PADDED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _PADDED_OPTIONS = {
@@ -44,7 +45,8 @@ class Working:
     """A model's parameters in another dtype, and a step of SGD on both.
 
     On a GPU units and embedding are made multiples of 8 with units that are zero and stay so, where the cell and its
-    options allow it.
+    options allow it. Beside other processes each layer is called apart, so that its gradients travel while those of
+    the layer below are computed.
 
     Args:
         model: with float parameters, which are always those of the last step.
@@ -61,12 +63,14 @@ class Working:
         padded = model.device.type == "cuda" if padded is None else padded
         wide = _widened(own) if padded and _can_widen(model) else own
         self.units, self.embedding = (own.units, wide.units), wide.embedding
-        if wide is own:
-            self.recurrent = copy.deepcopy(model.recurrent)
-        else:
+        ours = isinstance(model.recurrent, Layer)
+        self.recurrent: Any
+        if ours and (group.joined or wide is not own):
             with torch.device("meta"):
-                self.recurrent = wide.layer()
+                self.recurrent = _Apart(wide) if group.joined else wide.layer()
             self.recurrent.to_empty(device=model.device)
+        else:
+            self.recurrent = copy.deepcopy(model.recurrent)
         self.recurrent.to(dtype).requires_grad_()
         self.recurrent.train(model.training)
         tokens, width = model.head.weight.shape
@@ -79,6 +83,7 @@ class Working:
             group.same(parameter.detach())
         self.refresh()
         self._exchanges: list[Callable[[], None]] = []
+        self._small: list[Tensor] = []
         if group.joined:
             for parameter in self._copies:
                 parameter.register_post_accumulate_grad_hook(self._exchange)
@@ -120,11 +125,13 @@ class Working:
         loss, _, grads, tokens, to_rows = self._backward(inputs, targets, None)
         table = torch.zeros_like(self._embedding)
         table.index_add_(0, tokens, to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
-        names = [name for name, _ in self.model.named_parameters() if name != "embedding.weight"]
-        inside = (each.inside(grad).flatten(0, -2) for each, grad in zip(self._moved, grads, strict=True))
-        shapes = (self.model.get_parameter(name).shape for name in names)
-        found = {name: grad.reshape(shape) for name, grad, shape in zip(names, inside, shapes, strict=True)}
-        return {"loss": loss, "embedding.weight": table, **found}
+        places = {each.own.data_ptr(): place for place, each in enumerate(self._moved)}
+        found = {"loss": loss}
+        for name, parameter in self.model.named_parameters():
+            place = places.get(parameter.data_ptr())
+            own = table if place is None else self._moved[place].inside(grads[place]).reshape(parameter.shape)
+            found[name] = own
+        return found
 
     def _backward(
         self, inputs: Tensor, targets: Tensor, states: States | None
@@ -138,10 +145,8 @@ class Working:
         assert rows.grad is not None
         tokens = self.group.joint(inputs.flatten(), 0)
         to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)
+        self._end_exchanges()
         grads = [_gradient(parameter) for parameter in self._copies]
-        for finish in self._exchanges:
-            finish()
-        self._exchanges.clear()
         return loss.detach(), after, grads, tokens, to_rows
 
     @property
@@ -167,7 +172,10 @@ class Working:
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each parameter and its copy as blocks of rows of columns."""
         own, wide = self.units
-        recurrent = zip(self.model.recurrent.parameters(), self.recurrent.parameters(), strict=True)
+        apart = isinstance(self.recurrent, _Apart)
+        given = dict(self.model.recurrent.named_parameters())
+        names = {_apart(name) if apart else name: parameter for name, parameter in given.items()}
+        recurrent = [(names[name], made) for name, made in self.recurrent.named_parameters()]
         head = (self.model.head.weight, self.head), (self.model.head.bias, self.head_bias)
         pairs = [(pair, wide > own) for pair in recurrent] + [(pair, False) for pair in head]
         for (parameter, made), by_gate in pairs:
@@ -179,8 +187,58 @@ class Working:
                 yield one.unflatten(0, (blocks, -1)), other.unflatten(0, (blocks, -1))
 
     def _exchange(self, parameter: Tensor) -> None:
+        """Send a gradient on its way; the small ones wait for each other."""
         assert parameter.grad is not None
-        self._exchanges.append(self.group.averaging(parameter.grad))
+        if parameter.numel() > _SMALL:
+            self._exchanges.append(self.group.averaging(parameter.grad))
+        else:
+            self._small.append(parameter.grad)
+
+    def _end_exchanges(self) -> None:
+        if self._small:
+            joined = torch.cat([grad.flatten() for grad in self._small])
+            self._exchanges.append(self.group.averaging(joined))
+        for finish in self._exchanges:
+            finish()
+        if self._small:
+            sizes = [grad.numel() for grad in self._small]
+            for grad, part in zip(self._small, joined.split(sizes), strict=True):
+                grad.copy_(part.view_as(grad))
+        self._exchanges.clear()
+        self._small.clear()
+
+
+class _Apart(nn.Module):
+    """The recurrent layers of an architecture, a module for each."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        single = [replace(architecture, layers=1)] * architecture.layers
+        width = architecture.options.get("proj_size") or architecture.units
+        single[1:] = [replace(each, embedding=width) for each in single[1:]]
+        self.layers = nn.ModuleList(each.layer() for each in single)
+        self.dropout = architecture.dropout
+
+    def forward(self, x: Tensor, states: Any) -> tuple[Tensor, Any]:
+        finals = []
+        for place, layer in enumerate(self.layers):
+            x = F.dropout(x, self.dropout, self.training) if place else x
+            given = states
+            if isinstance(states, tuple):
+                given = tuple(state[place : place + 1] for state in states)
+            elif states is not None:
+                given = states[place : place + 1]
+            x, final = layer(x, given)
+            finals.append(final)
+        if isinstance(finals[0], tuple):
+            return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+        return x, torch.cat(finals)
+
+
+def _apart(name: str) -> str:
+    """The name of a layer's parameter among those of `_Apart`: layers.2.bias_hh_l0 for bias_hh_l2."""
+    which, layer = name.rsplit("_l", 1)
+    return f"layers.{layer}.{which}_l0"
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -15,28 +15,32 @@ struct Arguments {
 #define THREADS 256
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ Arguments a) {
-  extern __shared__ __align__(16) unsigned memory[];  // a byte for each row, in whole 4: whether it has our number
-  const long long row = blockIdx.x, mine = a.tokens[row], words = (a.rows + 3) / 4;
-  for (long long at = threadIdx.x; at < words; at += THREADS) {
+  // a byte for each row, in whole 16: whether it has our number; behind them, whether one before us has
+  extern __shared__ __align__(16) unsigned memory[];
+  const long long row = blockIdx.x, mine = a.tokens[row], packs = (a.rows + 15) / 16;
+  if (threadIdx.x == 0) memory[4 * packs] = 0;
+  __syncthreads();
+  for (long long at = threadIdx.x; at < 4 * packs; at += THREADS) {
     unsigned found = 0;
     for (int i = 0; i < 4; ++i)
-      if (4 * at + i < a.rows && a.tokens[4 * at + i] == mine) found |= 1u << 8 * i;
+      if (4 * at + i < a.rows && a.tokens[4 * at + i] == mine) {
+        found |= 1u << 8 * i;
+        if (4 * at + i < row) memory[4 * packs] = 1;
+      }
     memory[at] = found;
   }
   __syncthreads();
-  bool first = true;
-  for (long long at = 0; at <= row / 4; ++at) {
-    const unsigned before = at == row / 4 ? memory[at] & ((1u << 8 * (row % 4)) - 1u) : memory[at];
-    if (before) first = false;
-  }
+  const bool first = memory[4 * packs] == 0;
   if (threadIdx.x == 0) a.first[row] = first;
   for (long long column = threadIdx.x; column < a.width; column += THREADS) {
     float sum = 0.f;
-    if (first)
-      for (long long at = row / 4; at < words; ++at)
-        if (memory[at])
-          for (int i = 0; i < 4; ++i)
-            if (memory[at] >> 8 * i & 1u) sum += wide(a.grads[(4 * at + i) * a.wide_width + column]);
+    for (long long at = row / 16; first && at < packs; ++at) {
+      const uint4 sixteen = ((const uint4*)memory)[at];
+      if ((sixteen.x | sixteen.y | sixteen.z | sixteen.w) == 0) continue;
+      const unsigned words[4] = {sixteen.x, sixteen.y, sixteen.z, sixteen.w};
+      for (int i = 0; i < 16; ++i)
+        if (words[i / 4] >> 8 * (i % 4) & 1u) sum += wide(a.grads[(16 * at + i) * a.wide_width + column]);
+    }
     a.to[row * a.width + column] = sum;
   }
 }
