@@ -104,21 +104,34 @@ SHAPES = [((1, 3, 5), (1, 3, 8)), ((4, 6, 8), (4, 8, 16)), ((1, 1, 7), (1, 1, 7)
 
 @pytest.mark.parametrize("count", [1, 4, 17])
 def test_parameters_move_and_copies_follow(device: str, count: int) -> None:
-    pairs, grads, truth = [], [], []
+    pairs, grads, truth, wholes = [], [], [], []
     for index in range(count):
         own, wide = SHAPES[index % len(SHAPES)]
-        copy = torch.zeros(wide, device=device, dtype=torch.bfloat16)
-        pairs.append(Moved(drawn(*own, seed=index).to(device), copy))
-        grad = torch.zeros_like(copy)
-        pairs[-1].inside(grad).copy_(drawn(*own, seed=100 + index))
-        grads.append(grad)
-        truth.append(pairs[-1].own.double() - 0.25 * pairs[-1].inside(grad).double())
+        wholes.append(torch.full(wide, 7.0, device=device, dtype=torch.bfloat16))
+        inside = wholes[-1][:, : own[1], : own[2]]
+        pairs.append(Moved(drawn(*own, seed=index).to(device), inside))
+        grad = torch.full_like(wholes[-1], 9.0)
+        grads.append(pairs[-1].within(grad))
+        grads[-1].copy_(drawn(*own, seed=100 + index))
+        truth.append(pairs[-1].own.double() - 0.25 * grads[-1].double())
     passes.move(pairs, grads, torch.tensor(0.25, device=device))
-    for pair, moved in zip(pairs, truth, strict=True):
+    for pair, moved, whole in zip(pairs, truth, wholes, strict=True):
         assert error(pair.own, moved) <= 2 * torch.finfo(torch.float32).eps
-        assert torch.equal(pair.inside(pair.copy), pair.own.to(torch.bfloat16))
-        inside = pair.inside(torch.ones_like(pair.copy)).numel()
-        assert pair.copy.count_nonzero() <= inside  # what is outside stays zero
+        assert torch.equal(pair.copy, pair.own.to(torch.bfloat16))
+        assert (whole == 7).sum() >= whole.numel() - pair.own.numel()  # what is outside stays as it was
+        pair.copy.fill_(7)
+        assert (whole == 7).all()
+
+
+@pytest.mark.parametrize("counts", [(1,), (7, 8, 100_003), (64,) * 17])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_of_squares(device: str, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensors = [drawn(count, seed=count).to(device, dtype) for count in counts]
+    tensors[-1] = drawn(counts[-1] + 1).to(device, dtype)[1:]  # at an odd place
+    truth = sum(tensor.double().square().sum().item() for tensor in tensors)
+    got = passes.sum_of_squares(tensors)
+    assert got.dtype == torch.float32
+    assert got.item() == pytest.approx(truth, rel=1e-5)
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

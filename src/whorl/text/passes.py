@@ -21,6 +21,7 @@ _KERNELS = Path(__file__).parent / "kernels"
 _THREADS = {"loss": 512, "loss_backward": 512}
 _LAYOUTS = {
     "loss": "4Qq", "loss_backward": "5Q2q", "take": "3Q2q", "sum_rows": "4Q3q", "move_rows": "5Qq", "move": "128QQ",
+    "squares": "16Q16qQ",
 }  # fmt: skip
 _AT_ONCE = 16  # parameters of one launch of move.cu
 _BLOCKS = 528  # of each of them: four on each multiprocessor of an H200
@@ -105,32 +106,45 @@ def move_rows(table: Tensor, tokens: Tensor, grads: Tensor, first: Tensor, rate:
     table.index_add_(0, tokens, torch.where(first.bool().unsqueeze(1), -rate * grads, 0))
 
 
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all numbers of all tensors together, [] in float32 or wider."""
+    like = tensors[0]
+    if not (runs_kernels(like.device) and all(tensor.dtype == torch.bfloat16 for tensor in tensors)):
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return torch.stack([tensor.to(wide).square().sum() for tensor in tensors]).sum()
+    sums = like.new_empty(len(tensors), _BLOCKS, dtype=torch.float32)
+    for at in range(0, len(tensors), _AT_ONCE):
+        part = [tensor.contiguous() for tensor in tensors[at : at + _AT_ONCE]]
+        rest = [0] * (_AT_ONCE - len(part))
+        _run("squares", like, _BLOCKS, len(part), 1024, *part, *rest, *[each.numel() for each in part], *rest, sums[at])
+    return sums.sum()
+
+
 class Moved(NamedTuple):
-    """A parameter and its copy in another dtype, in blocks of rows, which may be wider: [blocks, rows, columns]."""
+    """A parameter in blocks of rows, [blocks, rows, columns], and where its copy lies in something larger, likewise."""
 
     own: Tensor
     copy: Tensor
 
-    def inside(self, of: Tensor) -> Tensor:
-        """The part of a tensor as wide as the copy that is the parameter's."""
-        _, rows, columns = self.own.shape
-        return of.view(self.copy.shape)[:, :rows, :columns]
+    def within(self, like: Tensor) -> Tensor:
+        """The parameter's part of what lies as that larger thing does."""
+        return like.as_strided(self.copy.shape, self.copy.stride(), like.storage_offset() + self.copy.storage_offset())
 
 
 def move(parameters: Sequence[Moved], grads: Sequence[Tensor], rate: Tensor) -> None:
-    """own -= rate * grad, copy = own, for each parameter; gradients are as wide as the copies, and contiguous."""
+    """own -= rate * grad, copy = own, for each parameter; gradients lie as the copies do."""
     pairs = list(zip(parameters, grads, strict=True))
     first = parameters[0]
     kernels = (first.own.dtype, first.copy.dtype) == (torch.float32, torch.bfloat16) and runs_kernels(first.own.device)
     if not kernels:
         for each, grad in pairs:
-            each.own.sub_(rate * each.inside(grad).to(each.own.dtype))
-            each.inside(each.copy).copy_(each.own)
+            each.own.sub_(rate * grad.to(each.own.dtype))
+            each.copy.copy_(each.own)
         return
     for at in range(0, len(pairs), _AT_ONCE):
         values: list[Any] = []
         for each, grad in pairs[at : at + _AT_ONCE]:
-            values += [each.own, grad, each.copy, *each.own.shape, *each.copy.shape[1:]]
+            values += [each.own, grad, each.copy, *each.own.shape, *each.copy.stride()[:2]]
         count = len(values) // 8
         values += [0] * (8 * (_AT_ONCE - count))
         _run("move", rate, _BLOCKS, count, 0, *values, rate)

@@ -73,13 +73,15 @@ class Working:
             self.recurrent = copy.deepcopy(model.recurrent)
         self.recurrent.to(dtype).requires_grad_()
         self.recurrent.train(model.training)
-        tokens, width = model.head.weight.shape
-        columns = _up(width) if padded else width
+        tokens, self.width = model.head.weight.shape
+        columns = self.width + 1  # the last one holds the bias: its gradient comes with that of the weight
+        columns = _up(columns) if padded else columns
         self.head = nn.Parameter(torch.empty(tokens, columns, device=model.device, dtype=dtype))
-        self.head_bias = nn.Parameter(torch.empty(tokens, device=model.device, dtype=dtype))
-        self._copies = [*self.recurrent.parameters(), self.head, self.head_bias]
-        self._moved = [Moved(*pair) for pair in self._pairs()]
-        for parameter in [model.embedding.weight, *(each.own for each in self._moved)]:
+        self._one = torch.zeros(columns, device=model.device, dtype=dtype)
+        self._one[self.width] = 1
+        self._copies = [*self.recurrent.parameters(), self.head]
+        self._moved = list(self._pairs())
+        for parameter in model.parameters():
             group.same(parameter.detach())
         self.refresh()
         self._exchanges: list[Callable[[], None]] = []
@@ -90,9 +92,11 @@ class Working:
 
     def refresh(self) -> None:
         """Make the copies those of the parameters."""
-        for each in self._moved:
-            each.copy.zero_()
-            each.inside(each.copy).copy_(each.own)
+        with torch.no_grad():
+            for each in self._copies:
+                each.zero_()
+        for each, _ in self._moved:
+            each.copy.copy_(each.own)
 
     def learn(
         self, inputs: Tensor, targets: Tensor, states: States | None, rate: Tensor, recipe: Recipe
@@ -110,14 +114,15 @@ class Working:
         if self.group.size > 1:
             summed = summed / self.group.size
         if recipe.clip:
-            counted = to_rows / self.group.size if recipe.clip_rows else summed
-            wide = torch.promote_types(self.dtype, torch.float32)
-            norms = torch._foreach_norm([*grads, counted], 2, wide)
-            norm = torch.linalg.vector_norm(torch.stack(norms))
+            if recipe.clip_rows:
+                squares = passes.sum_of_squares([to_rows]) / self.group.size**2
+            else:
+                squares = passes.sum_of_squares([summed])
+            norm = (passes.sum_of_squares(grads) + squares).sqrt()
             rate = rate.mul_(torch.clamp(recipe.clip / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
         with torch.no_grad():
             passes.move_rows(self._embedding, tokens, summed, first, rate)
-            passes.move(self._moved, grads, rate)
+            passes.move([each for each, _ in self._moved], [each.within(grads[of]) for each, of in self._moved], rate)
         return loss, after
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -125,12 +130,10 @@ class Working:
         loss, _, grads, tokens, to_rows = self._backward(inputs, targets, None)
         table = torch.zeros_like(self._embedding)
         table.index_add_(0, tokens, to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
-        places = {each.own.data_ptr(): place for place, each in enumerate(self._moved)}
+        own = {each.own.data_ptr(): each.within(grads[of]) for each, of in self._moved}
         found = {"loss": loss}
         for name, parameter in self.model.named_parameters():
-            place = places.get(parameter.data_ptr())
-            own = table if place is None else self._moved[place].inside(grads[place]).reshape(parameter.shape)
-            found[name] = own
+            found[name] = own.get(parameter.data_ptr(), table).reshape(parameter.shape)
         return found
 
     def _backward(
@@ -163,28 +166,25 @@ class Working:
         outputs, finals = self.recurrent(F.dropout(rows, dropout), given)
         finals = finals if isinstance(finals, tuple) else (finals,)
         outputs = F.dropout(outputs, dropout)
-        missing = self.head.shape[1] - outputs.shape[-1]
-        outputs = F.pad(outputs, (0, missing)) if missing else outputs
-        logits = F.linear(outputs.flatten(0, 1), self.head, self.head_bias)
+        logits = _WithOne.apply(outputs, self._one).flatten(0, 1) @ self.head.t()
         loss = passes.cross_entropy(logits, targets.flatten())
         return loss, tuple(state.detach()[..., :own] if wide > own else state.detach() for state in finals)
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter and its copy as blocks of rows of columns."""
+    def _pairs(self) -> Iterator[tuple[Moved, int]]:
+        """Each parameter beside its copy, and of which of `_copies` that is a part."""
         own, wide = self.units
         apart = isinstance(self.recurrent, _Apart)
-        given = dict(self.model.recurrent.named_parameters())
-        names = {_apart(name) if apart else name: parameter for name, parameter in given.items()}
-        recurrent = [(names[name], made) for name, made in self.recurrent.named_parameters()]
-        head = (self.model.head.weight, self.head), (self.model.head.bias, self.head_bias)
-        pairs = [(pair, wide > own) for pair in recurrent] + [(pair, False) for pair in head]
-        for (parameter, made), by_gate in pairs:
-            blocks = len(parameter) // own if by_gate else 1
-            one, other = parameter.detach(), made.detach()
-            if one.dim() == 1:
-                yield one.view(blocks, 1, -1), other.view(blocks, 1, -1)
-            else:
-                yield one.unflatten(0, (blocks, -1)), other.unflatten(0, (blocks, -1))
+        given = {_apart(name) if apart else name: made for name, made in self.model.recurrent.named_parameters()}
+        for place, (name, made) in enumerate(self.recurrent.named_parameters()):
+            parameter = given[name].detach()
+            blocks = len(parameter) // own if wide > own else 1
+            both = (parameter, made.detach())
+            rows = [1 if tensor.dim() == 1 else len(tensor) // blocks for tensor in both]
+            of, to = (tensor.view(blocks, count, -1) for tensor, count in zip(both, rows, strict=True))
+            yield Moved(of, to[:, : of.shape[1], : of.shape[2]]), place
+        weight, bias, head = self.model.head.weight.detach(), self.model.head.bias.detach(), self.head.detach()
+        yield Moved(weight.unsqueeze(0), head[None, :, : self.width]), len(self._copies) - 1
+        yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1]), len(self._copies) - 1
 
     def _exchange(self, parameter: Tensor) -> None:
         """Send a gradient on its way; the small ones wait for each other."""
@@ -206,6 +206,23 @@ class Working:
                 grad.copy_(part.view_as(grad))
         self._exchanges.clear()
         self._small.clear()
+
+
+class _WithOne(torch.autograd.Function):
+    """x with the number that `one` has behind its own numbers, and zeros up to the length of `one`.
+
+    What x has beyond its own numbers is zero, and its gradient stays zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Tensor) -> Tensor:
+        ctx.have = x.shape[-1]
+        ctx.save_for_backward(one)
+        return (x if ctx.have == len(one) else F.pad(x, (0, len(one) - ctx.have))) + one
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return (grads[0] * (1 - ctx.saved_tensors[0]))[..., : ctx.have], None
 
 
 class _Apart(nn.Module):

@@ -1,16 +1,15 @@
 // A step of gradient descent for many parameters at once: the float32 one moves, and its bfloat16 copy takes its value.
 //
-// Gradients are bfloat16 and lie as the copies do: blocks of rows, each block and row with zeros past the parameter's
-// own end, which nobody writes.  blockIdx.y is the parameter; its blocks share its elements, four at a time where every
-// row begins at a multiple of four.
+// Gradients are bfloat16 and lie as the copies do: blocks of rows, within something larger.  blockIdx.y is the parameter;
+// its blocks share its elements, below 2^32, four at a time where every row begins at a multiple of four.
 
 // @numbers
 
 struct Parameter {
-  float* own;          // [blocks, rows, columns]
-  const Half* grad;    // [blocks, wide_rows, wide_columns]
-  Half* copy;          // likewise
-  long long blocks, rows, columns, wide_rows, wide_columns;
+  float* own;        // [blocks, rows, columns]
+  const Half* grad;  // likewise, with the distances that follow
+  Half* copy;        // likewise
+  long long blocks, rows, columns, from_block, from_row;
 };
 
 struct Arguments {
@@ -26,12 +25,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
   const unsigned columns = (unsigned)p.columns, rows = (unsigned)p.rows;
   typedef unsigned long long Place;
   const Place places = (Place)p.own | (Place)p.grad << 1 | (Place)p.copy << 1;
-  const bool packed = p.columns % 4 == 0 && p.wide_columns % 4 == 0 && places % 16 == 0;
+  const bool packed = (p.columns | p.from_row | p.from_block) % 4 == 0 && places % 16 == 0;
   const unsigned each = packed ? columns / 4 : columns;
   const unsigned long long count = p.blocks * p.rows * each, step = gridDim.x * (unsigned long long)THREADS;
   for (unsigned long long at = blockIdx.x * (unsigned long long)THREADS + threadIdx.x; at < count; at += step) {
     const unsigned line = (unsigned)at / each, column = (unsigned)at % each;
-    const long long there = ((long long)(line / rows) * p.wide_rows + line % rows) * p.wide_columns;
+    const long long there = line / rows * p.from_block + line % rows * p.from_row;
     if (packed) {
       float4 own = ((float4*)p.own)[at];
       const uint2 grad = *(const uint2*)(p.grad + there + 4 * column);
