@@ -14,10 +14,10 @@ from whorl import compiler
 from whorl.cells import library
 from whorl.cells.expr import var
 from whorl.engines import ENGINES
-from whorl.engines.cuda import persistent
+from whorl.engines.cuda import persistent, stepwise
 from whorl.engines.native import OneDNN
 from whorl.engines.reference import Reference
-from whorl.plan import decide
+from whorl.plan import decide, decide_step
 from whorl.problem import EXTRAS, Device, Form, Problem
 
 X = torch.zeros(6, 3, 5)
@@ -253,6 +253,18 @@ def test_a_layer_whose_step_takes_long_through_l2_is_left_for_cudnn() -> None:
     assert decide(large, "persistent").engine == "persistent"
     for faster in (replace(large, batch=8), replace(large, form=replace(large.form, units=1024), batch=128)):
         assert decide(faster).engine == "persistent"
+
+
+def test_a_step_of_few_streams_on_a_gpu_is_the_one_that_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepwise, "missing", lambda: None)
+    one = replace(HALF, time=1, batch=16, gradient=False)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        made = decide_step(replace(one, dtype=dtype))
+        assert (made.engine, made.refusals) == ("stepwise", ())
+    assert decide_step(replace(one, device=T4, dtype=torch.float32)).engine == "stepwise"
+    assert decide_step(replace(one, batch=17)).engine == "persistent"
+    assert decide_step(replace(one, dtype=torch.float32, form=replace(LSTM, projection=3))).engine == "cudnn"
+    assert decide_step(one, "persistent").engine == "persistent"
 
 
 @pytest.mark.parametrize("engine, changes", WITHIN, ids=str)
