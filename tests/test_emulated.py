@@ -102,7 +102,7 @@ def test_layers_spread_over_blocks_that_exchange(
 ) -> None:  # fmt: skip
     """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
 
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, plain: bool) -> Spread | None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
         return make(size, *given, chip.shared)
 
@@ -125,3 +125,21 @@ def test_random_options(seed: int, folder: Path) -> None:
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers that no cluster holds: small ones, in one part or two of a block, whose batch takes several launches."""
+    tiles, subs = ((1, 1), (2, 1), (1, 2))[seed % 3]
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, tiles, subs, 8, 1 + seed % 2, chip.shared)
+        return spreading.backward(size, 16, 1 + seed % 2, tiles, subs, 8, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    case = drawn(seed, largest=40, batch=20)
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", (torch.float16, torch.bfloat16)[seed % 2]) == {}
