@@ -46,7 +46,6 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "coupled": ({"coupled": True}, ()),
     "clip": ({"clip": 1.0}, ()),
     "activation softplus": ({"activation": "softplus"}, ()),
-    "activation relu": ({"activation": "relu"}, ()),
     "all at once": ({"zoneout": 0.1, "peephole": True, "clip": 1.0, **STEP}, ("lengths", "mask", "reset")),
 }
 """By name: arguments of the layer, and what its call is given."""

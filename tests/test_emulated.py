@@ -129,7 +129,7 @@ def test_random_options(seed: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As layers that no cluster holds: small ones, in one part or two of a block, whose batch takes several launches."""
+    """As layers that no cluster holds: small ones, in one part or two of a block, in several launches."""
     tiles, subs = ((1, 1), (2, 1), (1, 2))[seed % 3]
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:

@@ -39,7 +39,7 @@ constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
 // masks by gate: 4 bits for each gate, for two units of two sequences as a thread has its sums, for [strip, part and
 // tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
-constexpr int AT_THE_END = PASS * SUMMED * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
+constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(SOURCES * SLICE % 16 == 0 && GATHERED * RECURRENT * SLICE % 16 == 0, "strips or depths are not whole");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that

@@ -272,6 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       GatePair next[OWN][GATES];
       {
         float sums[CHAINS][SHARE][TILES][4] = {};
+        int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
+        if constexpr (GATEWISE) keep(row_gate);  // else the weights of each gate alone are made before the loop, and spilled
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
@@ -294,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                   for (int which = 0; which < 2; ++which) {
                     const int gate = (group * SHARE + s) * 16 / (2 * SLICE) * 2 + which;
                     if (gate >= RECURRENT) break;
-                    const bool mine = gate + 1 - which == RECURRENT || lane / 4 % 2 == which;
+                    const bool mine = gate + 1 - which == RECURRENT || row_gate == which;
                     const uint4 own = mine ? weight : uint4{0, 0, 0, 0};
 #pragma unroll
                     for (int n = 0; n < TILES; ++n)
