@@ -51,9 +51,9 @@ def train(folder: Path, preset: str, count: int, steps: int, seconds: int, other
         said, _ = done.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(done.pid, signal.SIGKILL)  # torchrun's workers too
-        raise SystemExit(f"{count} processes took more than {seconds} s:\n{done.communicate()[0][-4000:]}") from None
+        raise RuntimeError(f"{count} processes took more than {seconds} s:\n{done.communicate()[0][-4000:]}") from None
     if done.returncode:
-        raise SystemExit(f"{count} processes failed:\n{said[-6000:]}")
+        raise RuntimeError(f"{count} processes failed:\n{said[-6000:]}")
     notes = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     clock = {note["step"]: note["seconds"] for note in notes if note["kind"] == "train" and note["step"] % 50 == 0}
     spans = [clock[step] - clock[step - 50] for step in clock if step - 50 in clock and step > steps // 2]
@@ -72,11 +72,16 @@ def main() -> None:
     parser.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
     asked, others = parser.parse_known_args()  # others are of whorl train
     rows: list[tuple[str, ...]] = []
+    failures: list[str] = []
     alone = 0.0
     with tempfile.TemporaryDirectory() as made:
         draw(Path(made), asked.preset, asked.words, asked.vocabulary)
         for count in map(int, asked.processes.split(",")):
-            speed = train(Path(made), asked.preset, count, asked.steps, asked.seconds, others)
+            try:
+                speed = train(Path(made), asked.preset, count, asked.steps, asked.seconds, others)
+            except RuntimeError as error:  # the others are measured all the same
+                failures.append(str(error))
+                continue
             alone = alone or speed / count
             rows.append((str(count), f"{speed:,.0f}", f"{speed / count / alone:.3f}"))
             print(f"{asked.preset}, {count} processes: {speed:,.0f} words/s, efficiency {rows[-1][2]}", flush=True)
@@ -89,6 +94,8 @@ def main() -> None:
             "speed for each process over that of one.",
         )
         Figures.now(devices.find("auto"), "several-gpus", "Several GPUs", text, (table,)).save(asked.figures)
+    if failures:
+        raise SystemExit("\n\n".join(failures))
 
 
 if __name__ == "__main__":
