@@ -23,6 +23,13 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
     return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
 
 
+def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
+    """Microseconds that a step of the tile takes that `choose` gives, estimated; all launches of a batch together."""
+    if tiling.fits(size, chip, kind):
+        return tiling.step_time(size, chip, batch, directions, kind)
+    return spreading.step_time(size, chip, batch, directions, kind)
+
+
 class Grid:
     """Launches of one kernel for a batch.
 
