@@ -358,10 +358,10 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
     return (values[0], values[1]) if len(values) == 2 else (values[0], 0)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as kernels read it, in one piece and 8 bytes at a time: mostly the tensor itself."""
+def _plain(tensor: Tensor, at_once: int = 8) -> Tensor:
+    """The tensor as kernels read it, in one piece and so many bytes at a time: mostly the tensor itself."""
     tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % at_once == 0 else tensor.clone()
 
 
 def _hidden(own: LayerWeights) -> Tensor:
@@ -372,7 +372,7 @@ def _hidden(own: LayerWeights) -> Tensor:
 def _plain_weights(own: LayerWeights) -> LayerWeights:
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
-    return own._replace(hh=_plain(_hidden(own)), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
+    return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
 
 
 def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:

@@ -20,6 +20,10 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
     return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
+_LEAST_ROOM = 12 * 512
+"""Bytes of shared memory through which weights come to a warp: 12 operands at a time, as kernels/weights.cu has it."""
+
+
 @lru_cache(maxsize=256)
 def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
@@ -45,7 +49,8 @@ def kernel(
         if source.has_options(cell, features):
             fields += options.layout(states, len(cell.inputs))
         fields += "4Q" * together
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields, together)
+        shared = max(tile.shared, tile.warps * _LEAST_ROOM)
+        return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
 
     return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
 

@@ -181,6 +181,7 @@ def _source(
         _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         _text("ptx.cu"),
+        _text("weights.cu"),
         *map(_text, ("exchange.cu",) if isinstance(tile, Spread) else ("noise.cu", "options.cu")),
         step,
     ]
