@@ -1,6 +1,7 @@
 """How a call runs through the kernels of a plan: products of whole matrices before and after, one launch a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,15 +15,21 @@ from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
 
 class Layers:
-    """A plan's kernels on one device, and how a call runs through them."""
+    """A plan's kernels on one device, and how a call runs through them.
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    Args:
+        tiles: of "forward" or "backward", in place of those that would be chosen.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, tiles: Mapping[str, Tile | Spread] = MappingProxyType({})
+    ) -> None:
         problem, form = plan.problem, plan.problem.form
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
@@ -35,6 +42,7 @@ class Layers:
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
+        self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
         if not self.optional:
             self._ready(PLAIN, PLAIN)
@@ -51,7 +59,7 @@ class Layers:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
             plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
-            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
+            tile = self._tiles.get(kind) or grid.choose(size, self.chip, batch, directions, kind, plain)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):

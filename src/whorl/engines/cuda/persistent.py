@@ -92,6 +92,19 @@ class Persistent(Engine):
         known = "was measured" if most == 3 else "is estimated"
         return [f"{rows}, and cuDNN {known} to be faster from {most} on"]
 
+    def numbers(self, problem: Problem) -> list[str]:
+        form, features, chip = problem.form, expected(problem), _chip(problem.device)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
+        plain, lines = not source.has_options(form.cell, features), []
+        for kind in ("forward", "backward")[: 1 + problem.gradient]:
+            where = (size, chip, problem.batch, form.directions, kind, plain)
+            tile = grid.choose(*where)
+            assert tile is not None, "the obstacles say that it fits"
+            how = "" if tile == grid.estimated(*where) else ", as `whorl tune` measured"
+            reason = grid.closer(tile, size, chip, kind)
+            lines.append(f"{kind}: {grid.described(tile)}{how}{'; ' * bool(reason)}{reason}")
+        return lines
+
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device)
         if torch.cuda.current_device() == made.index:

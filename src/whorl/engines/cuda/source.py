@@ -188,6 +188,11 @@ def _source(
     return _text(f"{'spread_' * isinstance(tile, Spread)}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
+def texts() -> list[str]:
+    """Every file that sources of kernels are made of."""
+    return [_text(path.name) for path in sorted(_KERNELS.glob("*.cu"))]
+
+
 @cache
 def _text(name: str) -> str:
     return (_KERNELS / name).read_text(encoding="utf-8")
