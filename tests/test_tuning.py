@@ -1,7 +1,6 @@
 """`whorl tune`: what is measured to be the fastest is kept, and runs from then on; the times here are made up."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
