@@ -33,8 +33,9 @@ class Persistent(Engine):
         found = []
         if device.kind != "cuda":
             return [f"the tensors are on {device.kind}, whorl's CUDA kernels run on cuda"]
-        if device.capability != (9, 0):
-            found.append(f"the GPU has compute capability {_dotted(device.capability)}, these kernels are made for 9.0")
+        if not (8, 0) <= device.capability <= (9, 0):
+            made_for = "these kernels are made for 8.0 to 9.0"
+            found.append(f"the GPU has compute capability {_dotted(device.capability)}, {made_for}")
         found += [reason] if (reason := missing()) is not None else []
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
@@ -50,10 +51,11 @@ class Persistent(Engine):
         if not found and not _fits(cell, form.units, width, _chip(device), features):
             most = _most_units(cell, width, _chip(device), features)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
+            together = "one cluster" if device.capability >= (9, 0) else "one block"
             if source.has_options(cell, features):
-                found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
+                found.append(f"{what}, with options, do not fit {together}, at most {most} do")
             else:
-                room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
+                room = together if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
                 found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 
@@ -72,6 +74,8 @@ class Persistent(Engine):
         form = problem.form
         if reasons := _untested(problem):
             return reasons
+        if problem.device.capability < (9, 0) and not CuDNN().obstacles(problem):
+            return [f"it was never timed on a GPU of compute capability {_dotted(problem.device.capability)}"]
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
         chip = _chip(problem.device)
