@@ -72,7 +72,7 @@ class Kernel:
         assert status == 0, f"the threads of {self.name} wait for each other"
 
 
-def compiled(source: str, name: str, architecture: str, options: Any, folder: Path) -> bytes:
+def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
     text = _HOST.read_text().replace("//: kernel", on_host(source))
     defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16) (\d)$", source, re.M)

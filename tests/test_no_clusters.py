@@ -1,4 +1,4 @@
-"""GPUs of compute capability 8.0 to 8.9, which have no clusters: one block holds a layer, or blocks exchange through L2.
+"""Compute capability 8.0 to 8.9, which has no clusters: one block holds a layer, or blocks exchange through L2.
 
 Their limits are forced on the GPU at hand, or on the host: the shared memory of a block, the multiprocessors, and no
 cluster.  The machine code is for the GPU that is there.
@@ -41,7 +41,9 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """The GPU at hand with the limits of an older one."""
     chip, real = OLDER[request.param], problem._device
     own = "sm_{}{}a".format(*torch.cuda.get_device_capability())
-    seen = SimpleNamespace(major=chip.capability[0], minor=chip.capability[1], multi_processor_count=chip.multiprocessors)
+    seen = SimpleNamespace(
+        major=chip.capability[0], minor=chip.capability[1], multi_processor_count=chip.multiprocessors
+    )
 
     def device(*known: object) -> problem.Device:
         return replace(real(*known), capability=chip.capability, multiprocessors=chip.multiprocessors)

@@ -15,6 +15,8 @@ from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.sums import Gradients as Summed
+from whorl.engines.cuda.sums import Sums
 from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
@@ -35,7 +37,6 @@ class Layers:
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.saving(form.cell)
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
-        self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
@@ -44,6 +45,7 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
+        self._sums: Sums | None = None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
@@ -52,6 +54,8 @@ class Layers:
         self._kernel("forward", ahead)
         if self.problem.gradient:
             self._kernel("backward", back)
+            if self._sums is None:
+                self._sums = Sums(self.form, self.problem.dtype, self.chip, self.index)
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         found = self._made.get((kind, features))
@@ -128,7 +132,8 @@ class Layers:
         options, features = self._options(call, stream), PLAIN
         found = None if options is None else Gradients(call, options)
         each, width = 2 * directions + 1, (*call.x.shape[:-1], directions * units)
-        summed = (len(cell.gates) + len(self.saving.apart) if form.bias else 0) + len(cell.vectors)
+        summing = self._sums
+        assert summing is not None, "it is made ready with the kernels"
         rows = call.x.shape[0] if self.problem.packed else time * batch
         for layer in reversed(range(form.layers)):
             if options is not None:
@@ -147,7 +152,8 @@ class Layers:
             to_apart = to_gates  # nothing is written there
             if self.saving.apart:
                 to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
-            sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
+            columns = summing.columns
+            sums = [x.new_empty(back.sums, columns, dtype=torch.float32) if columns else None for _ in weights]
             out = _plain(out)
             entered: Sequence[Tensor | ByGate] = ()
             extra: list[int | float] = []
@@ -170,6 +176,7 @@ class Layers:
                 *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
                 time, batch, *extra,
             )  # fmt: skip
+            summed = summing(stream, sums)
             grad_x: Tensor | None = None
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
@@ -189,7 +196,7 @@ class Layers:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
                     own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    sums[direction], direction == 1,
+                    summed[direction], direction == 1,
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
@@ -240,7 +247,7 @@ class Layers:
 
     def _weight_gradients(
         self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
-        to_gates: Tensor, to_apart: Tensor, sums: Tensor | None, reverse: bool,
+        to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool,
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
 
@@ -266,20 +273,7 @@ class Layers:
             if start is not None:
                 first_rows = part.narrow(0, 0 if at else rest, batch).t()
                 product(first_rows, start, target, add=True, tf32=self.tf32)
-        bias_ih = bias_hh = None
-        vectors: tuple[Tensor, ...] = ()
-        if sums is not None:
-            total = sums.sum(0).to(self.problem.dtype)
-            if self.form.bias and self.plain:
-                bias_ih = total.narrow(0, 0, len(hh)) if self.cell.vectors else total
-                bias_hh = bias_ih.clone()
-            elif self.form.bias:
-                bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
-                for apart, first, count, into in self.blocks:
-                    place = (first + len(self.cell.gates) * apart) * units
-                    bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
-            vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
-        return LayerWeights(to_ih, hh, bias_ih, bias_hh, None, vectors)
+        return LayerWeights(to_ih, hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""

@@ -55,6 +55,19 @@ def kernel(
     return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
 
 
+_ADDING = "14Q64s"  # the argument of kernels/sums.cu
+
+
+def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
+    """The kernel that adds up the gradients of biases and vectors, on a device."""
+
+    def make() -> Kernel:
+        name = source.adding_name(dtype)
+        return Kernel(store.kernel(source.adding(dtype), name, chip.architecture), name, index, 128, 0, 1, _ADDING)
+
+    return loaded(("adding", dtype, index), make)
+
+
 def code(
     kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
     features: Features = PLAIN,

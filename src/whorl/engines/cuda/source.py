@@ -144,6 +144,18 @@ def order() -> str:
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
 
 
+def adding(dtype: torch.dtype) -> str:
+    """The source of the kernel that adds up the gradients of biases and vectors."""
+    words = ["#define KERNEL " + adding_name(dtype), f"#define ELEMENT_BYTES {dtype.itemsize}"]
+    words.append(f"#define BFLOAT16 {int(dtype == torch.bfloat16)}")
+    return _text("sums.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def adding_name(dtype: torch.dtype) -> str:
+    """Its name in a profiler."""
+    return f"add_up_{str(dtype).removeprefix('torch.')}"
+
+
 def has_options(graph: Graph, features: Features) -> bool:
     """Whether a kernel has the argument of kernels/options.cu."""
     return features != PLAIN or bool(graph.inputs)
