@@ -24,7 +24,7 @@ from torch import Tensor
 
 from whorl import problem
 from whorl.bench.baseline import to_tf32
-from whorl.engines.cuda import entering, launch, layers, options, persistent, prepare, store
+from whorl.engines.cuda import aligned, entering, launch, layers, options, persistent, prepare, store
 from whorl.engines.cuda.tiling import Chip
 from whorl.plan import plan
 
@@ -117,6 +117,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)
         patch.setattr(layers, "product", product)
+        patch.setattr(aligned, "product", product)
         patch.setattr(entering, "product", product)
         patch.setattr(layers, "_prepared", {})
         patch.setattr(launch, "_loaded", {})

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
+from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.entering import ByGate, Dropped, projected
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
@@ -45,6 +46,7 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize)
         self._sums: Sums | None = None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
@@ -95,7 +97,7 @@ class Layers:
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
             spread = isinstance(ahead.tile, Spread)  # whose kernel adds no bias to x
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options, spread)
+            gates = self._gates(stream, x.reshape(rows, -1), weights, layer, options, spread)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -187,15 +189,16 @@ class Layers:
                     start, operand = starts[0][index] if starts else None, hidden
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
-                    to_ih = product(to_gates[direction].t(), x, tf32=self.tf32)
-                    grad_x = product(to_gates[direction], own.ih, grad_x, add=grad_x is not None, tf32=self.tf32)
+                    to_ih = self._product(stream, to_gates[direction].t(), x, tf32=self.tf32)
+                    adds = grad_x is not None
+                    grad_x = self._product(stream, to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
                 else:
                     to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
                     grad_x = to_x if grad_x is None else grad_x + to_x
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
-                    own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
+                    stream, own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
                     summed[direction], direction == 1,
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
@@ -231,8 +234,9 @@ class Layers:
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
     def _gates(
-        self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None, biased: bool
-    ) -> list[Tensor]:
+        self, stream: int, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None,
+        biased: bool,
+    ) -> list[Tensor]:  # fmt: skip
         """x of every gate at every step, as the kernel reads it."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
@@ -240,13 +244,13 @@ class Layers:
             if biased:
                 made.append(projected(x, own.ih, own.bias_ih, self.gate))
             elif dropped is None:
-                made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
+                made.append(self._product(stream, x, own.ih.t(), tf32=self.tf32, wide=wide))
             else:
                 made.append(dropped.projected(x, own.ih, wide))
         return made
 
     def _weight_gradients(
-        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
+        self, stream: int, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
         to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool,
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
@@ -267,7 +271,7 @@ class Layers:
             entered = hidden[into] if isinstance(hidden, ByGate) else hidden
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
             if rest:
-                product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
+                self._product(stream, part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
             else:
                 target.zero_()
             if start is not None:

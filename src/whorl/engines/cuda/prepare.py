@@ -68,6 +68,20 @@ def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
     return loaded(("adding", dtype, index), make)
 
 
+_COPYING = "7Q"  # the argument of kernels/rows.cu
+
+
+def row_copier(word: int, chip: Chip, index: int) -> Kernel:
+    """The kernel that copies rows in words of so many bytes, on a device."""
+
+    def make() -> Kernel:
+        name = f"copy_rows_{word}"
+        code = store.kernel(source.row_copier(word), name, chip.architecture)
+        return Kernel(code, name, index, 256, 0, 1, _COPYING)
+
+    return loaded(("rows", word, index), make)
+
+
 def code(
     kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
     features: Features = PLAIN,

@@ -156,6 +156,12 @@ def adding_name(dtype: torch.dtype) -> str:
     return f"add_up_{str(dtype).removeprefix('torch.')}"
 
 
+def row_copier(word: int) -> str:
+    """The source of the kernel that copies rows in words of so many bytes."""
+    words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {'int' if word == 4 else 'short'} Word;"]
+    return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
 def has_options(graph: Graph, features: Features) -> bool:
     """Whether a kernel has the argument of kernels/options.cu."""
     return features != PLAIN or bool(graph.inputs)
