@@ -80,7 +80,7 @@ def test_the_tiles_have_no_cluster() -> None:
         for units in (16, 128, 512, 1024):
             size = size_of(library.lstm.graph, units, 2)
             for kind in ("forward", "backward"):
-                tile = grid.choose(size, chip, 32, 1, kind, True)
+                tile = grid.choose(size, chip, 32, 1, kind)
                 assert tile is not None
                 assert tile.cluster == 1
                 assert tile.shared <= chip.shared

@@ -1,6 +1,6 @@
 """A kernel of a plan with its tile: how it is launched for a whole batch, in either regime."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,29 +12,25 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
 @lru_cache(maxsize=1024)
-def fits(size: Size, chip: Chip, kind: str, plain: bool) -> bool:
+def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
-    return tiling.fits(size, chip, kind) or (plain and spreading.fits(size, chip, kind))
+    return tiling.fits(size, chip, kind) or spreading.fits(size, chip, kind)
 
 
-def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str, plain: bool) -> Tile | Spread | None:
-    """The tile of a kind: the one that `whorl tune` measured to be the fastest, else the one estimated to be.
-
-    Args:
-        plain: without options, which blocks that exchange through L2 do not take.
-    """
-    measured = tuned.found(partial(likely, plain=plain), size, chip, batch, directions, kind)
-    return estimated(size, chip, batch, directions, kind, plain) if measured is None else measured
+def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
+    """The tile of a kind: the one that `whorl tune` measured to be the fastest, else the one estimated to be."""
+    measured = tuned.found(likely, size, chip, batch, directions, kind)
+    return estimated(size, chip, batch, directions, kind) if measured is None else measured
 
 
-def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str, plain: bool) -> Tile | Spread | None:
+def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread."""
     tile = tiling.choose(size, chip, batch, directions, kind)
-    return spreading.choose(size, chip, batch, directions, kind) if tile is None and plain else tile
+    return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
 
 
 def likely(
-    size: Size, chip: Chip, batch: int, directions: int, kind: str, plain: bool, each: int | None = None
+    size: Size, chip: Chip, batch: int, directions: int, kind: str, each: int | None = None
 ) -> list[Tile | Spread]:
     """The candidates, those of each regime that are estimated to be the fastest first.
 
@@ -42,7 +38,7 @@ def likely(
         each: how many of each regime; None: all.
     """
     found: list[Tile | Spread] = [*tiling.likely(size, chip, batch, directions, kind)[:each]]
-    return [*found, *spreading.likely(size, chip, batch, directions, kind)[:each]] if plain else found
+    return [*found, *spreading.likely(size, chip, batch, directions, kind)[:each]]
 
 
 def described(tile: Tile | Spread) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from whorl.engines.cuda import grid, source, tuned
+from whorl.engines.cuda import grid, tuned
 from whorl.engines.cuda.layers import Layers, exact
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import size_of
@@ -43,13 +43,13 @@ def tune(plan: Plan, device: torch.device, timer: Callable[[Work], float] | None
     problem, form = plan.problem, plan.problem.form
     features = expected(problem)
     size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-    plain, call = not source.has_options(form.cell, features), _call(plan, device)
+    call = _call(plan, device)
     timer = timer or _replayed
     for kind in ("forward", "backward")[: 1 + problem.gradient]:
         chip = Layers(plan, device).chip
         order = (size, chip, problem.batch, form.directions, kind)
         times = {}
-        for tile in grid.likely(*order, plain, _EACH):
+        for tile in grid.likely(*order, _EACH):
             times[tile] = timer(_work(Layers(plan, device, {kind: tile}), call, kind))
         made = Choice(kind, times)
         tuned.keep(made.best, *order)
