@@ -15,6 +15,7 @@ from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.sums import Gradients as Summed
 from whorl.engines.cuda.sums import Sums
 from whorl.engines.cuda.tiling import Chip, Tile
