@@ -23,6 +23,7 @@ from whorl.problem import Call, Form, Problem
 CHIP = Chip((9, 0), 132)
 SIZE = size_of(library.lstm.graph, 512, 2)
 WHERE = (SIZE, CHIP, 32, 1, "forward")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,10 @@ def test_the_estimate_stays_where_another_gains_nothing_to_speak_of() -> None:
     assert Choice("forward", {first: 100.0, second: 98.0}).best == second
 
 
-def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_compiler
+def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, Layers]] = []
 
     def work(made: Layers, call: Call, kind: str) -> tuning.Work:
@@ -94,7 +98,7 @@ def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(monkeypatch: 
 
     monkeypatch.setattr(tuning, "_work", work)
     problem = Problem(Form(library.lstm.graph, 24, 512), H200, torch.bfloat16, 5, 32, gradient=True)
-    with emulated(Path()), pytest.MonkeyPatch.context() as patch:
+    with emulated(tmp_path), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Layers, "_ready", lambda *_: None)
         plan = decide(problem, "persistent")
         ahead, back = tune(plan, torch.device("cpu"), timer)
@@ -105,7 +109,7 @@ def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(monkeypatch: 
     assert f"forward: {described(ahead.best)}, as `whorl tune` measured" in text
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_the_tile_that_was_kept_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer, x = whorl.RNN(3, 20, engine="persistent").bfloat16(), torch.randn(2, 3, 3).bfloat16()
@@ -115,6 +119,6 @@ def test_the_tile_that_was_kept_runs(tmp_path: Path) -> None:
     with emulated(tmp_path), torch.no_grad():
         told, (y, _) = str(whorl.explain(layer, x)), layer(x)
     assert described(tile) in told
-    assert len(list(tmp_path.glob("*.so"))) == 1
+    assert len(list(tmp_path.glob("*.so"))) == 3  # with those that copy rows
     layer.engine = "reference"
     torch.testing.assert_close(y, layer(x)[0], atol=0.02, rtol=0)
