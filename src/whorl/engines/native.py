@@ -89,8 +89,9 @@ class OneDNN(Engine):
             outs = []
             for direction in range(form.directions):
                 index = layer * form.directions + direction
+                (ih, hh, bias_ih, bias_hh), (h, c) = per_layer[index], starts[index]
                 out, h, c, workspace = torch.mkldnn_rnn_layer(
-                    x, *per_layer[index], *starts[index], direction == 1, [], 2, form.units, 1,
+                    x, ih, hh, bias_ih, bias_hh, h, c, direction == 1, [], 2, form.units, 1,
                     form.bias, form.directions == 2, False, problem.gradient,
                 )  # fmt: skip
                 outs.append(out)

@@ -7,7 +7,6 @@ step, masks, noise, lengths and resets.
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from math import prod
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from whorl import compiler
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cpu.build import fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
-from whorl.engines.cpu.memory import empty
+from whorl.engines.cpu.memory import Regions, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
 from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel
@@ -222,19 +221,6 @@ class _One:
         for product in range(len(source.products)):
             yield f"operand {product}", made.dtype, (rows, form.width)
 
-    def _views(self, buffer: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """All regions in one buffer, a new one where none is given, and each by name."""
-        regions, end, places = list(self._regions()), 0, {}
-        for name, dtype, shape in regions:
-            size = prod(shape) * dtype.itemsize
-            places[name] = (end, size)
-            end += -(-size // 64) * 64
-        if buffer is None:
-            buffer = empty(end, dtype=torch.uint8)
-        return buffer, {
-            name: buffer[places[name][0] : sum(places[name])].view(dtype).view(shape) for name, dtype, shape in regions
-        }
-
     def _fields(self) -> Fields:
         made, form = self._pass, self._form
         fields = Fields(made.kernel, self._rows, made.threads, form.units, form.width, self._direction == 1)
@@ -244,6 +230,11 @@ class _One:
         fields.set_lists(vectors=weights.vectors, extras=made.extras)
         fields.set_numbers("extra_widths", [extra.shape[-1] for extra in made.extras])
         return fields
+
+    def _point_to(self, kept: Regions, fields: Fields, *names: str) -> None:
+        for name in names:
+            setattr(fields.sweep, name, kept.address(name))
+        fields.keep(kept.buffer)
 
     def _sides(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
         """This direction's half of [outer rows, directions x width] tensors, and their strides."""
@@ -265,10 +256,10 @@ class _One:
         gradient = made.problem.gradient
         apart: list[Tensor | None] = [None] * len(ends)
         if gradient:
-            buffer, kept = self._views()
-            fields.set(**{name: kept.get(name) for name in ("saved", "entered", "unprojected")})
-            fields.set_lists(operands=[kept[name] for name in kept if name.startswith("operand")])
+            kept = Regions(self._regions())
+            self._point_to(kept, fields, "saved", "entered", "unprojected")
             apart = [kept.get(f"apart {state}") for state in range(len(ends))]
+            fields.set_lists(operands=[kept[f"operand {product}"] for product in range(len(self._source.products))])
         self._masks.set(fields, apart, [None] * len(ends))
         (side,), (stride,) = self._sides([y])
         fields.set(x=projected, y=side)
@@ -281,7 +272,7 @@ class _One:
         made.kernel.forward(fields.sweep)
         if not gradient:
             return ()
-        return buffer, projected if self._source.reads_x else buffer.new_empty(0)
+        return kept.buffer, projected if self._source.reads_x else kept.buffer.new_empty(0)
 
     def backward(
         self, x: Tensor, y: Tensor, to_y: Tensor | None, to_sequences: Sequence[Tensor | None], saved: Sequence[Tensor],
@@ -295,7 +286,7 @@ class _One:
         """
         made, form, rows, source = self._pass, self._form, self._rows, self._source
         cell, units, fields = form.cell, form.units, self._fields()
-        _, kept = self._views(saved[0])
+        kept = Regions(self._regions(), saved[0])
         dx = empty(rows.compact, len(cell.gates) * units, dtype=made.dtype)
         dr = dx if source.dr_is_dx else empty(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
         dp = [empty(rows.compact, units, dtype=made.dtype) for _ in source.products]
@@ -305,7 +296,8 @@ class _One:
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
         self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
         parts, strides = self._sides([to_y])
-        fields.set(dy=parts[0], saved=kept["saved"], dx=dx, dr=dr, dprojected=dprojected, dheld=dheld)
+        self._point_to(kept, fields, "saved")
+        fields.set(dy=parts[0], dx=dx, dr=dr, dprojected=dprojected, dheld=dheld)
         if source.reads_x:
             fields.sweep.x_stride = saved[1].numel() // (made.wide.itemsize * max(1, rows.compact))
             fields.set(x=saved[1].view(made.wide))
@@ -340,7 +332,7 @@ class _One:
         return tensor[first * self._form.units : (first + count) * self._form.units]
 
     def _recurrent(
-        self, dr: Tensor, dp: Sequence[Tensor], kept: dict[str, Tensor], y: Tensor, sums: Tensor | None
+        self, dr: Tensor, dp: Sequence[Tensor], kept: Regions, y: Tensor, sums: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of the recurrent weights, and of the mask in their product where it is given.
 

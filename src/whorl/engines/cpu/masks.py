@@ -86,15 +86,16 @@ class Masks:
             apart: for each state with given zoneout, the state before less what the step made.
             gradients: for the same, where the gradient of its mask goes.
         """
-        sweep, form = fields.sweep, self._form
-        fields.set(noise=self.recurrent)
-        sweep.noise_kind, sweep.keep_plain = self.kind, self.recurrent is not None
-        sweep.seed = self._seed or 0
-        sweep.noise_tag, sweep.zoneout_tag = tag(RECURRENT, *self._place), tag(ZONEOUT, *self._place)
-        probability = form.recurrent_dropout
-        sweep.noise_below = threshold(probability)
-        sweep.noise_scale = 1 / (1 - probability) if probability < 1 else 0.0
+        sweep, probability = fields.sweep, self._form.recurrent_dropout
+        if self.kind != NONE:
+            fields.set(noise=self.recurrent)
+            sweep.noise_kind, sweep.keep_plain = self.kind, self.recurrent is not None
+            sweep.noise_tag, sweep.noise_below = tag(RECURRENT, *self._place), threshold(probability)
+            sweep.noise_scale = 1 / (1 - probability) if probability < 1 else 0.0
+        sweep.seed, sweep.zoneout_tag = self._seed or 0, tag(ZONEOUT, *self._place)
         for state, (kind, share, mask) in enumerate(self.zoneouts):
+            if kind == NONE:
+                continue
             zoneout = sweep.zoneout[state]
             zoneout.kind, zoneout.share, zoneout.below = kind, share, threshold(share)
             zoneout.given, zoneout.apart, zoneout.dgiven = map(address, (mask, apart[state], gradients[state]))

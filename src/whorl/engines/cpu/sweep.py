@@ -126,8 +126,9 @@ class Products:
         """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
         x, weight = x.contiguous(), weight.contiguous()
         columns = weight.shape[0 if across else 1]
-        made = empty(len(x), filled_up(columns), dtype=self._wide)
-        sizes = len(x), x.shape[1], columns, made.shape[1], across, self._threads
+        rows, inputs = x.shape
+        made = empty(rows, filled_up(columns), dtype=self._wide)
+        sizes = rows, inputs, columns, made.shape[1], across, self._threads
         self._kernel.project(*map(address, (made, x, weight, bias)), *sizes)
         return made
 
@@ -142,10 +143,11 @@ class Products:
         """
         if to is None:
             to, add = empty(a.shape[1], filled_up(b.shape[1]), dtype=self._wide), False
-        if not len(a):
+        (rows, columns), inputs = a.shape, b.shape[1]
+        if not rows:
             return to if add else to.zero_()
-        assert a.stride(1) == b.stride(1) == 1 or 1 in (a.shape[1], b.shape[1])
-        sizes = len(a), a.shape[1], b.shape[1], a.stride(0), b.stride(0), to.shape[1], add, self._threads
+        assert a.stride(1) == b.stride(1) == 1 or 1 in (columns, inputs)
+        sizes = rows, columns, inputs, a.stride(0), b.stride(0), to.shape[1], add, self._threads
         self._kernel.outer(*map(address, (to, sums, a, b)), *sizes)
         return to
 
