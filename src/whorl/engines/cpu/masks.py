@@ -132,7 +132,7 @@ class Masks:
         if self.input is None or self.input.dim() == 2:
             entered = x if self.input is None else self._entered(x)
             to_entered = products.rows(dx, weights.ih, across=False)[:, :inputs]
-            to_ih = products.outer(dx, entered, sums=sums)[:, :inputs]
+            to_ih = products.outer(dx, entered, sums=sums)
             if self.input is None:
                 return to_entered, to_ih, None
             to_x, to_mask = to_entered * self._by_row(self.input), to_entered * x
@@ -141,7 +141,7 @@ class Masks:
             gates = list(zip(dx.split(units, 1), weights.ih.split(units), entered, strict=True))
             each = torch.stack([products.rows(d, weight, across=False)[:, :inputs] for d, weight, _ in gates])
             to_x, to_mask = (each * self._by_row(self.input)).sum(0), each * x
-            to_ih = torch.cat([products.outer(d, operand)[:, :inputs] for d, _, operand in gates])
+            to_ih = torch.cat([products.outer(d, operand) for d, _, operand in gates])
             if sums is not None:
                 sums += dx.sum(0)
         return to_x, to_ih, None if self._given.input is None else self._by_sequence(to_mask)
