@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
 from whorl.engines.cuda.entering import ByGate, Dropped, projected
@@ -14,6 +15,7 @@ from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import Link, Steps, staged, steps
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
@@ -26,9 +28,12 @@ class Layers:
         problem, form = plan.problem, plan.problem.form
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
-        self.saving = source.saving(form.cell)
+        self.saving = source.kept(form.cell)
+        self.steps = steps(form.cell) if staged(form.cell) else None
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
-        self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
+        self.links = [] if self.steps is None else _by_link(self.steps, form.cell)
+        whole = [(False, 0, len(form.cell.gates), 0)]
+        self.plain = not self.links and self.blocks == whole  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
@@ -51,7 +56,7 @@ class Layers:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
             plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
-            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
+            tile = grid.choose(self.cell, size, self.chip, batch, directions, kind, plain)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
@@ -97,7 +102,7 @@ class Layers:
                 stream, x,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights, spread), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
-                *self._spaces(spaces, rows), time, batch, *extra,
+                *self._spaces(spaces, rows), *self._inside(spaces, rows), time, batch, *extra,
             )  # fmt: skip
             if keep:
                 saved += [as_bytes(gate) for gate in gates] + spaces
@@ -155,12 +160,12 @@ class Layers:
             back(
                 stream, x,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
-                *_pair([_hidden(own).data_ptr() for own in weights]),
+                *_pair([_address(own.hh) for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),
                 0 if grad_y is None else grad_y.data_ptr(), *self._places(grad_finals, layer),
                 *_pair([gate.data_ptr() for gate in to_gates]), *_pair([gate.data_ptr() for gate in to_apart]),
                 *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
-                time, batch, *extra,
+                *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
             grad_x: Tensor | None = None
             for direction, own in enumerate(weights):
@@ -181,7 +186,7 @@ class Layers:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
                     own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    sums[direction], direction == 1,
+                    sums[direction], direction == 1, self._operands(spaces, rows, direction),
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
@@ -232,12 +237,13 @@ class Layers:
 
     def _weight_gradients(
         self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
-        to_gates: Tensor, to_apart: Tensor, sums: Tensor | None, reverse: bool,
+        to_gates: Tensor, to_apart: Tensor, sums: Tensor | None, reverse: bool, operands: Sequence[Tensor] = (),
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
 
         Args:
             hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
+            operands: what entered each product inside the step.
         """
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
@@ -246,18 +252,30 @@ class Layers:
         else:  # the output of the step before it, and the initial state
             assert isinstance(hidden, Tensor)
             hidden = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
-        hh = torch.empty_like(_hidden(own))
-        for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
+        hh = None if own.hh is None else torch.empty_like(own.hh)
+        blocks = self.gates if self.links or isinstance(hidden, ByGate) else self.blocks
+        written: set[int] = set()
+        for block in blocks if hh is not None else ():
             part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
             entered = hidden[into] if isinstance(hidden, ByGate) else hidden
+            if self.links:
+                into, round_ = self.links[into]
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
+            again = into in written
+            written.add(into)
+            if self.links and round_:
+                product(part.t(), operands[round_ - 1], target, add=again, tf32=self.tf32)
+                continue
             if rest:
-                product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
-            else:
+                product(part.narrow(0, at, rest).t(), entered, target, add=again, tf32=self.tf32)
+            elif not again:
                 target.zero_()
             if start is not None:
                 first_rows = part.narrow(0, 0 if at else rest, batch).t()
                 product(first_rows, start, target, add=True, tf32=self.tf32)
+        for gate in range(len(self.cell.recurrent)) if self.links else ():
+            if gate not in written:  # the step does not read it
+                hh.narrow(0, gate * units, units).zero_()
         bias_ih = bias_hh = None
         vectors: tuple[Tensor, ...] = ()
         if sums is not None:
@@ -266,9 +284,14 @@ class Layers:
                 bias_ih = total.narrow(0, 0, len(hh)) if self.cell.vectors else total
                 bias_hh = bias_ih.clone()
             elif self.form.bias:
-                bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
-                for apart, first, count, into in self.blocks:
+                bias_ih = total.narrow(0, 0, len(self.cell.gates) * units)
+                bias_hh = None if hh is None else total.new_zeros(hh.shape[0])
+                for apart, first, count, into in self.gates if self.links else self.blocks:
                     place = (first + len(self.cell.gates) * apart) * units
+                    if self.links:
+                        into = self.links[into].gate
+                        bias_hh.narrow(0, into * units, units).add_(total.narrow(0, place, units))
+                        continue
                     bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
             vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
         return LayerWeights(to_ih, hh, bias_ih, bias_hh, None, vectors)
@@ -277,13 +300,45 @@ class Layers:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
         states, apart = len(self.cell.states) - 1, len(self.saving.apart)
         each = 4 * states + apart * self.gate.itemsize + features.before * self.problem.dtype.itemsize
-        return like.new_empty(rows * self.form.units * each, dtype=torch.uint8)
+        each += self._rounds * self.problem.dtype.itemsize
+        return like.new_empty(rows * (self.form.units * each + 4 * self._levels), dtype=torch.uint8)
+
+    @property
+    def _levels(self) -> int:
+        """Means that are saved for each step of a sequence, after the states."""
+        return 0 if self.steps is None else self.steps.levels
+
+    @property
+    def _rounds(self) -> int:
+        """Products inside the step, whose operands are saved after r."""
+        return 0 if self.steps is None else len(self.steps.forward.rounds)
+
+    def _inside(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, ...]:
+        """The addresses of the means of each direction, then of the operands of products inside the step."""
+        if self.steps is None:
+            return ()
+        if not spaces:
+            return 0, 0, 0, 0
+        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
+        apart = 4 * self._levels * rows + len(self.saving.apart) * self.gate.itemsize * rows * self.form.units
+        levels = [space.data_ptr() + states for space in spaces]
+        return *_pair(levels), *_pair([level + apart for level in levels])
+
+    def _operands(self, spaces: Sequence[Tensor], rows: int, direction: int) -> list[Tensor]:
+        """What entered each product inside the step, [rows, units]."""
+        if not self._rounds:
+            return []
+        units, dtype = self.form.units, self.problem.dtype
+        first = self._inside(spaces, rows)[2 + direction] - spaces[direction].data_ptr()
+        size = rows * units * dtype.itemsize
+        found = spaces[direction][first : first + self._rounds * size].split(size)
+        return [from_bytes(data, (rows, units), dtype) for data in found]
 
     def _spaces(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, int, int, int]:
         """The addresses of r apart, then of the states, in each direction's room; 0 where there is none."""
         if not spaces:
             return 0, 0, 0, 0
-        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
+        states = 4 * ((len(self.cell.states) - 1) * self.form.units + self._levels) * rows
         return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
 
     def _before(self, spaces: Sequence[Tensor], rows: int, features: Features) -> list[Tensor]:
@@ -328,6 +383,12 @@ def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, in
     return found
 
 
+def _by_link(made: Steps, cell: Graph) -> list[Link]:
+    """Links, where they are other than one product of each recurrent gate with the first state."""
+    plain = [(gate, 0) for gate in range(len(cell.recurrent))]
+    return [] if [*made.links] == plain else [*made.links]
+
+
 _prepared: dict[tuple[int, torch.device], tuple[Plan, Layers]] = {}
 
 
@@ -350,7 +411,7 @@ def _recurrent(weights: Sequence[LayerWeights], biased: bool) -> tuple[int, ...]
     of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
     of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
     rest = () if biased else _pair(of_x)
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *rest
+    return *_pair([_address(own.hh) for own in weights]), *_pair(of_r), *rest
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:
@@ -364,12 +425,18 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _hidden(own: LayerWeights) -> Tensor:
     assert own.hh is not None, "the obstacles say that there are recurrent weights"
     return own.hh
 
 
 def _plain_weights(own: LayerWeights) -> LayerWeights:
+    if own.hh is None:
+        return own._replace(vectors=tuple(vector.contiguous() for vector in own.vectors))
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
     return own._replace(hh=_plain(_hidden(own)), bias_ih=of_x, bias_hh=of_r, vectors=vectors)

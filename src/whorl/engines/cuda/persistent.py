@@ -9,7 +9,6 @@ from torch import Tensor
 
 from whorl.cells import library
 from whorl.cells.cell import Graph
-from whorl.cells.expr import COLLECTIVES, topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
@@ -17,6 +16,7 @@ from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import code, size_of
 from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
@@ -38,19 +38,21 @@ class Persistent(Engine):
         found += [reason] if (reason := missing()) is not None else []
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
-        if any(node.op in COLLECTIVES for node in topological(cell.outputs)):
-            found.append(f"the step of {cell.name} has a mean or a product inside, these kernels take pointwise steps")
-        if not cell.recurrent:
-            found.append(f"the cell {cell.name} has no recurrent weights, these kernels are made for them")
         if form.projection:
             found.append(f"the projection is {form.projection} wide, these kernels take none")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
+        if cell.products and features.noise:
+            found.append(f"the step of {cell.name} has products inside, these kernels take no recurrent dropout there")
+        if staged(cell) and features.zoneout_gradient:
+            found.append(f"the step of {cell.name} has several stages, these kernels take no given masks there")
         if not found and not _fits(cell, form.units, width, _chip(device), features):
             most = _most_units(cell, width, _chip(device), features)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
-            if source.has_options(cell, features):
+            if staged(cell):
+                found.append(f"{what} do not fit one cluster, at most {most} do")
+            elif source.has_options(cell, features):
                 found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
             else:
                 room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
@@ -116,9 +118,11 @@ def _untested(problem: Problem) -> list[str]:
     if problem.dtype == torch.float32:
         found.append("in float32")
     size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
+    if staged(form.cell):
+        found.append("of a step with several stages")
     if source.has_options(form.cell, expected(problem)):
         found.append("with options")
-    elif not tiling.fits(size, _chip(problem.device), "forward"):
+    elif not staged(form.cell) and not tiling.fits(size, _chip(problem.device), "forward"):
         found.append("spread over several clusters")
     what = " and ".join(found)
     return [f"its kernels {what} wait for their tests on a GPU, and run where they are named"] if found else []
@@ -138,7 +142,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
         plain = not source.has_options(form.cell, features)
-        tile = grid.choose(size, chip, problem.batch, form.directions, kind, plain)
+        tile = grid.choose(form.cell, size, chip, problem.batch, form.directions, kind, plain)
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
@@ -147,7 +151,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
 @lru_cache(maxsize=8192)
 def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features: Features) -> bool:
     size, plain = size_of(cell, units, width[0], features, width[1]), not source.has_options(cell, features)
-    return all(grid.fits(size, chip, kind, plain) for kind in ("forward", "backward"))
+    return all(grid.fits(cell, size, chip, kind, plain) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)

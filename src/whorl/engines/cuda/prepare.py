@@ -9,6 +9,7 @@ from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
@@ -23,7 +24,7 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
-    apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
+    apart, gate = len(source.kept(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact)
@@ -40,6 +41,7 @@ def kernel(
         together = isinstance(tile, Spread)
         ahead = 15 - 2 * together + 2 * vectors + 2 * states  # a layer that is spread has x's bias in x
         count = {"forward": ahead, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
         fields = f"{count}Q"
         if source.has_options(cell, features):
