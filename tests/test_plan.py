@@ -12,7 +12,6 @@ import whorl
 from cells_for_tests import layer_norm_lstm
 from whorl import compiler
 from whorl.cells import library
-from whorl.cells.expr import var
 from whorl.engines import ENGINES
 from whorl.engines.cuda import persistent
 from whorl.engines.native import OneDNN
@@ -58,13 +57,18 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"dtype": torch.float64}, "the dtype is float64, these kernels take float16, bfloat16 and float32"),
     (
         "persistent",
-        {"form": MEAN},
-        "the step of layer_norm_lstm has a mean or a product inside, these kernels take pointwise steps",
+        {"form": replace(MEAN, units=1)},
+        "the step of layer_norm_lstm has means over 1 unit, these kernels take 2 units or more there",
     ),
     (
         "persistent",
-        {"form": replace(RNN, cell=replace(library.rnn_tanh.graph, x_only=("n",), outputs=(-var("x.n"),)))},
-        "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
+        {"form": replace(LSTM, cell=library.mgu.graph, recurrent_dropout=0.1), "extras": ("drawn",)},
+        "the step of mgu has products inside, these kernels take no recurrent dropout there",
+    ),
+    (
+        "persistent",
+        {"form": replace(MEAN, units=1024)},
+        "1024 units of layer_norm_lstm in bfloat16 do not fit one cluster, at most 512 do",
     ),
     ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),

@@ -56,7 +56,7 @@ class Layers:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
             plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
-            tile = grid.choose(self.cell, size, self.chip, batch, directions, kind, plain)
+            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
@@ -252,30 +252,35 @@ class Layers:
         else:  # the output of the step before it, and the initial state
             assert isinstance(hidden, Tensor)
             hidden = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
-        hh = None if own.hh is None else torch.empty_like(own.hh)
-        blocks = self.gates if self.links or isinstance(hidden, ByGate) else self.blocks
-        written: set[int] = set()
-        for block in blocks if hh is not None else ():
-            part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
-            entered = hidden[into] if isinstance(hidden, ByGate) else hidden
-            if self.links:
-                into, round_ = self.links[into]
+        written: set[int] = set()  # first recurrent gates
+
+        def multiply(into: int, count: int, part: Tensor, entered: Tensor, first: bool, last: Tensor | None) -> None:
+            """Of `count` gates from `into` on; `first`: `entered` is of all steps but one, which `last` entered."""
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
-            again = into in written
+            again, whole_part = into in written, part.narrow(0, at, rest) if first else part
             written.add(into)
-            if self.links and round_:
-                product(part.t(), operands[round_ - 1], target, add=again, tf32=self.tf32)
-                continue
-            if rest:
-                product(part.narrow(0, at, rest).t(), entered, target, add=again, tf32=self.tf32)
+            if len(whole_part):
+                product(whole_part.t(), entered, target, add=again, tf32=self.tf32)
             elif not again:
                 target.zero_()
-            if start is not None:
-                first_rows = part.narrow(0, 0 if at else rest, batch).t()
-                product(first_rows, start, target, add=True, tf32=self.tf32)
-        for gate in range(len(self.cell.recurrent)) if self.links else ():
-            if gate not in written:  # the step does not read it
+            if last is not None:
+                product(part.narrow(0, 0 if at else rest, batch).t(), last, target, add=True, tf32=self.tf32)
+
+        hh = to_ih.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
+        if self.links:
+            for (gate, place), block in zip(self.links, self.gates, strict=True):
+                part = self._of_gate(to_gates, to_apart, block)
+                if place:
+                    multiply(gate, 1, part, operands[place - 1], False, None)
+                else:
+                    assert isinstance(hidden, Tensor)
+                    multiply(gate, 1, part, hidden, True, start)
+            for gate in {*range(len(self.cell.recurrent))} - written:  # the step does not read it
                 hh.narrow(0, gate * units, units).zero_()
+        else:
+            for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
+                part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
+                multiply(into, count, part, hidden[into] if isinstance(hidden, ByGate) else hidden, True, start)
         bias_ih = bias_hh = None
         vectors: tuple[Tensor, ...] = ()
         if sums is not None:
@@ -285,15 +290,15 @@ class Layers:
                 bias_hh = bias_ih.clone()
             elif self.form.bias:
                 bias_ih = total.narrow(0, 0, len(self.cell.gates) * units)
-                bias_hh = None if hh is None else total.new_zeros(hh.shape[0])
+                bias_hh = total.new_zeros(hh.shape[0])
                 for apart, first, count, into in self.gates if self.links else self.blocks:
-                    place = (first + len(self.cell.gates) * apart) * units
-                    if self.links:
-                        into = self.links[into].gate
-                        bias_hh.narrow(0, into * units, units).add_(total.narrow(0, place, units))
-                        continue
-                    bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
+                    place, gate = (first + len(self.cell.gates) * apart) * units, into
+                    if self.links:  # some gates may have several
+                        gate = self.links[into].gate
+                    bias_hh.narrow(0, gate * units, count * units).add_(total.narrow(0, place, count * units))
             vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
+        if own.hh is None:
+            return LayerWeights(to_ih, None, bias_ih, None, None, vectors)
         return LayerWeights(to_ih, hh, bias_ih, bias_hh, None, vectors)
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:

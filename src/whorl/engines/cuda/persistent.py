@@ -9,6 +9,7 @@ from torch import Tensor
 
 from whorl.cells import library
 from whorl.cells.cell import Graph
+from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
@@ -45,8 +46,8 @@ class Persistent(Engine):
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
         if cell.products and features.noise:
             found.append(f"the step of {cell.name} has products inside, these kernels take no recurrent dropout there")
-        if staged(cell) and features.zoneout_gradient:
-            found.append(f"the step of {cell.name} has several stages, these kernels take no given masks there")
+        if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
+            found.append(f"the step of {cell.name} has means over 1 unit, these kernels take 2 units or more there")
         if not found and not _fits(cell, form.units, width, _chip(device), features):
             most = _most_units(cell, width, _chip(device), features)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
@@ -142,7 +143,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
         plain = not source.has_options(form.cell, features)
-        tile = grid.choose(form.cell, size, chip, problem.batch, form.directions, kind, plain)
+        tile = grid.choose(size, chip, problem.batch, form.directions, kind, plain)
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
@@ -151,7 +152,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
 @lru_cache(maxsize=8192)
 def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features: Features) -> bool:
     size, plain = size_of(cell, units, width[0], features, width[1]), not source.has_options(cell, features)
-    return all(grid.fits(cell, size, chip, kind, plain) for kind in ("forward", "backward"))
+    return all(grid.fits(size, chip, kind, plain) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)

@@ -26,8 +26,9 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     """What of a layer decides its tiles."""
     apart, gate = len(source.kept(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
+    own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
-    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact)
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own)
 
 
 def kernel(

@@ -128,6 +128,7 @@ def forward(
     """The source of the forward kernel."""
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
     if staged(graph):
+        assert isinstance(tile, Tile), "they are not spread"
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
         return _source("forward", graph, units, dtype, tile, own, steps(graph).forward.text, features)
     own |= _spread(tile) | {"GROUPS": tile.groups} if isinstance(tile, Spread) else {"SPLITS": tile.splits}
@@ -209,7 +210,7 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
     reductions, numbers = own.reductions, {"STAGES": own.stages, "LINKS": len(made.links), "LEAVES": made.leaves}
-    values = [sum(it.count for it in reductions if it.stage == stage) for stage in range(own.stages)]
+    values = [sum(it.values for it in reductions if it.stage == stage) for stage in range(own.stages)]
     numbers |= {
         "ROUNDS": len(own.rounds), "EXCHANGES": bool(made.leaves) + own.exchanges, "REDUCTIONS": len(reductions),
         "VALUES": most(values), "PACKS": most(map(own.packs, range(own.stages))), "LEVELS": made.levels,
@@ -221,7 +222,7 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
     lines += [
         _table("reduction_stage", (it.stage for it in reductions), "after which a mean is made"),
         _table("reduction_first", (it.first for it in reductions), "of the values that it is made of"),
-        _table("reduction_count", (it.count for it in reductions), "how many they are"),
+        _table("reduction_count", (it.values for it in reductions), "how many they are"),
         _table("reduction_place", (it.place for it in reductions), "among the means of a step"),
         _table("reduction_moments", (it.moments for it in reductions), "whether a variance comes after it"),
         _table("packs", map(own.packs, range(own.stages)), "16 bytes that a warp sends of a sequence after a stage"),

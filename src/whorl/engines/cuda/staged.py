@@ -23,7 +23,7 @@ class Reduction(NamedTuple):
     """After which it is made."""
     first: int
     """Of the values that it is made of, among those of its stage."""
-    count: int
+    values: int
     place: int
     """Among the means of a step; a variance comes after its mean."""
     moments: bool
@@ -151,6 +151,7 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     named = graph.backward.named()
     unread = [gate for gate in graph.recurrent if gate not in leaves]
     named = {name: node for name, node in named.items() if name not in {f"dr.{gate}" for gate in unread}}
+    named |= graph.named()  # gradients of what zoneout keeps read it
 
     def from_saved(node: Expr, made: Expr) -> Expr:
         return var(names[node.digest]) if node.digest in names else made
@@ -162,20 +163,20 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
     places |= {f"p_{index}": f"r[{len(leaves) + index}]" for index in range(len(graph.products))}
     places |= {identifier(name): f"m[{name[2:]}]" for name in names.values() if name.startswith("m.")}
-    writes = {
-        f"d{kind}_{name}": f"d{kind}[{i}] = {{0}};" for kind in "xse" for i, name in enumerate(kinds[kind])
-    }
+    writes = {f"d{kind}_{name}": f"d{kind}[{i}] = {{0}};" for kind in "xse" for i, name in enumerate(kinds[kind])}
+    writes |= {f"after_{state}": f"after[{i}] = {{0}};" for i, state in enumerate(graph.states)}
     writes |= {f"dv_{name}": f"dv[{i}] += there ? {{0}} : 0.f;" for i, name in enumerate(graph.vectors)}
     writes |= {f"dr_{gate}": f"dr[{i}] = {{0}};" for i, gate in enumerate(leaves)}
     writes |= {f"dp_{i}": f"dr[{len(leaves) + i}] = {{0}};" for i in range(len(graph.products))}
-    rounds = []
+    rounds: list[Round] = []
     for index, stage in enumerate(made):
         for result in stage.collectives:
             if result.kind == "pull":
                 places[result.result] = f"q[{len(rounds)}]"
                 rounds.append(Round(index, (graph.recurrent.index(result.gate),)))
-    arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de"
-    return _Printer(made, places, writes, arguments, "d, q, there, dx, dr, ds, dv, de", levels).printed(rounds)
+    arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de, "
+    arguments += "float* after"
+    return _Printer(made, places, writes, arguments, "d, q, there, dx, dr, ds, dv, de, after", levels).printed(rounds)
 
 
 def _saving(
@@ -271,9 +272,7 @@ class _Printer:
             lines += [f"to[{place}] = {name};" for place, name in enumerate(meaned)]
             lines += [f"operand[{place}] = {name};" for place, name in enumerate(asked)]
             body = "\n  ".join(lines)
-            functions.append(
-                f"__device__ __forceinline__ void stage_{index}({self._arguments}) {{\n  {body}\n}}"
-            )
+            functions.append(f"__device__ __forceinline__ void stage_{index}({self._arguments}) {{\n  {body}\n}}")
             live = {name for names in needs[index + 1 :] for name in names if name in kinds}
             kept = max(kept, len(live))
         members = " ".join(f"{kind} {name};" for name, kind in kinds.items()) or "real none;"

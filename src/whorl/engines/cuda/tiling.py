@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from whorl.cells.cell import Graph
+
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227,
           (11, 0): 227, (12, 0): 99, (12, 1): 99}  # fmt: skip
 """KiB of shared memory that one block may use, by compute capability (CUDA C++ Programming Guide, table of limits)."""
@@ -66,6 +68,8 @@ class Size(NamedTuple):
     """Such masks as bits."""
     exact: bool = False
     """Products of float32 are as good as float32: each is three of TF32."""
+    staged: Graph | None = None
+    """The cell, where its step has several stages: staging.py chooses its tiles."""
 
 
 @dataclass(frozen=True)

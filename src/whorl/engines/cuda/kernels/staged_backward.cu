@@ -34,7 +34,6 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
 constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;  // of what is exchanged
 constexpr int ARRIVED_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * SUM_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
 constexpr int VECTOR_WORDS = VECTORS * SLICE;
-static_assert(!ZONEOUT_GRADIENT, "the obstacles say so");
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + ARRIVED_WORDS + 2 * GRADIENT_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + MASK_WORDS) +
                       8 * COPIES * BARRIERS == SHARED,
@@ -443,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int copy = COPIES > 1 ? t % 2 : 0;
 
     float dx[OWN][2][2][GATES], dr[OWN][2][2][MOST(LINKS)], d[OWN][2][2][STATES], stayed[OWN][2][2][STATES];
-    float to_s[OWN][2][2][STATES], to_e[OWN][2][2][MOST(INPUTS)], q[OWN][2][2][MOST(ROUNDS)];
+    float to_s[OWN][2][2][STATES], to_e[OWN][2][2][MOST(INPUTS)], to_zones[OWN][2][2][STATES], q[OWN][2][2][MOST(ROUNDS)];
     Pair entered[OWN][2];
     Values values[OWN][2][2];
     if (cells) {
@@ -473,6 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if constexpr (OPTIONS) {
                 const float share =
                     zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                to_zones[j][b][u][s] = to[s];
                 const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
                 if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK)
                   stayed[j][b][u][s] = share * to[s], to[s] -= stayed[j][b][u][s];
@@ -506,9 +506,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 v[i] = own_vectors[i * SLICE + (warp + j * WARPS) / TILES % GROUPS * 16 + lane / 4 * 2 + u];
 #pragma unroll
               for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
+              float after[STATES];  // written after the first stage
               run_stage(stage, x, r, before, v, e, item[j].m[b], values[j][b][u], to[j][b][u], operands[j][b][u],
                         d[j][b][u], q[j][b][u], there, dx[j][b][u], dr[j][b][u], to_s[j][b][u],
-                        summed[j][u] + SUMMED - VECTORS, to_e[j][b][u]);
+                        summed[j][u] + SUMMED - VECTORS, to_e[j][b][u], after);
+#if ZONEOUT_GRADIENT
+              if (stage == 0)
+#pragma unroll
+                for (int s = 0; s < STATES; ++s)
+                  to_zones[j][b][u][s] = there ? to_zones[j][b][u][s] * (before[s] - after[s]) : 0.f;
+#endif
             }
         if (packs(stage) > 0)
 #pragma unroll
@@ -656,6 +663,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
             }
 #pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+                store_wide_pair(a.o.zoneout_gradients[direction][s] + from, to_zones[j][b][0][s], to_zones[j][b][1][s],
+                                first, second);
+#pragma unroll
             for (int i = 0; i < INPUTS; ++i)
               store_wide_pair(a.o.input_gradients[direction][i] + from, to_e[j][b][0][i], to_e[j][b][1][i],
                               first, second);
@@ -726,6 +738,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             store_pair(a.o.entered[direction] + from, 0.f, 0.f, first, second);
           if (NOISE_GRADIENT && NOISE == GIVEN)
             store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, first, second);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+              store_wide_pair(a.o.zoneout_gradients[direction][s] + from, 0.f, 0.f, first, second);
 #pragma unroll
           for (int i = 0; i < INPUTS; ++i)
             store_wide_pair(a.o.input_gradients[direction][i] + from, 0.f, 0.f, first, second);
