@@ -49,7 +49,7 @@ class Persistent(Engine):
         if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
             found.append(f"the step of {cell.name} has means over 1 unit, these kernels take 2 units or more there")
         if not found and not _fits(cell, form.units, width, _chip(device), features):
-            most = _most_units(cell, width, _chip(device), features)
+            most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             if staged(cell):
                 found.append(f"{what} do not fit one cluster, at most {most} do")
@@ -147,6 +147,12 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
+
+
+def most_units(problem: Problem) -> int:
+    """The most units with which kernels for such a problem fit its device."""
+    width = problem.dtype.itemsize, exact(problem)
+    return _most_units(problem.form.cell, width, _chip(problem.device), expected(problem))
 
 
 @lru_cache(maxsize=8192)
