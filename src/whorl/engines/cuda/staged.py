@@ -5,15 +5,16 @@ product, or, backward, the sums of a transposed one.  A stage's lines are functi
 later stage reads of them is kept in `Values`.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
 from whorl.cells.graphs import merged, rewritten
-from whorl.cells.lower import CUDA, Stage, identifier, stages
+from whorl.cells.lower import CUDA, Stage, Value, identifier, stages
 
 
 class Reduction(NamedTuple):
@@ -114,7 +115,7 @@ def steps(graph: Graph) -> Steps:
     own = {"after": graph.states, "x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind in "xsve" for i, name in enumerate(own[kind])}
     places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
-    made = stages(graph.named(), CUDA)
+    made = _lean(stages(graph.named(), CUDA), nodes)
     operands: dict[str, int] = {}
     links = [Link(graph.recurrent.index(gate), 0) for gate in leaves]
     products = [result for stage in made for result in stage.collectives if result.kind == "product"]
@@ -157,7 +158,7 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
         return var(names[node.digest]) if node.digest in names else made
 
     named = dict(zip(named, rewritten(list(named.values()), from_saved), strict=True))
-    made = stages(named, CUDA)
+    made = _lean(stages(named, CUDA), topological(named.values()))
     kinds = {"x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs, "d": graph.states}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind, row in kinds.items() for i, name in enumerate(row)}
     places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
@@ -206,6 +207,64 @@ def _saving(
                 found = place
         sums.append(found)
     return tuple(sums), tuple(place for place in range(len(links)) if place not in sums)
+
+
+_CHEAP = {"add", "sub", "mul", "neg", "rsqrt"}
+
+
+def _lean(made: Sequence[Stage], nodes: Sequence[Expr]) -> list[Stage]:
+    """The stages, where what is cheap is computed again rather than kept, if fewer values are kept so.
+
+    Args:
+        nodes: in the order in which `stages` numbered them.
+    """
+    names = {node.digest: f"t{place}" for place, node in enumerate(nodes)}
+    by_name = {name: node for name, node in zip(names.values(), nodes, strict=True) if node.op not in ("var", "const")}
+    found = {found[1]: (line, index) for index, stage in enumerate(made) for line in stage.lines
+             if (found := re.match(r"const \w+ (t\d+) =", line))}  # fmt: skip
+
+    def arguments(name: str) -> set[str]:
+        """The temporaries among them."""
+        return {names[arg.digest] for arg in by_name[name].args if names.get(arg.digest) in found}
+
+    lean, wanted = [*made], [{value.name: value for value in stage.writes} for stage in made]
+    for index, stage in enumerate(made):
+        reads = {value.name: value for value in stage.reads}
+        needed = {name for name in _read(stage) if name in found and found[name][1] < index}
+        again: set[str] = set()
+        while True:
+            groups: dict[str, list[str]] = {}
+            for name in sorted(needed):
+                missing = arguments(name) - needed
+                if by_name[name].op in _CHEAP and len(missing) <= 1:
+                    groups.setdefault(min(missing, default=""), []).append(name)
+            best = [(arg, group) for arg, group in groups.items() if not arg or len(group) > 1]
+            if not best:
+                break
+            arg, group = best[0]
+            needed = needed - set(group) | ({arg} if arg else set())
+            again |= set(group)
+        if not again:
+            continue
+        for name in again:
+            reads.pop(name, None)
+            for arg in by_name[name].args:
+                own = _name_of(arg, names)
+                if own is not None and own not in again:
+                    reads.setdefault(own, Value(own, arg.is_condition))
+        for name in needed:
+            reads.setdefault(name, Value(name, by_name[name].is_condition))
+            wanted[found[name][1]].setdefault(name, Value(name, by_name[name].is_condition))
+        lines = [found[name][0] for name in sorted(again, key=lambda name: int(name[1:]))]
+        lean[index] = replace(stage, reads=tuple(reads.values()), lines=(*lines, *stage.lines))
+    return [replace(stage, writes=tuple(own.values())) for stage, own in zip(lean, wanted, strict=True)]
+
+
+def _name_of(node: Any, names: dict[str, str]) -> str | None:
+    """How a stage reads a value; None for a number."""
+    if not isinstance(node, Expr) or node.op == "const":
+        return None
+    return identifier(node.args[0]) if node.op == "var" else names[node.digest]
 
 
 class _Printer:
@@ -257,7 +316,8 @@ class _Printer:
                 elif made.kind == "pull" or made.operands[0] not in asked:
                     asked.append(made.operands[0])
             loads = {value.name: value.condition for value in stage.reads}
-            loads |= {name: False for name in (*meaned, *asked) if name not in computed and name not in loads}
+            defined = _defined(stage)
+            loads |= {name: False for name in (*meaned, *asked) if name not in {*computed, *loads, *defined}}
             lines = [
                 f"const {'bool' if condition else 'real'} {name} = {self._places.get(name, f'k.{name}')};"
                 for name, condition in loads.items()
@@ -288,9 +348,15 @@ class _Printer:
 
 def _read(stage: Stage) -> set[str]:
     operands = {name for made in stage.collectives for name in made.operands}
-    return {value.name for value in stage.reads} | (operands - {value.name for value in stage.writes})
+    defined = _defined(stage)
+    return {value.name for value in stage.reads} | (operands - {value.name for value in stage.writes} - defined)
 
 
 def most(values: Iterable[int]) -> int:
     """The largest, or 0."""
     return max(values, default=0)
+
+
+def _defined(stage: Stage) -> set[str]:
+    """The names of a stage's lines."""
+    return {found[1] for line in stage.lines if (found := re.match(r"const \w+ (\w+) =", line))}
