@@ -119,8 +119,6 @@ def _untested(problem: Problem) -> list[str]:
     if problem.dtype == torch.float32:
         found.append("in float32")
     size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
-    if staged(form.cell):
-        found.append("of a step with several stages")
     if source.has_options(form.cell, expected(problem)):
         found.append("with options")
     elif not staged(form.cell) and not tiling.fits(size, _chip(problem.device), "forward"):

@@ -142,7 +142,8 @@ def backward(
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
     own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered} if isinstance(tile, Spread) else {}
     if staged(graph):
-        own |= {"GROUPS": tile.slice // 16}
+        assert isinstance(tile, Tile), "they are not spread"
+        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
         return _source("backward", graph, units, dtype, tile, own, steps(graph).backward.text, features)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)

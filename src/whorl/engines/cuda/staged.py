@@ -73,10 +73,6 @@ class Pass:
         """Inside the step."""
         return len({made.stage for made in self.reductions}) + len(self.rounds)
 
-    @property
-    def all_packs(self) -> int:
-        return sum(map(self.packs, range(self.stages)))
-
 
 @dataclass(frozen=True)
 class Steps:

@@ -9,7 +9,7 @@ from whorl.engines.cuda.source import mean_words, rounds_of
 from whorl.engines.cuda.staged import Steps, most, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
-_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, 84  # registers of addresses and of the cell itself
+_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 40}  # registers of addresses and of the cell itself
 
 
 def forward(
@@ -42,21 +42,26 @@ def forward(
 
 
 def backward(
-    graph: Graph, size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None
-) -> Tile | None:
-    """The backward kernel's numbers, if they fit; arguments as in `tiling.backward`."""
+    graph: Graph, size: Size, cluster: int, tiles: int, warps: int, splits: int, limit: int,
+    resident: int | None = None,
+) -> Tile | None:  # fmt: skip
+    """The backward kernel's numbers, if they fit; arguments as in `tiling.backward`.
+
+    Args:
+        splits: warps that share 16 units of 8 sequences, 1 or 2.
+    """
     made, words = steps(graph), 4 // size.element
     own, links = made.backward, len(made.links)
     part = tiling.slice_of(size.units, cluster)
     groups = part // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
-    each, share = -(-cells // warps), -(-strips // warps)
+    each, share, held = -(-cells * splits // warps), -(-strips // warps), 2 // splits
     chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
-    item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    item += 4 * (2 * size.states + own.kept + len(own.rounds) + links) + 2 * (made.levels + len(own.reductions))
-    used = each * (item + 2 * summed + size.back) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
-    used += 6 * chunk * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _BACKWARD_EXTRA, tiles)
+    item = (size.gates + size.apart) * size.gate // 2 + size.element + 2 * (size.states - 1)
+    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + len(own.reductions)
+    used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
+    used += 6 * chunk * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
     resident = _resident(size, warps, used, 4, share * depths, resident)
     gradients, sums, copies = 8 * tiles * (depths * 8 + 4), cells * cluster * 128, _copies(made, "backward")
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
@@ -66,7 +71,7 @@ def backward(
     shared = 4 * (warps * (share * depths - resident) * 128 + rest) + 8 * barriers
     if shared > limit:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, chunk=chunk, exact=size.exact)
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, chunk=chunk, exact=size.exact)
 
 
 def _copies(made: Steps, kind: str) -> int:
@@ -90,9 +95,11 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
     def candidates() -> Iterator[Tile | None]:
         for cluster in (1, 2, 4, 8, 16):
             for tiles in range(1, 9):
-                for number in (4, 8, 12, 16) if kind == "backward" else (1, 2, 4, 8):
-                    make = backward if kind == "backward" else forward
-                    yield make(graph, size, cluster, tiles, number, chip.shared)
+                if kind == "forward":
+                    yield from (forward(graph, size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4, 8))
+                else:
+                    numbers = [(warps, splits) for warps in (4, 8, 12, 16) for splits in (1, 2)]
+                    yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
 
     return tuple(tile for tile in candidates() if tile is not None)
 
@@ -108,5 +115,10 @@ def _time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kin
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
     plain = tiling.step_time(size, chip, batch, directions, kind, tile)
-    inside = own.exchanges * (0.3 + 0.02 * tile.cluster) + 0.02 * own.all_packs * tile.tiles
+    inside = own.exchanges * (0.3 + 0.02 * tile.cluster)
+    if kind == "forward":  # items of a warp
+        inside += 0.35 * -(-2 * tile.tiles // tile.splits)
+    else:
+        cells = tile.slice // 16 * tile.tiles
+        inside += 1.2 / tile.splits * -(-cells * tile.splits // tile.warps) + 0.04 * abs(tile.warps - 8)
     return plain + tiling.rounds(chip, batch, directions, tile) * inside

@@ -1,8 +1,8 @@
 // Means over the units of each sequence, which lie in all blocks of a cluster.
 //
 // A warp makes of its 16 units one sum, or a mean and the sum of squared distances from it, and sends them to every
-// block; a reader merges what has come from all sources, in their order: of (count, mean, squares), so that nothing is
-// lost where a mean is large beside its deviation.  Eight threads of a warp share a sequence: those whose lanes are
+// block; a reader merges what has come from all sources, in their order.  Sums are of distances from one of the values, or
+// from one of the means: where a mean is large beside its deviation, nothing is lost.  Eight threads of a warp share a sequence: those whose lanes are
 // equal modulo 4.
 //
 //   slots  [sequence, source, pack of 4 floats] for each stage, and two packs beside each sequence, so that the
@@ -25,27 +25,28 @@ __device__ __forceinline__ float over_units(float value) {
 
 // What a warp sends of one sequence after a stage.  `to`: a thread's values of its two units; `there`: units of the group.
 __device__ __forceinline__ void summarise(
-    int stage, const float (&to)[2][MOST(VALUES)], bool first, bool second, int there, float (&data)[4 * MOST(PACKS)]) {
+    int stage, const float (&to)[2][MOST(VALUES)], bool first, bool second, int there, int lane,
+    float (&data)[4 * MOST(PACKS)]) {
   int at = 0;
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;
-    float sum = 0.f;
+    // from one of the values on: their mean is not much farther away than they are from each other
+    const float start =
+        reduction_moments(i) ? __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(to[0][reduction_first(i)]), lane % 4))
+                             : 0.f;
+    float sum = 0.f, squares = 0.f;
 #pragma unroll
     for (int k = 0; k < VALUES; ++k)
-      if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i))
-        sum += (first ? to[0][k] : 0.f) + (second ? to[1][k] : 0.f);
+      if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) {
+        const float low = first ? to[0][k] - start : 0.f, high = second ? to[1][k] - start : 0.f;
+        sum += low + high;
+        squares += low * low + high * high;
+      }
     sum = over_units(sum);
     if (reduction_moments(i)) {
-      const float middle = sum / (float)((there > 0 ? there : 1) * reduction_count(i));
-      float squares = 0.f;
-#pragma unroll
-      for (int k = 0; k < VALUES; ++k)
-        if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) {
-          const float low = to[0][k] - middle, high = to[1][k] - middle;
-          squares += (first ? low * low : 0.f) + (second ? high * high : 0.f);
-        }
-      data[at++] = middle, data[at++] = over_units(squares);
+      const float apart = there > 0 ? sum / (float)(there * reduction_count(i)) : 0.f;
+      data[at++] = start + apart, data[at++] = over_units(squares) - sum * apart;
     } else {
       data[at++] = sum;
     }
@@ -98,20 +99,20 @@ __device__ __forceinline__ void merge(int stage, const float4* slots, int lane, 
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;
     const float all = 1.f / (float)(UNITS * reduction_count(i));
-    float sum = 0.f;
+    const float* const first = (const float*)slots + at;  // the mean of the first source, which has all of its units
+    const float start = reduction_moments(i) ? *first : 0.f;
+    float sum = 0.f, squares = 0.f;
 #pragma unroll
-    for (int s = 0; s < EACH; ++s)
-      sum += reduction_moments(i) ? (float)(count[s] * reduction_count(i)) * value(s, at) : value(s, at);
-    const float middle = over_units(sum) * all;
-    m[reduction_place(i)] = middle;
+    for (int s = 0; s < EACH; ++s) {
+      const float values = (float)(count[s] * reduction_count(i)), apart = value(s, at) - start;
+      sum += reduction_moments(i) ? values * apart : value(s, at);
+      if (reduction_moments(i)) squares += count[s] > 0 ? value(s, at + 1) + values * apart * apart : 0.f;
+    }
+    sum = over_units(sum) * all;
+    m[reduction_place(i)] = start + sum;
     if (reduction_moments(i)) {
-      float squares = 0.f;
-#pragma unroll
-      for (int s = 0; s < EACH; ++s) {
-        const float apart = value(s, at) - middle;
-        squares += count[s] > 0 ? value(s, at + 1) + (float)(count[s] * reduction_count(i)) * apart * apart : 0.f;
-      }
-      m[reduction_place(i) + 1] = over_units(squares) * all;
+      const float variance = over_units(squares) * all - sum * sum;
+      m[reduction_place(i) + 1] = variance < 0.f ? 0.f : variance;
     }
     at += reduction_moments(i) ? 2 : 1;
   }

@@ -17,7 +17,8 @@
 
 // @generated
 
-constexpr int ROWS = 8 * TILES, CELLS = GROUPS * TILES, OWN = (CELLS + WARPS - 1) / WARPS;
+constexpr int ROWS = 8 * TILES, CELLS = GROUPS * TILES, ITEMS = CELLS * SPLITS;
+constexpr int PER = 2 / SPLITS, OWN = (ITEMS + WARPS - 1) / WARPS;
 constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
@@ -62,7 +63,7 @@ struct Arguments {
   Element* gate_gradients[2];              // [time, batch, GATES x UNITS]
   Element* apart_gradients[2];             // [time, batch, APART x UNITS]
   Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
-  float* sums[2];                          // [clusters x TILES, SUMMED x UNITS]
+  float* sums[2];                          // [clusters x TILES x SPLITS, SUMMED x UNITS]
   const float* levels[2];                  // [time, batch, LEVELS]: the means that forward saved
   long long time, batch;
 #if OPTIONS
@@ -72,14 +73,14 @@ struct Arguments {
 #endif
 };
 
-struct Item {  // what one thread reads for an item at a step: two units of each of two sequences
-  GatePair gates[2][GATES], apart[2][MOST(APART)];
-  Pair y_gradient[2], before[2];
-  float2 states[2][MOST(STATES - 1)];
-  float m[2][MOST(MEANS)];
-  bool within[2], valid[2], cut[2];  // before the end; the step counts; no state came into it from the one before
-  float2 zones[2][STATES], noise[2], inputs[2][MOST(INPUTS)];
-  Pair state_gradients[2][STATES];
+struct Item {  // what one thread reads for an item at a step: two units of each of PER sequences
+  GatePair gates[PER][GATES], apart[PER][MOST(APART)];
+  Pair y_gradient[PER], before[PER];
+  float2 states[PER][MOST(STATES - 1)];
+  float m[PER][MOST(MEANS)];
+  bool within[PER], valid[PER], cut[PER];  // before the end; the step counts; no state came into it from the one before
+  float2 zones[PER][STATES], noise[PER], inputs[PER][MOST(INPUTS)];
+  Pair state_gradients[PER][STATES];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
@@ -154,22 +155,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long begin = rows, state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   const bool has_output_gradient = a.y_gradient != nullptr;
 
-  float carried[OWN][STATES][2][2], summed[OWN][2][MOST(SUMMED)] = {};
+  float carried[OWN][STATES][PER][2], summed[OWN][2][MOST(SUMMED)] = {};
   Item item[OWN];
-  bool in[OWN][2][2];  // whether the value of this sequence and unit is there
-  long long sequence[OWN][2];
-  int ends[OWN][2];  // steps of each sequence
+  bool in[OWN][PER][2];  // whether the value of this sequence and unit is there
+  long long sequence[OWN][PER];
+  int ends[OWN][PER];  // steps of each sequence
   // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
-  float factor[OWN][2][2], held[OWN][2][2] = {}, noise_sums[OWN][2][2] = {}, reset_sums[OWN][STATES][2][2] = {};
-  float2 operand_before[OWN][2];
-  bool was_cut[OWN][2];
-  unsigned drawn[OWN][2];
+  float factor[OWN][PER][2], held[OWN][PER][2] = {}, noise_sums[OWN][PER][2] = {}, reset_sums[OWN][STATES][PER][2] = {};
+  float2 operand_before[OWN][PER];
+  bool was_cut[OWN][PER];
+  unsigned drawn[OWN][PER];
   const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN], levels_at[OWN];
-  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) / TILES * 16 + lane / 4 * 2; };
+  // an item is 16 units x 8 sequences for a warp, or where SPLITS is 2 every other sequence of them
+  const auto cell_of = [&](int j) { return (warp + j * WARPS) / SPLITS; };
+  const auto part_of = [&](int j) { return (warp + j * WARPS) % SPLITS; };
+  const auto unit_of = [&](int j) { return (int)rank * SLICE + cell_of(j) / TILES * 16 + lane / 4 * 2; };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
   };
@@ -200,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < PER; ++b) {
       const bool there = !LENGTHS || step < ends[j][b], first = there && in[j][b][0], second = there && in[j][b][1];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i)
@@ -240,10 +244,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), place = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2;
-    const bool own = warp + j * WARPS < CELLS;
+    const int unit = unit_of(j), place = cluster * ROWS + cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j);
+    const bool own = warp + j * WARPS < ITEMS;
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < PER; ++b) {
       sequence[j][b] = place + b < batch ? sequence_at(a, place + b) : place + b;
       ends[j][b] = LENGTHS && place + b < batch ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
@@ -256,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     states_at[j] = (begin + row) * UNITS + unit;
     levels_at[j] = (begin + row) * LEVELS;
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < PER; ++b) {
       in[j][b][0] = own && place + b < batch && unit < UNITS;
       in[j][b][1] = own && place + b < batch && unit + 1 < UNITS;
 #pragma unroll
@@ -271,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     load(j, first_step, time == 1);
     if constexpr (OPTIONS)
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < PER; ++b) {
         load_options(j, b, first_step, rows);
         if constexpr (NOISE == HELD)
           item[j].noise[b] = load_wide_pair(a.o.noise[direction] + sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
@@ -289,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   __syncthreads();
 #endif
 
-  const bool cells = warp < CELLS;  // the warp computes some: the same for all of it
+  const bool cells = warp < ITEMS;  // the warp computes some: the same for all of it
   const auto await = [&](int exchange, int copy, int completed) {
 #if CLUSTER > 1
     const unsigned barrier = barriers + 8 * (exchange * COPIES + copy);
@@ -303,19 +307,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto slots_at = [&](int stage, int copy, int sequence_in_cluster) {  // bytes
     return (copy * MEAN_WORDS + mean_offset(stage)) * 4 + sequence_in_cluster * slots_of(stage) * 16;
   };
-  const auto row_of = [&](int j, int b) { return (warp + j * WARPS) % TILES * 8 + lane % 4 * 2 + b; };
-  const auto gathered_sums = [&](int round, int copy, int j) {
-    const float4* const from = arrived + sums_at(round, copy) + (warp + j * WARPS) * CLUSTER * 32 + lane;
-    float4 sum = from[0];
+  const auto row_of = [&](int j, int b) { return cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j) + b; };
+  const auto gather = [&](int round, int copy, int j, float (&sums)[PER][2]) {
+    const float4* const from = arrived + sums_at(round, copy) + cell_of(j) * CLUSTER * 32 + lane;
 #pragma unroll
-    for (int source = 1; source < CLUSTER; ++source) {
-      const float4 part = from[source * 32];
-      sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+    for (int source = 0; source < CLUSTER; ++source) {
+      if constexpr (PER == 2) {
+        const float4 part = from[source * 32];
+        const float values[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i / 2 % PER][i % 2] = source == 0 ? values[i] : sums[i / 2 % PER][i % 2] + values[i];
+      } else {
+        const float2 part = ((const float2*)(from + source * 32))[part_of(j)];
+        sums[0][0] = source == 0 ? part.x : sums[0][0] + part.x;
+        sums[0][1] = source == 0 ? part.y : sums[0][1] + part.y;
+      }
     }
-    return sum;
   };
   const auto put_gradient = [&](int turn, int gate, int j, int b, float first, float second) {
-    const int group = (warp + j * WARPS) / TILES;
+    const int group = cell_of(j) / TILES;
     unsigned* const to = gradients + turn * GRADIENT_WORDS + row_of(j, b) * STRIDE +
                          (gate * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
 #if ELEMENT_BYTES == 2
@@ -333,12 +343,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
-      float4 sum = {};
-      if constexpr (LEAVES > 0) sum = gathered_sums(0, copy, j);
-      const float sums[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
+      if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+      float sums[PER][2] = {};
+      if constexpr (LEAVES > 0) gather(0, copy, j, sums);
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < PER; ++b) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
           carried[j][0][b][u] += NOISE && !GATEWISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
@@ -441,15 +450,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
     const int copy = COPIES > 1 ? t % 2 : 0;
 
-    float dx[OWN][2][2][GATES], dr[OWN][2][2][MOST(LINKS)], d[OWN][2][2][STATES], stayed[OWN][2][2][STATES];
-    float to_s[OWN][2][2][STATES], to_e[OWN][2][2][MOST(INPUTS)], to_zones[OWN][2][2][STATES], q[OWN][2][2][MOST(ROUNDS)];
-    Pair entered[OWN][2];
-    Values values[OWN][2][2];
+    float dx[OWN][PER][2][GATES], dr[OWN][PER][2][MOST(LINKS)], d[OWN][PER][2][STATES], stayed[OWN][PER][2][STATES];
+    float to_s[OWN][PER][2][STATES], to_e[OWN][PER][2][MOST(INPUTS)], to_zones[OWN][PER][2][STATES], q[OWN][PER][2][MOST(ROUNDS)];
+    Pair entered[OWN][PER];
+    Values values[OWN][PER][2];
     if (cells) {
 #pragma unroll
       for (int j = 0; j < OWN; ++j)
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
+        for (int b = 0; b < PER; ++b) {
           const float2 output = wide_pair(item[j].y_gradient[b]);
           const bool valid = !MARKED || item[j].valid[b];
 #pragma unroll
@@ -484,12 +493,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      float to[OWN][2][2][MOST(VALUES)], operands[OWN][2][2][MOST(ROUNDS)];
+      float to[OWN][PER][2][MOST(VALUES)], operands[OWN][PER][2][MOST(ROUNDS)];
       if (cells) {
 #pragma unroll
         for (int j = 0; j < OWN; ++j)
 #pragma unroll
-          for (int b = 0; b < 2; ++b)
+          for (int b = 0; b < PER; ++b)
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
               float x[GATES], r[MOST(LINKS)] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
@@ -503,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
 #pragma unroll
               for (int i = 0; i < VECTORS; ++i)
-                v[i] = own_vectors[i * SLICE + (warp + j * WARPS) / TILES % GROUPS * 16 + lane / 4 * 2 + u];
+                v[i] = own_vectors[i * SLICE + cell_of(j) / TILES % GROUPS * 16 + lane / 4 * 2 + u];
 #pragma unroll
               for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
               float after[STATES];  // written after the first stage
@@ -520,12 +529,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (packs(stage) > 0)
 #pragma unroll
           for (int j = 0; j < OWN; ++j) {
-            if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
-            const int source = rank * GROUPS + (warp + j * WARPS) / TILES, unit = unit_of(j);
+            if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+            const int source = rank * GROUPS + cell_of(j) / TILES, unit = unit_of(j);
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
+            for (int b = 0; b < PER; ++b) {
               float data[4 * MOST(PACKS)] = {};
-              summarise(stage, to[j][b], unit < UNITS, unit + 1 < UNITS, units_of(source), data);
+              summarise(stage, to[j][b], unit < UNITS, unit + 1 < UNITS, units_of(source), lane, data);
               const int slot = slots_at(stage, copy, row_of(j, b)) + source * packs(stage) * 16;
               send_means(stage, data, shared_address(slots) - base + slot, memory,
                          barriers - base + 8 * ((1 + stage) * COPIES + copy), lane);
@@ -539,9 +548,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (cells)
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
-              if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+              if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
 #pragma unroll
-              for (int b = 0; b < 2; ++b) {
+              for (int b = 0; b < PER; ++b) {
                 const bool valid = !MARKED || item[j].valid[b];
                 const int which = asked < ROUNDS ? asked : 0;
                 put_gradient(turn, pull_gate(round - 1), j, b, in[j][b][0] && valid ? operands[j][b][0][which] : 0.f,
@@ -559,9 +568,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           await(1 + stage, copy, t);
 #pragma unroll
           for (int j = 0; j < OWN; ++j) {
-            if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+            if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
 #pragma unroll
-            for (int b = 0; b < 2; ++b)
+            for (int b = 0; b < PER; ++b)
               merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy, row_of(j, b))), lane, item[j].m[b]);
           }
         }
@@ -571,10 +580,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             await(STAGES + round, copy, t);
 #pragma unroll
             for (int j = 0; j < OWN; ++j) {
-              if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
-              const float4 sum = gathered_sums(round, copy, j);
-              q[j][0][0][round - 1] = sum.x, q[j][0][1][round - 1] = sum.y;
-              q[j][1][0][round - 1] = sum.z, q[j][1][1][round - 1] = sum.w;
+              if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+              float sums[PER][2];
+              gather(round, copy, j, sums);
+#pragma unroll
+              for (int b = 0; b < PER; ++b) q[j][b][0][round - 1] = sums[b][0], q[j][b][1][round - 1] = sums[b][1];
             }
           }
       }
@@ -583,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int j = 0; j < OWN; ++j)
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
+        for (int b = 0; b < PER; ++b) {
           const bool valid = !MARKED || item[j].valid[b];
           const float2 h = wide_pair(item[j].before[b]);
 #pragma unroll
@@ -616,9 +626,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (LEAVES > 0)
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
-          if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+          if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
 #pragma unroll
-          for (int b = 0; b < 2; ++b)
+          for (int b = 0; b < PER; ++b)
 #pragma unroll
             for (int l = 0; l < LEAVES; ++l)
               put_gradient(turn, leaf_gate(l), j, b, dr[j][b][0][l], dr[j][b][1][l]);
@@ -646,7 +656,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
+        for (int b = 0; b < PER; ++b) {
           const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
           const auto beyond = away(j, b);
 #pragma unroll
@@ -706,7 +716,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
+      for (int b = 0; b < PER; ++b)
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           const bool given = a.initial_gradients[s] != nullptr;
@@ -724,7 +734,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
+      for (int b = 0; b < PER; ++b)
         for (long long t = time; t < a.time; ++t) {
           const long long row = t * batch + sequence[j][b], from = row * UNITS + unit_of(j);
           const bool first = in[j][b][0], second = in[j][b][1];
@@ -748,8 +758,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), tile = (warp + j * WARPS) % TILES;
-    const bool own = warp + j * WARPS < CELLS && lane % 4 == 0;
+    const int unit = unit_of(j), tile = cell_of(j) % TILES;
+    const bool own = warp + j * WARPS < ITEMS && lane % 4 == 0;
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {
 #pragma unroll
@@ -757,7 +767,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         summed[j][u][i] += __shfl_xor_sync(0xffffffffu, summed[j][u][i], 1);
         summed[j][u][i] += __shfl_xor_sync(0xffffffffu, summed[j][u][i], 2);
       }
-      float* const to = a.sums[direction] + ((long long)(cluster * TILES + tile) * SUMMED + i) * UNITS + unit;
+      float* const to = a.sums[direction] + ((long long)((cluster * TILES + tile) * SPLITS + part_of(j)) * SUMMED + i) * UNITS + unit;
       store_wide_pair(to, summed[j][0][i], summed[j][1][i], own && unit < UNITS, own && unit + 1 < UNITS);
     }
   }

@@ -514,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const int item = position + j * SPLITS;
             if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
             float data[4 * MOST(PACKS)] = {};
-            summarise(stage, to[j], has_first, has_second, in_group, data);
+            summarise(stage, to[j], has_first, has_second, in_group, lane, data);
             const int slot = slots_at(stage, copy, row_of(item)) + (rank * GROUPS + group) * packs(stage) * 16;
             send_means(stage, data, shared_address(slots) - shared_address(memory) + slot, memory,
                        barriers - shared_address(memory) + 8 * ((1 + stage) * COPIES + copy), lane);
