@@ -86,8 +86,10 @@ class Tile:
     shared: int
     warps: int
     splits: int = 0
-    """Forward: warps that share the depth of the product of 16 units.  Backward of steps with several stages: that share
-    16 units of 8 sequences."""
+    """Forward: warps that share the depth of the product of 16 units.
+
+    Backward, of steps with several stages: warps that share 16 units of 8 sequences.
+    """
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
     chunk: int = 0
