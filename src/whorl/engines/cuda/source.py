@@ -198,7 +198,7 @@ def _source(
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         *inside,
         _text("ptx.cu"),
-        *map(_text, ("exchange.cu",) if isinstance(tile, Spread) else ("noise.cu", "options.cu")),
+        *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([_text("means.cu")] if inside else []),
         step,
     ]
