@@ -263,6 +263,12 @@ def _name_of(node: Any, names: dict[str, str]) -> str | None:
     return identifier(node.args[0]) if node.op == "var" else names[node.digest]
 
 
+def by_link(made: Steps, cell: Graph) -> list[Link]:
+    """Links, where they are other than one product of each recurrent gate with the first state."""
+    plain = [(gate, 0) for gate in range(len(cell.recurrent))]
+    return [] if [*made.links] == plain else [*made.links]
+
+
 class _Printer:
     """A pass as CUDA C++.
 

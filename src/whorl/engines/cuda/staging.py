@@ -104,10 +104,10 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
     return tuple(tile for tile in candidates() if tile is not None)
 
 
-def choose(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | None:
-    """The tile of a kind that takes the least time by an estimate; None where none fits."""
+def likely(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
+    """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
     found = fitting(graph, size, chip, kind)
-    return min(found, key=lambda tile: _time(graph, size, chip, batch, directions, kind, tile), default=None)
+    return sorted(found, key=lambda tile: _time(graph, size, chip, batch, directions, kind, tile))
 
 
 def _time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
