@@ -39,7 +39,7 @@ def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.Mon
     assert case.errors("cuda", (torch.bfloat16, torch.float16)[seed % 2]) == {}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("more", ["step", "gate", "packed"])
 def test_many_steps_where_blocks_exchange(more: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers come round."""
