@@ -36,6 +36,14 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
 
 
+def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
+    """Microseconds that a step of the tile takes that `estimated` gives, of a cell of one stage; the whole batch."""
+    tile = tiling.choose(size, chip, batch, directions, kind)
+    if tile is not None:
+        return tiling.step_time(size, chip, batch, directions, kind, tile)
+    return spreading.step_time(size, chip, batch, directions, kind)
+
+
 def likely(
     size: Size, chip: Chip, batch: int, directions: int, kind: str, each: int | None = None
 ) -> list[Tile | Spread]:
