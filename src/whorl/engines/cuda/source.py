@@ -159,6 +159,20 @@ def order() -> str:
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
 
 
+def masked(name: str, dtype: torch.dtype, vector: int) -> str:
+    """The source of the kernel that puts whole tensors behind masks, so many elements in a thread."""
+    words = [
+        f"#define KERNEL {name}",
+        f"#define ELEMENT_BYTES {dtype.itemsize}",
+        f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
+        *(f"#define {word} 0" for word in ("FORWARD", "WIDE_GATES", "EXACT")),
+        "#define CLUSTER 1",
+        f"constexpr int UNITS = 1, VECTOR = {vector};",
+        _text("ptx.cu"),
+    ]
+    return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
 def adding(dtype: torch.dtype) -> str:
     """The source of the kernel that adds up the gradients of biases and vectors."""
     words = ["#define KERNEL " + adding_name(dtype), f"#define ELEMENT_BYTES {dtype.itemsize}"]
