@@ -9,7 +9,7 @@ from whorl.engines.cuda.source import mean_words, rounds_of
 from whorl.engines.cuda.staged import Steps, most, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
-_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 36}  # registers of addresses and of the cell itself
+_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 32}  # registers of addresses and of the cell itself
 
 
 def forward(
