@@ -21,8 +21,17 @@ from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.staged import staged, steps
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@whorl.cell(gates="a b", states="h")
+def together(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Two products and a mean that are exchanged at once, and nothing else."""
+    return dict(h=whorl.tanh(x.a + r.a(0.5 * s.h) + r.b(s.h * x.b) * whorl.mean(s.h)))
+
+
 STAGED = {name: graph for name, graph in {**CELLS, **WRAPPED}.items() if staged(graph)}
 STAGED["all of LSTM's layer norm"] = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("x", "r"))[0]
+STAGED["together"] = together.graph
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -68,6 +77,11 @@ def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -
     made = steps(STAGED["all of LSTM's layer norm"])
     assert (made.forward.exchanges, made.backward.exchanges) == (2, 2)
     assert [it.moments for it in made.forward.reductions] == [True] * 3
+
+
+def test_what_is_exchanged_together_counts_once() -> None:
+    made = steps(together.graph)
+    assert (made.leaves, len(made.forward.rounds), made.forward.exchanges) == (0, 2, 1)
 
 
 def test_what_one_cluster_does_not_hold_has_no_tile() -> None:
