@@ -51,6 +51,14 @@ def test_a_tile_of_the_other_regime_is_kept_too() -> None:
     assert grid.choose(*WHERE) == spread
 
 
+def test_tiles_of_steps_of_several_stages_are_kept_by_their_cell() -> None:
+    mgu, gru_d = ((size_of(made.graph, 256, 2), CHIP, 32, 1, "backward") for made in (library.mgu, library.gru_d))
+    kept = grid.likely(*mgu)[1]
+    tuned.keep(kept, *mgu)
+    assert grid.choose(*mgu) == kept != grid.estimated(*mgu)
+    assert grid.choose(*gru_d) == grid.estimated(*gru_d)
+
+
 def test_other_kernels_forget_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned.keep(grid.likely(*WHERE)[2], *WHERE)
     monkeypatch.setattr(source, "texts", lambda: ["another kernel"])

@@ -291,7 +291,7 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
     """Words of shared memory of what means are made of: of all stages, or of those before one."""
     sources = cluster * part // 16
     packs = [own.packs(stage) for stage in range(own.stages if before is None else before)]
-    return sum(4 * rows * (sources * count + 2) for count in packs if count)
+    return sum(4 * (rows + 4) * sources * count for count in packs)
 
 
 def texts() -> list[str]:
