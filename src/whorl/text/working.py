@@ -190,7 +190,7 @@ class Working:
             yield Moved(of, to[:, : of.shape[1], : of.shape[2]]), place
         weight, bias, head = self.model.head.weight.detach(), self.model.head.bias.detach(), self.head.detach()
         yield Moved(weight.unsqueeze(0), head[None, :, : self.width]), len(self._copies) - 1
-        yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1]), len(self._copies) - 1
+        yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1], self.width), len(self._copies) - 1
 
     def _exchange(self, parameter: Tensor) -> None:
         """Send a gradient on its way; the small ones wait for each other."""
