@@ -28,8 +28,10 @@ class Products:
         wide: bool = False,
     ) -> Tensor:  # fmt: skip
         """a @ b, as `products.product` takes it."""
+        if add or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
+            return product(a, b, out, add, tf32, wide)
         a, b = (matrix if 1 in matrix.stride() else matrix.contiguous() for matrix in (a, b))
-        if add or _is_aligned(a, b):
+        if _is_aligned(a, b):
             return product(a, b, out, add, tf32, wide)
         made = product(*self._operands(stream, a, b), None, False, tf32, wide)
         return self._part(stream, made, a.shape[0], b.shape[1], out)
@@ -73,11 +75,8 @@ class Products:
 
 
 def _is_aligned(a: Tensor, b: Tensor) -> bool:
-    """Whether cuBLAS has its fast kernels for a @ b, or the product is so small that it does not matter."""
-    (rows, depth), columns, each = a.shape, b.shape[1], 16 // a.element_size()
-    if rows * depth * columns < LEAST:
-        return True
-    sizes = (*_across(a), *_across(b), columns)
+    """Whether cuBLAS has its fast kernels for a @ b."""
+    each, sizes = 16 // a.element_size(), (*_across(a), *_across(b), b.shape[1])
     return all(size % each == 0 for size in sizes)
 
 

@@ -371,6 +371,9 @@ def _hidden(own: LayerWeights) -> Tensor:
 
 
 def _plain_weights(own: LayerWeights) -> LayerWeights:
+    plain = all(part is None or part.is_contiguous() for part in (*own[1:4], *own.vectors))
+    if plain and _hidden(own).data_ptr() % 16 == 0:
+        return own
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
     return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
