@@ -20,7 +20,7 @@ class Products:
     """Products on one device; what they need is loaded when it is made."""
 
     def __init__(self, chip: Chip, index: int, element: int) -> None:
-        self._words = [2, 4] if element == 2 else [4]
+        self._words = [2, 4, 8] if element == 2 else [4, 8]
         self._copiers: dict[int, Kernel] = {word: row_copier(word, chip, index) for word in self._words}
 
     def __call__(

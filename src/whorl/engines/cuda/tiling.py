@@ -211,6 +211,13 @@ def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> li
     return sorted(_fitting(size, chip, kind), key=lambda tile: _time(size, chip, batch, directions, kind, tile))
 
 
+def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
+    """Microseconds that a step of the chosen tile takes, estimated; all rounds of a batch together."""
+    tile = choose(size, chip, batch, directions, kind)
+    assert tile is not None, "asked for what fits"
+    return _time(size, chip, batch, directions, kind, tile)
+
+
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
     """How many times the clusters of a batch fill the chip."""
     clusters = -(-batch // tile.rows) * directions
