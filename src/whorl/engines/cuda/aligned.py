@@ -5,6 +5,8 @@ that; it is the sizes that count, a distance of 1504 from row to row changed not
 of a multiple of 16 bytes with zeros behind them, and the result out of them.
 """
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from whorl.engines.cuda.launch import Kernel
@@ -17,10 +19,17 @@ LEAST = 1 << 29
 
 
 class Products:
-    """Products on one device; what they need is loaded when it is made."""
+    """Products on one device; the kernels that copy are loaded when it is made, where they may be needed.
 
-    def __init__(self, chip: Chip, index: int, element: int) -> None:
-        self._words = [2, 4, 8] if element == 2 else [4, 8]
+    Args:
+        sizes: of matrices, along which they lie in one piece.
+        most: multiplications of the largest product.
+    """
+
+    def __init__(self, chip: Chip, index: int, element: int, sizes: Iterable[int], most: int) -> None:
+        each = 16 // element
+        self._needed = most >= LEAST and any(size % each for size in sizes)
+        self._words = [word for word in (2, 4, 8) if word >= element] if self._needed else []
         self._copiers: dict[int, Kernel] = {word: row_copier(word, chip, index) for word in self._words}
 
     def __call__(
@@ -28,7 +37,7 @@ class Products:
         wide: bool = False,
     ) -> Tensor:  # fmt: skip
         """a @ b, as `products.product` takes it."""
-        if add or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
+        if add or not self._needed or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
             return product(a, b, out, add, tf32, wide)
         a, b = (matrix if 1 in matrix.stride() else matrix.contiguous() for matrix in (a, b))
         if _is_aligned(a, b):

@@ -49,7 +49,9 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
-        self._product = Products(self.chip, self.index, problem.dtype.itemsize)
+        sizes = form.inputs, form.layer_inputs(1), form.units, len(form.cell.gates) * form.units
+        most = problem.time * problem.batch * max(sizes[:3]) * sizes[3]
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize, sizes, most)
         self._sums: Sums | None = None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
