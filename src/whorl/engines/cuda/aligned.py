@@ -1,8 +1,9 @@
 """Large products of matrices whose rows are no multiple of 16 bytes, for which cuBLAS has slow kernels alone.
 
-On an H200, [700, 1500] times [1500, 6000] in bfloat16 took 92 us and [700, 1504] times [1504, 6000] about a fifth of
-that; it is the sizes that count, a distance of 1504 from row to row changed nothing.  So operands are copied into rows
-of a multiple of 16 bytes with zeros behind them, and the result out of them.
+On an H200, the input product and the gradients of weights and input of an LSTM with 1500 units and 700 rows in bfloat16
+took 99, 84 and 83 us, and with the copies 44, 36 and 45; with 650 units 26, 27 and 26, and 16, 13 and 15.  It is the
+sizes that count: a distance of 1504 from row to row changed nothing.  So operands are copied into rows of a multiple of
+16 bytes with zeros behind them, and the result out of them.
 """
 
 from collections.abc import Iterable
