@@ -245,14 +245,13 @@ def main() -> None:
     pythons = {
         backend: getattr(given, backend) for backend in ("torch", "jax", "tensorflow") if getattr(given, backend)
     }
-    rows = []
     with started(pythons, Shape(*given.shape)) as contenders:
         facts = {one.name: one.ask("facts") for one in contenders}
         for units in given.sizes:
             for case in given.cases.split(";"):
-                rows += measure(contenders, case, units, given.rounds)
-    if given.out:
-        write(given.out, facts, rows, Shape(*given.shape))
+                rows = measure(contenders, case, units, given.rounds)
+                if given.out:
+                    write(given.out, facts, rows, Shape(*given.shape))
     return None
 
 
