@@ -50,8 +50,8 @@ class Stepwise(Engine):
 
     def prepares(self, problem: Problem) -> bool:
         """Of few products: on an H200 a step of an LSTM from Python took 13 to 62 us in place of 91 to 187 with 128 and
-        512 units at batch 1 to 16, and 24 to 40 in place of 102 to 122 with 2,048 at batch 1; at batch 16 of these twice
-        as long as a call.
+        512 units at batch 1 to 16, and 24 to 40 in place of 102 to 122 with 2,048 at batch 1; at batch 16 of these it
+        took twice as long as a call.
         """
         few = problem.batch * problem.form.units**2 <= _MOST_PRODUCTS
         return few and not self.obstacles(problem) and not stream.obstacles(problem)
