@@ -185,9 +185,12 @@ def adding_name(dtype: torch.dtype) -> str:
     return f"add_up_{str(dtype).removeprefix('torch.')}"
 
 
+_WORDS = {2: "short", 4: "int", 8: "long long"}
+
+
 def row_copier(word: int) -> str:
     """The source of the kernel that copies rows in words of so many bytes."""
-    words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {'int' if word == 4 else 'short'} Word;"]
+    words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {_WORDS[word]} Word;"]
     return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
