@@ -65,16 +65,6 @@ struct Arguments {
 #endif
 };
 
-// one word of the weights of unit `row`, from element `column` on; zero outside
-__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
-  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
-#if ELEMENT_BYTES == 2
-  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
-#else
-  return row < UNITS && column < UNITS ? operand(*at) : 0u;
-#endif
-}
-
 // The operand of a sequence and unit at the first step; it is computed where it is read.
 __device__ __forceinline__ Element first_operand(
     const Arguments& a, long long sequence, int unit, int direction, int step) {

@@ -29,17 +29,19 @@ constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
 constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
-constexpr int CHUNKS = (UNITS + 7) / 8, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
+constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
+constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS) == SHARED, "tiling and kernel disagree");
-static_assert(WORDS * 2 >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
+static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2, PITCH, WARPS> States;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS> States;
 
 struct Arguments {
-  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x; where saved, x + r
+  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
   const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
   const Element* bias[2];     // [RECURRENT x UNITS] or null
+  const Element* x_bias[2];   // [GATES x UNITS] or null
   const Element* vectors[2][MOST(VECTORS)];
   const Element* initial[STATES];  // [directions, batch, UNITS], all or null
   Element* finals[STATES];         // [directions, batch, UNITS]
@@ -76,17 +78,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4 resident[MOST(RESIDENT)];
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
+    if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
     const int m = (group * SHARE + i % SHARE) * 16 + lane / 4 * 2;
-    const int column = ((split * DEPTHS + i / SHARE) * 8 + lane % 4) * 2, next = column + 8;
+    const int column = ((split * DEPTHS + i / SHARE) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
     int gate, unit;
     place_of(m, gate, unit);
-    unit += rank * SLICE;
-    const bool first = m < RECURRENT * SLICE && unit < UNITS, second = first && unit + 1 < UNITS;
-    const Element* const at = weights + ((long long)gate * UNITS + unit) * UNITS;
-    const uint4 word = {load_pair(at + column, first && column < UNITS, first && column + 1 < UNITS),
-                        load_pair(at + UNITS + column, second && column < UNITS, second && column + 1 < UNITS),
-                        load_pair(at + next, first && next < UNITS, first && next + 1 < UNITS),
-                        load_pair(at + UNITS + next, second && next < UNITS, second && next + 1 < UNITS)};
+    unit = m < RECURRENT * SLICE ? unit + rank * SLICE : UNITS;
+    const uint4 word = {weight_word(weights, gate, unit, column), weight_word(weights, gate, unit + 1, column),
+                        weight_word(weights, gate, unit, next), weight_word(weights, gate, unit + 1, next)};
     if (Weights::streamed(i))
       streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
     else
@@ -101,12 +100,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto is_there = [&](int sub, int j) {
     return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
-  float bias[RECURRENT][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
+  float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
 #pragma unroll
   for (int g = 0; g < RECURRENT; ++g) {
     const Element* const at = a.bias[direction] + g * UNITS + unit;
     bias[g][0] = a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     bias[g][1] = a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+  }
+#pragma unroll
+  for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
+    const Element* const at = a.x_bias[direction] + g * UNITS + unit;
+    x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+    x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+    if (sum_of(g) >= 0) {
+      bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
+      bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
+    }
   }
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
@@ -138,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long buffer = (long long)batch * PITCH;
   unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
   const unsigned *first_seen = ring + (long long)warp * PITCH + lane * 4, *seen = first_seen;
-  unsigned* sent = ring + (long long)own_row * PITCH + unit / 2;
+  unsigned* sent = ring + (long long)own_row * PITCH + unit / WORD_ELEMENTS;
   long long sent_at = 0;
-  const bool comes_round = time > RING;
-  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+  const bool comes_round = ELEMENT_BYTES == 2 && time > RING;
+  const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
   States arrival;
@@ -171,18 +180,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int sub = 0; sub < SUBS; ++sub) read(sub, 0, gates_at, x[sub]);
   for (int t = 0; t < time; ++t) {
     const unsigned* const seen_next = first_seen + sent_at;
+    const unsigned phase = phase_of(t), phase_before = phase_of(t - 1);
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       if (t > 0) {
-        arrival.settle(seen + sub * ROWS * PITCH, left_of(sub), lane);
+        arrival.settle(seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
         arrival.place(states + arrived_at, STRIDE, warp, lane);
       } else if (a.initial[0] != nullptr) {
         const Element* const initial = a.initial[0] + ((long long)direction * batch + row0 + sub * ROWS) * UNITS;
         for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
-          const int row = i / PITCH, column = i % PITCH * 2;
+          const int row = i / PITCH, column = i % PITCH * WORD_ELEMENTS;
           const bool there = row0 + sub * ROWS + row < batch && column < UNITS;
-          states[row * STRIDE + i % PITCH] =
-              load_pair(initial + (long long)row * UNITS + column, there, there && column + 1 < UNITS);
+          const Element* const at = initial + (long long)row * UNITS + column;
+#if ELEMENT_BYTES == 2
+          states[row * STRIDE + i % PITCH] = load_pair(at, there, there && column + 1 < UNITS);
+#else
+          states[row * STRIDE + i % PITCH] = there ? operand(*at) : 0u;
+#endif
         }
       }
       __syncthreads();
@@ -201,17 +215,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS)
+            if (d + half < DEPTHS) {
+              Right right[TILES];
+#pragma unroll
+              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
               for (int s = 0; s < SHARE; ++s) {
                 const int i = (d + half) * SHARE + s;
-                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
-                                                          : resident[Weights::resident(i)];
+                const Left weight = left_of(Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                                 : resident[Weights::resident(i)]);
 #pragma unroll
-                for (int n = 0; n < TILES; ++n)
-                  multiply(sums[half % CHAINS][s][n], weight,
-                           right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][s][n], weight, right[n]);
               }
+            }
         }
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
@@ -228,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
         const int after = sub + 1 < SUBS ? sub + 1 : 0;
-        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, left_of(after), lane);
+        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
+                        sub + 1 < SUBS ? phase_before : phase);
       }
       __syncthreads();
 
@@ -260,8 +277,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const float2 value = wide_gates(x[sub][j][g]);
-            given[j][0][g] = value.x;
-            given[j][1][g] = value.y;
+            given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
+            given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
           }
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
@@ -275,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int s = 0; s < STATES; ++s) state[sub][j][s][u] = after[j][u][s];
           }
           if (t + 1 < time && is_there(sub, j))
-            put(sent + sent_at + (sub * ROWS + j * PASS) * PITCH,
-                something(narrow_pair(after[j][0][0], has_second ? after[j][1][0] : 0.f)));
+            give(sent + sent_at + (sub * ROWS + j * PASS) * PITCH, after[j][0][0], has_second ? after[j][1][0] : 0.f,
+                 phase);
         }
       }
 
@@ -294,6 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if (sum_of(g) >= 0)
               store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g] + r[j][0][sum_of(g)],
                          given[j][1][g] + r[j][1][sum_of(g)], first, second);
+            else
+              store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g], given[j][1][g], first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_gates(apart_at + (further * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first, second);
@@ -315,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
-    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, left_of(0), lane);
+    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
