@@ -53,8 +53,7 @@ class Persistent(Engine):
             if source.has_options(cell, features):
                 found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
             else:
-                room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
-                found.append(f"{what} do not fit {room}, at most {most} do")
+                found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:

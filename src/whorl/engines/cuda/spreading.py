@@ -144,7 +144,8 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64:  # more than any block holds
         return
     if kind == "backward":
-        for units, (tiles, subs) in product((16, 32, 48, 64), _SHAPES):
+        smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
+        for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
             for gathered in (1, 2, 4, 8, 12, 16) if units >= least else ():
                 if gathered == 1 or gathered * units < 2 * size.units:
                     made = [backward(size, units, gathered, tiles, subs, warps, chip.shared) for warps in (8, 12)]
