@@ -78,11 +78,10 @@ def forward(
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    arriving = 4 * -(-rows // warps) * -(-size.units // (128 * words))
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
+    live = max(sums, after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + _extra(size, _FORWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
@@ -98,9 +97,9 @@ def backward(
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
     depth = 32 // size.element  # elements of 8 words
-    if sources * units % 16 or gathered * size.recurrent * units % depth:
+    if gathered * size.recurrent * units % depth:
         return None
-    rows, strips, depths = 8 * tiles, sources * units // 16, gathered * size.recurrent * units // depth
+    rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
     chunk = min(2, share)
     step = min(rows, 32 * warps // (units // 2))
@@ -108,11 +107,9 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
-    across = -(-gathered * size.recurrent * units // (16 * depth))
-    arriving = 4 * -(-rows // warps) * across if gathered > 1 else 0
-    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + arriving
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
-    live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
+    live = max(sums, before) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + _extra(size, _BACKWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
@@ -127,7 +124,8 @@ _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the ce
 
 def _extra(size: Size, base: int, tiles: int) -> int:
     """Of four bytes more, and where each operand is split into two."""
-    return base + 8 * (size.element == 4) + (16 + 4 * tiles) * size.exact
+    split = (4 if base == _FORWARD_EXTRA else 16) + 4 * (tiles - 1)
+    return base + 8 * (size.element == 4) + split * size.exact
 
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
@@ -146,7 +144,8 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
-            for gathered in (1, 2, 4, 8, 12, 16) if units >= least else ():
+            counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
+            for gathered in counts if units >= least else ():
                 if gathered == 1 or gathered * units < 2 * size.units:
                     made = [backward(size, units, gathered, tiles, subs, warps, chip.shared) for warps in (8, 12)]
                     yield from (tile for tile in made if tile is not None and tile.blocks <= chip.multiprocessors)
@@ -207,7 +206,10 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         products = share * tile.depths * tile.tiles * tile.warps / 4
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
-    strips, depths = tile.sources * tile.slice // 16, tile.gathered * size.recurrent * tile.slice // 16
+    strips, depths = (
+        -(-size.units // (16 * tile.gathered)),
+        tile.gathered * size.recurrent * tile.slice // (32 // size.element),
+    )
     share = -(-strips // tile.warps)
     shared = tile.warps * (share * depths - tile.resident) * 512
     shared += tile.warps * rows * depths * 32 * -(-share // tile.chunk)

@@ -23,7 +23,7 @@
 
 constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, BLOCKS = SOURCES * GATHERED;
 constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
-constexpr int STRIPS = SOURCES * SLICE / 16, SHARE = (STRIPS + WARPS - 1) / WARPS;
+constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
@@ -36,12 +36,12 @@ constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 constexpr int AT_THE_END = PASS * SUMMED * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
-static_assert(SOURCES * SLICE % 16 == 0 && GATHERED * OWN_WORDS % 8 == 0, "strips or depths are not whole");
+static_assert(GATHERED * OWN_WORDS % 8 == 0, "depths are not whole");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS> Gathered;
+typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, STRIDE> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -200,7 +200,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
-  Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
   const auto arrive = [&](int t, int sub) {
@@ -404,14 +403,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
     if (GATHERED > 1 && goes_on) {
-      arrival.look_at(gathered + ring_at, rows_left(0), lane, phase_of(t));
+      const auto place_for = [&](int sub) { return gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at; };
+      Gathered::look_at(place_for(0), gathered + ring_at, rows_left(0), lane);
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-        arrival.settle(from, rows_left(sub), lane, phase_of(t));
-        arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at, STRIDE, warp, lane);
-        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
+        Gathered::settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
         __syncthreads();
+        if (sub + 1 < SUBS) Gathered::look_at(place_for(sub + 1), from + ROWS * PITCH, rows_left(sub + 1), lane);
         product(t, sub);
       }
     }
