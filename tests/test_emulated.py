@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import option_draws
 import whorl
-from comparison import error, flat, weighted
-from emulation import emulated
+from comparison import broken, error, flat, weighted
+from emulation import H200, emulated
 from option_draws import drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
 from whorl.engines.cuda import grid, spreading
@@ -133,3 +135,32 @@ def test_random_options(seed: int, folder: Path) -> None:
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
+def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this call some new states are 0.5, where they are clipped, to less than an eps."""
+    case = drawn(97, largest=60, time=12)
+    with emulated(folder):
+        layer, (tensors, marks) = case.layer("cpu", torch.float16), case.call("cpu", torch.float16)
+        assert broken([case._measured(layer, tensors, marks, torch.float16)], torch.finfo(torch.float16).eps)
+        assert case.errors("cpu", torch.float16) == {}
+        real = case.results
+        wrong = {"persistent": 1.05}
+
+        def with_a_fault(layer: torch.nn.Module, *rest: Any) -> dict[str, Tensor]:
+            return {name: wrong.get(layer.engine, 1.0) * value for name, value in real(layer, *rest).items()}
+
+        monkeypatch.setattr(case, "results", with_a_fault)
+        monkeypatch.setattr(option_draws, "_NEAR", 3)
+        assert "output 0" in case.errors("cpu", torch.float16)
+
+
+@pytest.mark.parametrize("seed, dtype", [(8, torch.float32), (140, torch.float32), (141, torch.bfloat16)])
+def test_random_options_are_drawn_up_to_what_the_engine_holds(seed: int, dtype: torch.dtype) -> None:
+    case = drawn(seed, largest=300)
+    largest = replace(case, units=1_000).within(H200, dtype)
+    assert 256 <= largest.units < 1_000
+    assert largest.within(H200, dtype).units == largest.units
+    assert replace(case, units=5).within(H200, dtype).units == 5

@@ -48,7 +48,7 @@ class Persistent(Engine):
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
         if not found and not _fits(cell, form.units, width, _chip(device), features):
-            most = _most_units(cell, width, _chip(device), features)
+            most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             if source.has_options(cell, features):
                 found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
@@ -141,6 +141,12 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
+
+
+def most_units(problem: Problem) -> int:
+    """The most units with which kernels for such a problem fit its device."""
+    width = problem.dtype.itemsize, exact(problem)
+    return _most_units(problem.form.cell, width, _chip(problem.device), expected(problem))
 
 
 @lru_cache(maxsize=8192)
