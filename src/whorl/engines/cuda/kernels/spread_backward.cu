@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4 resident[MOST(RESIDENT)];
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
-    if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
+    if (ELEMENT_BYTES == 4 && i % 4 == 0) asm volatile("" ::: "memory");  // else all addresses are made first, and spilled
     const int chunk = i / (CHUNK * DEPTHS) * CHUNK, wide = min(CHUNK, SHARE - chunk), within = i - chunk * DEPTHS;
     const int strip = warp * SHARE + chunk + within % wide, d = within / wide;
     const int column = (place * STRIPS + strip) * 16 + lane / 4 * 2;

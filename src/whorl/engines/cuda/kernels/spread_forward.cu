@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4 resident[MOST(RESIDENT)];
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
-    if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
+    if (ELEMENT_BYTES == 4 && i % 4 == 0) asm volatile("" ::: "memory");  // else all addresses are made first, and spilled
     const int m = (group * SHARE + i % SHARE) * 16 + lane / 4 * 2;
     const int column = ((split * DEPTHS + i / SHARE) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
     int gate, unit;
