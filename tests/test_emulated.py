@@ -114,7 +114,7 @@ def test_layers_spread_over_blocks_that_exchange(
         return make(size, *given, chip.shared)
 
     monkeypatch.setattr(grid, "choose", chosen)
-    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     torch.manual_seed(1)
     tf32, dtype = precision == "tf32", torch.bfloat16 if precision == "bfloat16" else torch.float32
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)

@@ -60,7 +60,7 @@ def test_large_layers_are_right(
 ) -> None:
     dtype = PRECISIONS[precision]
     if dtype.itemsize == 4:
-        units = min(units, 2432 if cell.startswith("RNN") else 1536)  # the most in four bytes
+        units = min(units, 2272 if cell.startswith("RNN") else 1536)  # the most in four bytes
     assert_right(build(cell, units, dtype, inputs=50, bidirectional=bidirectional), time, batch)
 
 

@@ -8,7 +8,7 @@ multiprocessor; a batch of more rows than they can own takes several launches.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
@@ -42,6 +42,8 @@ class Spread:
     """Forward: groups of warps, each with strips of 16 rows of the product of its own; its warps share the depth."""
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
+    parts: int = 1
+    """In which a part of the sequences' words arrive."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
@@ -59,14 +61,15 @@ class Spread:
         """That these own."""
         return 8 * self.tiles * self.subs
 
-    def parts(self, chip: Chip) -> int:
+    def at_once(self, chip: Chip) -> int:
         """Groups of rows, in one direction or both, that run at once."""
         return chip.multiprocessors // self.blocks
 
 
 def forward(
-    size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None
-) -> Spread | None:
+    size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
+    parts: int = 1,
+) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
     Args:
@@ -78,22 +81,24 @@ def forward(
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
+    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(sums, after) + (subs + 1) * own * size.gates * pair
+    live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + _extra(size, _FORWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial)
-    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, exact=size.exact)
+    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, parts, exact=size.exact)
     return made if shared <= limit else None
 
 
 def backward(
-    size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None
-) -> Spread | None:
+    size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
+    parts: int = 1,
+) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
     depth = 32 // size.element  # elements of 8 words
@@ -107,15 +112,17 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
-    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles
+    across = -(-gathered * size.recurrent * units // (16 * depth))
+    arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
-    live = max(sums, before) + subs * own * (item + 2 * size.states)
+    live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + _extra(size, _BACKWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
     shared = 4 * max(words, step * summed * units)
-    made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, chunk=chunk, exact=size.exact)
+    made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, parts=parts, chunk=chunk, exact=size.exact)
     return made if shared <= limit else None
 
 
@@ -141,21 +148,28 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     least = -(-size.units // max(1, chip.multiprocessors))
     if least > 64:  # more than any block holds
         return
+    found: Iterator[Spread | None]
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
             counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
-            for gathered in counts if units >= least else ():
+            for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
-                    made = [backward(size, units, gathered, tiles, subs, warps, chip.shared) for warps in (8, 12)]
-                    yield from (tile for tile in made if tile is not None and tile.blocks <= chip.multiprocessors)
+                    given = size, units, gathered, tiles, subs, warps, chip.shared
+                    found = (backward(*given, parts=parts) for parts in _PARTS)
+                    yield from _first(found, chip)
         return
     slices = sorted({max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)})
-    for units, (tiles, subs) in product(slices, _SHAPES):
-        found = [forward(size, units, tiles, subs, 8, groups, chip.shared) for groups in (1, 2, 4)]
-        yield from (tile for tile in found if tile is not None and tile.blocks <= chip.multiprocessors)
+    for units, (tiles, subs), groups in product(slices, _SHAPES, (1, 2, 4)):
+        found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in _PARTS)
+        yield from _first(found, chip)
 
 
+def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
+    yield from islice((tile for tile in found if tile is not None and tile.blocks <= chip.multiprocessors), 1)
+
+
+_PARTS = (1, 2)
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
 
 
@@ -184,7 +198,7 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Spread, ...]:
 
 def launches(chip: Chip, batch: int, directions: int, tile: Spread) -> int:
     """How many launches a batch takes, one after another."""
-    at_once, parts = tile.parts(chip), -(-batch // tile.rows)
+    at_once, parts = tile.at_once(chip), -(-batch // tile.rows)
     beside = min(directions, at_once)
     return -(-directions // beside) * -(-parts // (at_once // beside))
 

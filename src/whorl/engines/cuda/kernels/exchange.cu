@@ -11,11 +11,13 @@ constexpr unsigned NOTHING = 0xffffffffu;
 constexpr int PERIOD = 8;                                 // steps between fences
 constexpr int RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
 
-// 16 bytes of L2, of which those from `bytes` on are not read but zero, to shared memory
-__device__ __forceinline__ void bring(unsigned to, const unsigned* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ uint4 look(const unsigned* at) {
+  uint4 words;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(at));
+  return words;
 }
-__device__ __forceinline__ void brought() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ uint2 look_pair(const unsigned* at) {
   uint2 words;
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
@@ -39,6 +41,7 @@ __device__ __forceinline__ unsigned something(unsigned word) { return min(word, 
 __device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned) {
   put(at, something(narrow_pair(first, second)));
 }
+__device__ __forceinline__ unsigned absent(unsigned) { return 0; }  // a zero that nobody waits for
 #else
 __device__ __forceinline__ bool is_missing(const uint4& words, unsigned phase) {
   return ((words.x ^ phase) | (words.y ^ phase) | (words.z ^ phase) | (words.w ^ phase)) & 1u;
@@ -46,6 +49,7 @@ __device__ __forceinline__ bool is_missing(const uint4& words, unsigned phase) {
 __device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned phase) {
   put_pair(at, (operand(first) & ~1u) | phase, (operand(second) & ~1u) | phase);
 }
+__device__ __forceinline__ unsigned absent(unsigned phase) { return phase; }  // too small for a tensor core
 #endif
 
 // The compiler, short of registers, would compute an address anew at each use; what has been kept it cannot.
@@ -71,60 +75,62 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-// Rows of CHUNKS x 16 bytes, PITCH words apart in L2 and STRIDE in shared memory, on their way from the one to the other,
-// through no register: row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's
-// chunk, `left` is how many rows there are from it on, `phase` that of the step.
-template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int STRIDE>
+// Rows of CHUNKS x 16 bytes, PITCH words apart in L2 and STRIDE in shared memory, on their way from the one to the other:
+// row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
+// rows there are from it on, `phase` that of the step.  They travel in PARTS, the first of which is asked for beforehand;
+// more than one take more time and fewer registers.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int STRIDE, int PARTS>
 struct Arrival {
-  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
+  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS;
+  static constexpr int WIDE = (COUNT + PARTS - 1) / PARTS;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
+  uint4 data[WIDE];
 
-  __device__ __forceinline__ static bool is_there(int left, int lane, int i, int j) {
-    return left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
+  __device__ __forceinline__ static bool is_there(int left, int lane, int k) {
+    const int i = k / ACROSS, j = k % ACROSS;
+    return k < COUNT && left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
   }
-  __device__ __forceinline__ static bool is_last(int lane, int j) {
-    return LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32;
-  }
-  __device__ __forceinline__ static void bring_one(unsigned* to, const unsigned* from, int lane, int i, int j) {
-    bring(shared_address(to + i * WARPS * STRIDE + j * 128), from + i * WARPS * PITCH + j * 128,
-          is_last(lane, j) ? LAST * 4 : 16);
-  }
-
-  __device__ __forceinline__ static void look_at(unsigned* to, const unsigned* from, int left, int lane) {
-#pragma unroll
-    for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-      for (int j = 0; j < ACROSS; ++j)
-        if (is_there(left, lane, i, j)) bring_one(to, from, lane, i, j);
+  __device__ __forceinline__ static uint4 one(const unsigned* from, int lane, unsigned phase, int k) {
+    const int i = k / ACROSS, j = k % ACROSS;
+    const unsigned zero = absent(phase);
+    uint4 words = look(from + i * WARPS * PITCH + j * 128);
+    if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
+      if (LAST < 2) words.y = zero;
+      if (LAST < 3) words.z = zero;
+      words.w = zero;
+    }
+    return words;
   }
 
-  __device__ __forceinline__ static void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase) {
-    bool waits[DOWN][ACROSS];
+  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane, unsigned phase, int part = 0) {
+    const unsigned zero = absent(phase);
 #pragma unroll
-    for (int i = 0; i < DOWN; ++i)
+    for (int k = 0; k < WIDE; ++k) {
+      data[k] = {zero, zero, zero, zero};
+      if (is_there(left, lane, part * WIDE + k)) data[k] = one(from, lane, phase, part * WIDE + k);
+    }
+  }
+
+  // all that has been asked for, and the rest
+  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase) {
 #pragma unroll
-      for (int j = 0; j < ACROSS; ++j) waits[i][j] = is_there(left, lane, i, j);
-    for (;;) {
-      bool all = true;
-      brought();
+    for (int part = 0; part < PARTS; ++part) {
+      if (part > 0) look_at(from, left, lane, phase, part);
+      for (;;) {
+        bool all = true;
 #pragma unroll
-      for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-        for (int j = 0; j < ACROSS; ++j)
-          if (waits[i][j]) {
-            uint4 words = *(const uint4*)(to + i * WARPS * STRIDE + j * 128);
-            if (is_last(lane, j)) {
-              if (LAST < 2) words.y = words.x;
-              if (LAST < 3) words.z = words.x;
-              words.w = words.x;
-            }
-            waits[i][j] = is_missing(words, phase);
-            if (waits[i][j]) {
-              bring_one(to, from, lane, i, j);
-              all = false;
-            }
+        for (int k = 0; k < WIDE; ++k)
+          if (is_missing(data[k], phase)) {
+            data[k] = one(from, lane, phase, part * WIDE + k);
+            all = false;
           }
-      if (all) break;
+        if (all) break;
+      }
+#pragma unroll
+      for (int k = 0; k < WIDE; ++k) {
+        const int i = (part * WIDE + k) / ACROSS, j = (part * WIDE + k) % ACROSS;
+        if (is_there(left, lane, part * WIDE + k)) *(uint4*)(to + i * WARPS * STRIDE + j * 128) = data[k];
+      }
     }
   }
 };

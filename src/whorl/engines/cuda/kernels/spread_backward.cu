@@ -41,7 +41,7 @@ static_assert(GATHERED * OWN_WORDS % 8 == 0, "depths are not whole");
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, STRIDE> Gathered;
+typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, STRIDE, PARTS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -200,6 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
+
+  Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
   const auto arrive = [&](int t, int sub) {
@@ -404,13 +406,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
     if (GATHERED > 1 && goes_on) {
       const auto place_for = [&](int sub) { return gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at; };
-      Gathered::look_at(place_for(0), gathered + ring_at, rows_left(0), lane);
+      arrival.look_at(gathered + ring_at, rows_left(0), lane, phase_of(t));
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-        Gathered::settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
+        arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
+        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
         __syncthreads();
-        if (sub + 1 < SUBS) Gathered::look_at(place_for(sub + 1), from + ROWS * PITCH, rows_left(sub + 1), lane);
         product(t, sub);
       }
     }

@@ -35,7 +35,7 @@ constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and comp
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS) == SHARED, "tiling and kernel disagree");
 static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, STRIDE> States;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, STRIDE, PARTS> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -153,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
-  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;  // of `states`
+  States arrival;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
   int partial_from = own_row * SUM_STRIDE + pair * 4;
   keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
@@ -183,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       if (t > 0) {
-        States::settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
+        arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
       } else if (a.initial[0] != nullptr) {
         const Element* const initial = a.initial[0] + ((long long)direction * batch + row0 + sub * ROWS) * UNITS;
         for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
@@ -240,12 +241,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
         }
       }
-      __syncthreads();
       if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
         const int after = sub + 1 < SUBS ? sub + 1 : 0;
-        States::look_at(states + arrived_at, (sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH,
-                        rows_left(after), lane);
+        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
+                        sub + 1 < SUBS ? phase_before : phase);
       }
+      __syncthreads();
 
       float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES] = {};
       if (own_row < PASS) {
@@ -332,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
-    if (SUBS == 1 && t + 1 < time) States::look_at(states + arrived_at, seen_next, rows_left(0), lane);
+    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
