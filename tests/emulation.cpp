@@ -218,10 +218,12 @@ inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
 
 // --- in the place of what exchange.cu says in PTX: who looks lets all others run first -----------------------------------
 
-inline uint4 emulated_look(const unsigned* at) {
+inline void emulated_bring(unsigned to, const unsigned* from, int bytes) {
   host::yield();
-  return {at[0], at[1], at[2], at[3]};
+  memset(host::at(to), 0, 16);
+  memcpy(host::at(to), from, bytes);
 }
+inline void emulated_brought() {}
 inline uint2 emulated_look_pair(const unsigned* at) {
   host::yield();
   return {at[0], at[1]};

@@ -214,7 +214,7 @@ class Layers:
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
     def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
-        """x of every gate at every step, as the kernel reads it."""
+        """x of every gate at every step, without its bias."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)

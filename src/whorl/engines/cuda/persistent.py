@@ -51,8 +51,7 @@ class Persistent(Engine):
             most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             what += ", with options," * source.has_options(cell, features)
-            room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
-            found.append(f"{what} do not fit {room}, at most {most} do")
+            found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:

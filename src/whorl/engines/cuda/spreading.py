@@ -13,8 +13,11 @@ from itertools import product
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
-RING = 4 * PERIOD
-"""Buffers that two-byte values pass through, as in exchange.cu."""
+
+
+def buffers(element: int) -> int:
+    """That values of so many bytes pass through, as in exchange.cu."""
+    return 4 * PERIOD if element == 2 else 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Spread:
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
-    """As in `Size`: elements of two bytes alone, never."""
+    """As in `Size`."""
 
     cluster = 1
 
@@ -71,25 +74,24 @@ def forward(
         limit: bytes of shared memory of a block.
         resident: operands in registers; None takes as many as registers allow.
     """
-    blocks, splits, rows = -(-size.units // units), warps // groups, 8 * tiles
+    blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // size.element
     if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
         return None
-    strips, depths = -(-size.recurrent * units // 16), -(-size.units // (16 * splits))
+    strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    arriving = 4 * -(-rows // warps) * -(-size.units // 256)
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
+    live = max(sums, after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
-    live += _FORWARD_EXTRA
+    live += _extra(size, _FORWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
-    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths)
+    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, exact=size.exact)
     return made if shared <= limit else None
 
 
@@ -98,39 +100,45 @@ def backward(
 ) -> Spread | None:
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
-    if sources * units % 16 or gathered * size.recurrent * units % 16:
+    depth = 32 // size.element  # elements of 8 words
+    if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
         return None
-    rows, strips, depths = 8 * tiles, sources * units // 16, gathered * size.recurrent * units // 16
+    rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
     chunk = min(2, share)
     step = min(rows, 32 * warps // (units // 2))
     own = -(-rows // step)
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
-    item = (size.gates + size.apart) * pair + 2 + 2 * (size.states - 1)
-    arriving = 4 * -(-rows // warps) * -(-gathered * size.recurrent * units // 256) if gathered > 1 else 0
-    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + arriving
+    item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
-    live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _BACKWARD_EXTRA
+    live = max(sums, before) + subs * own * (item + 2 * size.states)
+    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
     live += 4 * chunk * tiles * (size.bits or bool(size.masks))
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
-    made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, chunk=chunk)
+    made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, chunk=chunk, exact=size.exact)
     return made if shared <= limit else None
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
 
 
+def _extra(size: Size, base: int, tiles: int) -> int:
+    """Of four bytes more, and where each operand is split into two."""
+    split = (4 if base == _FORWARD_EXTRA else 16) + 4 * (tiles - 1)
+    return base + 8 * (size.element == 4) + split * size.exact
+
+
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
     if kind == "forward":
-        return directions * RING * batch * -(-size.units // 8) * 4
-    ring = RING * tile.blocks * size.recurrent * tile.slice // 2 if tile.gathered > 1 else 0
+        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4
+    ring = buffers(size.element) * tile.blocks * size.recurrent * tile.slice * size.element // 4 * (tile.gathered > 1)
     return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice)
 
 
@@ -140,8 +148,10 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64:  # more than any block holds
         return
     if kind == "backward":
-        for units, (tiles, subs) in product((16, 32, 48, 64), _SHAPES):
-            for gathered in (1, 2, 4, 8, 12, 16) if units >= least else ():
+        smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
+        for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
+            counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
+            for gathered in counts if units >= least else ():
                 if gathered == 1 or gathered * units < 2 * size.units:
                     made = [backward(size, units, gathered, tiles, subs, warps, chip.shared) for warps in (8, 12)]
                     yield from (tile for tile in made if tile is not None and tile.blocks <= chip.multiprocessors)
@@ -157,12 +167,12 @@ _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind fits."""
-    return size.element == 2 and bool(_fitting(size, chip, kind))
+    return bool(_fitting(size, chip, kind))
 
 
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Spread | None:
     """The tile of a kind that takes the least time by the estimate below; None where none fits."""
-    found = _fitting(size, chip, kind) if size.element == 2 else ()
+    found = _fitting(size, chip, kind)
     return min(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile), default=None)
 
 
@@ -202,7 +212,10 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         products = share * tile.depths * tile.tiles * tile.warps / 4
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
-    strips, depths = tile.sources * tile.slice // 16, tile.gathered * size.recurrent * tile.slice // 16
+    strips, depths = (
+        -(-size.units // (16 * tile.gathered)),
+        tile.gathered * size.recurrent * tile.slice // (32 // size.element),
+    )
     share = -(-strips // tile.warps)
     shared = tile.warps * (share * depths - tile.resident) * 512
     shared += tile.warps * rows * depths * 32 * -(-share // tile.chunk)

@@ -3,19 +3,19 @@
 // A word is its own flag.  Two-byte values go into a ring of buffers that is full of NOTHING, a pair of not-a-numbers
 // which no rounding makes: a reader looks until a word is another.  Once all have read a word its writer makes it
 // NOTHING again, and every PERIOD steps all threads fence; a buffer comes round again only two fences later, so what a
-// reader then sees is NOTHING or new, never old.  Sums in float32 give their last bit away for the phase, which changes
-// each time that a buffer comes round: they need no clearing and no fence.  Both are filled with ones before a launch.
+// reader then sees is NOTHING or new, never old.  Values and sums in float32 give their last bit away for the phase,
+// which changes each time that a buffer comes round: two buffers are enough, without clearing or fences, since who
+// writes at step t + 2 has read what all made of step t.  TF32 has not that bit.  All is filled with ones before a launch.
 
 constexpr unsigned NOTHING = 0xffffffffu;
-constexpr int PERIOD = 8, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
+constexpr int PERIOD = 8;                                 // steps between fences
+constexpr int RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
 
-__device__ __forceinline__ uint4 look(const unsigned* at) {
-  uint4 words;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "l"(at));
-  return words;
+// 16 bytes of L2, of which those from `bytes` on are not read but zero, to shared memory
+__device__ __forceinline__ void bring(unsigned to, const unsigned* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void brought() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ uint2 look_pair(const unsigned* at) {
   uint2 words;
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
@@ -29,10 +29,24 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-__device__ __forceinline__ bool is_missing(const uint4& words) {
+__device__ __forceinline__ unsigned phase_of(int step) { return step / RING % 2; }
+#if ELEMENT_BYTES == 2
+__device__ __forceinline__ bool is_missing(const uint4& words, unsigned) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
 }
 __device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
+// two neighbouring values to where others look for them
+__device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned) {
+  put(at, something(narrow_pair(first, second)));
+}
+#else
+__device__ __forceinline__ bool is_missing(const uint4& words, unsigned phase) {
+  return ((words.x ^ phase) | (words.y ^ phase) | (words.z ^ phase) | (words.w ^ phase)) & 1u;
+}
+__device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned phase) {
+  put_pair(at, (operand(first) & ~1u) | phase, (operand(second) & ~1u) | phase);
+}
+#endif
 
 // The compiler, short of registers, would compute an address anew at each use; what has been kept it cannot.
 template <class T>
@@ -57,56 +71,60 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-// Rows of CHUNKS x 16 bytes, PITCH words apart, on their way from L2 to shared memory: row `warp`, row `warp` + WARPS, ...
-// `from` is the warp's first row and the lane's chunk, `left` how many rows there are from it on.
-template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS>
+// Rows of CHUNKS x 16 bytes, PITCH words apart in L2 and STRIDE in shared memory, on their way from the one to the other,
+// through no register: row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's
+// chunk, `left` is how many rows there are from it on, `phase` that of the step.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int STRIDE>
 struct Arrival {
   static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
-  uint4 data[DOWN][ACROSS];
 
-  __device__ __forceinline__ uint4 one(const unsigned* from, int left, int lane, int i, int j) const {
-    uint4 words = {0, 0, 0, 0};
-    if (left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
-      words = look(from + i * WARPS * PITCH + j * 128);
-    if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
-      if (LAST < 2) words.y = 0;
-      if (LAST < 3) words.z = 0;
-      words.w = 0;
-    }
-    return words;
+  __device__ __forceinline__ static bool is_there(int left, int lane, int i, int j) {
+    return left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
+  }
+  __device__ __forceinline__ static bool is_last(int lane, int j) {
+    return LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32;
+  }
+  __device__ __forceinline__ static void bring_one(unsigned* to, const unsigned* from, int lane, int i, int j) {
+    bring(shared_address(to + i * WARPS * STRIDE + j * 128), from + i * WARPS * PITCH + j * 128,
+          is_last(lane, j) ? LAST * 4 : 16);
   }
 
-  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane) {
-#pragma unroll
-    for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-      for (int j = 0; j < ACROSS; ++j) data[i][j] = one(from, left, lane, i, j);
-  }
-
-  __device__ __forceinline__ void settle(const unsigned* from, int left, int lane) {
-    for (;;) {
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-        for (int j = 0; j < ACROSS; ++j)
-          if (is_missing(data[i][j])) {
-            data[i][j] = one(from, left, lane, i, j);
-            all = false;
-          }
-      if (all) break;
-    }
-  }
-
-  // `to`: of the warp's first row, the lane's chunk
-  __device__ __forceinline__ void place(unsigned* to, int stride, int warp, int lane) const {
+  __device__ __forceinline__ static void look_at(unsigned* to, const unsigned* from, int left, int lane) {
 #pragma unroll
     for (int i = 0; i < DOWN; ++i)
 #pragma unroll
       for (int j = 0; j < ACROSS; ++j)
-        if ((ROWS % WARPS == 0 || warp + i * WARPS < ROWS) &&
-            (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
-          *(uint4*)(to + i * WARPS * stride + j * 128) = data[i][j];
+        if (is_there(left, lane, i, j)) bring_one(to, from, lane, i, j);
+  }
+
+  __device__ __forceinline__ static void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase) {
+    bool waits[DOWN][ACROSS];
+#pragma unroll
+    for (int i = 0; i < DOWN; ++i)
+#pragma unroll
+      for (int j = 0; j < ACROSS; ++j) waits[i][j] = is_there(left, lane, i, j);
+    for (;;) {
+      bool all = true;
+      brought();
+#pragma unroll
+      for (int i = 0; i < DOWN; ++i)
+#pragma unroll
+        for (int j = 0; j < ACROSS; ++j)
+          if (waits[i][j]) {
+            uint4 words = *(const uint4*)(to + i * WARPS * STRIDE + j * 128);
+            if (is_last(lane, j)) {
+              if (LAST < 2) words.y = words.x;
+              if (LAST < 3) words.z = words.x;
+              words.w = words.x;
+            }
+            waits[i][j] = is_missing(words, phase);
+            if (waits[i][j]) {
+              bring_one(to, from, lane, i, j);
+              all = false;
+            }
+          }
+      if (all) break;
+    }
   }
 };

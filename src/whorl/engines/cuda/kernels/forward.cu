@@ -65,16 +65,6 @@ struct Arguments {
 #endif
 };
 
-// one word of the weights of unit `row`, from element `column` on; zero outside
-__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
-  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
-#if ELEMENT_BYTES == 2
-  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
-#else
-  return row < UNITS && column < UNITS ? operand(*at) : 0u;
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]

@@ -131,6 +131,16 @@ __device__ __forceinline__ void store_wide_pair(float* at, float low, float high
   }
 }
 
+// one word of the weights of unit `row`, from element `column` on; zero outside
+__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
+  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
+#if ELEMENT_BYTES == 2
+  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
+#else
+  return row < UNITS && column < UNITS ? operand(*at) : 0u;
+#endif
+}
+
 // sums += a x b, for 16 rows, 8 columns and 8 words of depth
 __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
   asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
