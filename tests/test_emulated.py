@@ -109,7 +109,7 @@ def test_layers_spread_over_blocks_that_exchange(
 ) -> None:  # fmt: skip
     """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
 
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, plain: bool) -> Spread | None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
         return make(size, *given, chip.shared)
 
@@ -137,6 +137,24 @@ def test_random_options(seed: int, folder: Path) -> None:
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers that no cluster holds: small ones, in one part or two of a block, in several launches."""
+    tiles, subs = ((1, 1), (2, 1), (1, 2))[seed % 3]
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, tiles, subs, 8, 1 + seed % 2, chip.shared)
+        return spreading.backward(size, 16, 1 + seed % 2, tiles, subs, 8, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    case = drawn(seed, largest=40, batch=20)
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32, torch.bfloat16)[seed % 4]) == {}
+
+
 def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +178,7 @@ def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(
 @pytest.mark.parametrize("seed, dtype", [(8, torch.float32), (140, torch.float32), (141, torch.bfloat16)])
 def test_random_options_are_drawn_up_to_what_the_engine_holds(seed: int, dtype: torch.dtype) -> None:
     case = drawn(seed, largest=300)
-    largest = replace(case, units=1_000).within(H200, dtype)
-    assert 256 <= largest.units < 1_000
+    largest = replace(case, units=5_000).within(H200, dtype)
+    assert 256 <= largest.units < 5_000
     assert largest.within(H200, dtype).units == largest.units
     assert replace(case, units=5).within(H200, dtype).units == 5

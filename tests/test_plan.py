@@ -70,13 +70,8 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
-        {"form": replace(LSTM, units=2300)},
-        "2300 units of lstm in bfloat16 do not fit the 132 multiprocessors, at most 2112 do",
-    ),
-    (
-        "persistent",
-        {"form": replace(LSTM, units=1024), "extras": ("mask",)},
-        "1024 units of lstm in bfloat16, with options, do not fit one cluster, at most 768 do",
+        {"form": replace(LSTM, units=2300), "extras": ("mask",)},
+        "2300 units of lstm in bfloat16, with options, do not fit the 132 multiprocessors, at most 2112 do",
     ),
     ("stepwise", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
     (
@@ -161,6 +156,7 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
+    ("persistent", {"form": replace(LSTM, units=2048, zoneout=(0.1, 0.1)), "extras": tuple(EXTRAS)}),
     ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
     (
         "persistent",

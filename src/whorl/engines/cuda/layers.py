@@ -49,8 +49,8 @@ class Layers:
         if found is None:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-            plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
-            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
+            batch, directions = problem.batch, form.directions
+            tile = grid.choose(size, self.chip, batch, directions, kind)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):

@@ -50,10 +50,8 @@ class Persistent(Engine):
         if not found and not _fits(cell, form.units, width, _chip(device), features):
             most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
-            if source.has_options(cell, features):
-                found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
-            else:
-                found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
+            what += ", with options," * source.has_options(cell, features)
+            found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
@@ -136,8 +134,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
-        plain = not source.has_options(form.cell, features)
-        tile = grid.choose(size, chip, problem.batch, form.directions, kind, plain)
+        tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
@@ -151,8 +148,8 @@ def most_units(problem: Problem) -> int:
 
 @lru_cache(maxsize=8192)
 def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features: Features) -> bool:
-    size, plain = size_of(cell, units, width[0], features, width[1]), not source.has_options(cell, features)
-    return all(grid.fits(size, chip, kind, plain) for kind in ("forward", "backward"))
+    size = size_of(cell, units, width[0], features, width[1])
+    return all(grid.fits(size, chip, kind) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)

@@ -150,7 +150,9 @@ def has_options(graph: Graph, features: Features) -> bool:
 
 
 def _spread(tile: Spread) -> dict[str, int]:
-    return {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts} | ({} if tile.chunk else {"BLOCKS": tile.blocks})
+    return {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts} | (
+        {} if tile.chunk else {"BLOCKS": tile.blocks}
+    )
 
 
 def _source(
@@ -181,7 +183,7 @@ def _source(
         _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         _text("ptx.cu"),
-        *map(_text, ("exchange.cu",) if isinstance(tile, Spread) else ("noise.cu", "options.cu")),
+        *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         step,
     ]
     return _text(f"{'spread_' * isinstance(tile, Spread)}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)

@@ -78,6 +78,8 @@ def forward(
         resident: operands in registers; None takes as many as registers allow.
     """
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // size.element
+    if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
+        return None
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
@@ -86,11 +88,13 @@ def forward(
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
-    live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + _extra(size, _FORWARD_EXTRA, tiles)
+    live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
+    live += _extra(size, _FORWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
-    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial)
+    masks = size.bits * splits * depths * subs * tiles * 32
+    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
     made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, parts, exact=size.exact)
     return made if shared <= limit else None
 
@@ -102,7 +106,7 @@ def backward(
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
     depth = 32 // size.element  # elements of 8 words
-    if gathered * size.recurrent * units % depth:
+    if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
@@ -117,12 +121,16 @@ def backward(
     sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + _extra(size, _BACKWARD_EXTRA, tiles)
+    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    live += 4 * chunk * tiles * (size.bits or bool(size.masks))
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
+    words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
-    made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, parts=parts, chunk=chunk, exact=size.exact)
+    made = Spread(
+        units, sources, gathered, tiles, subs, warps, resident, shared, parts=parts, chunk=chunk, exact=size.exact
+    )
     return made if shared <= limit else None
 
 
