@@ -67,8 +67,6 @@ class Persistent(Engine):
         22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
         """
         form = problem.form
-        if reasons := _untested(problem):
-            return reasons
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
         chip = _chip(problem.device)
@@ -105,20 +103,6 @@ class Persistent(Engine):
 
 
 _LONG_STEP = 12  # microseconds, forward, in one direction or both
-
-
-def _untested(problem: Problem) -> list[str]:
-    """What has not yet been tested on a GPU as it is now: left to engines that were, unless it is asked for by name."""
-    form, found = problem.form, []
-    if problem.dtype == torch.float32:
-        found.append("in float32")
-    size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
-    if source.has_options(form.cell, expected(problem)):
-        found.append("with options")
-    elif not tiling.fits(size, _chip(problem.device), "forward"):
-        found.append("spread over several clusters")
-    what = " and ".join(found)
-    return [f"its kernels {what} wait for their tests on a GPU, and run where they are named"] if found else []
 
 
 def warm(problem: Problem, chip: Chip) -> list[str]:
