@@ -111,7 +111,7 @@ def test_layers_spread_over_blocks_that_exchange(
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
-        return make(size, *given, chip.shared)
+        return make(size, *given, chip.shared, parts=1 + (kind == "LSTM"))
 
     monkeypatch.setattr(grid, "choose", chosen)
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
