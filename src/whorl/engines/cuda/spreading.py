@@ -139,8 +139,9 @@ _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the ce
 
 def _extra(size: Size, base: int, tiles: int) -> int:
     """Of four bytes more, and where each operand is split into two."""
-    split = (4 if base == _FORWARD_EXTRA else 16) + 4 * (tiles - 1)
-    return base + 8 * (size.element == 4) + split * size.exact
+    if base == _FORWARD_EXTRA:
+        return base + (12 + 4 * (tiles - 1)) * size.exact
+    return base + 8 * (size.element == 4) + (16 + 4 * (tiles - 1)) * size.exact
 
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
@@ -177,7 +178,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
     yield from islice((tile for tile in found if tile is not None and tile.blocks <= chip.multiprocessors), 1)
 
 
-_PARTS = (1, 2)
+_PARTS = (1, 2, 4)
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
 
 
