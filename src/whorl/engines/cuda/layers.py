@@ -1,40 +1,56 @@
 """How a call runs through the kernels of a plan: products of whole matrices before and after, one launch a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
+from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
-from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import by_link, staged, steps
+from whorl.engines.cuda.sums import Gradients as Summed
+from whorl.engines.cuda.sums import Sums
+from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
 
 class Layers:
-    """A plan's kernels on one device, and how a call runs through them."""
+    """A plan's kernels on one device, and how a call runs through them.
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    Args:
+        tiles: of "forward" or "backward", in place of those that would be chosen.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, tiles: Mapping[str, Tile | Spread] = MappingProxyType({})
+    ) -> None:
         problem, form = plan.problem, plan.problem.form
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
-        self.saving = source.saving(form.cell)
+        self.saving = source.kept(form.cell)
+        self.steps = steps(form.cell) if staged(form.cell) else None
+        self.links = [] if self.steps is None else by_link(self.steps, form.cell)
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
-        self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
+        self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize)
+        self._sums: Sums | None = None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
@@ -43,6 +59,8 @@ class Layers:
         self._kernel("forward", ahead)
         if self.problem.gradient:
             self._kernel("backward", back)
+            if self._sums is None:
+                self._sums = Sums(self.form, self.problem.dtype, self.chip, self.index)
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         found = self._made.get((kind, features))
@@ -50,7 +68,7 @@ class Layers:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
             batch, directions = problem.batch, form.directions
-            tile = grid.choose(size, self.chip, batch, directions, kind)
+            tile = self._tiles.get(kind) or grid.choose(size, self.chip, batch, directions, kind)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
@@ -81,7 +99,7 @@ class Layers:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
+            gates = self._gates(stream, x.reshape(rows, -1), weights, layer, options)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -95,7 +113,7 @@ class Layers:
                 stream, x,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
-                *self._spaces(spaces, rows), time, batch, *extra,
+                *self._spaces(spaces, rows), *self._inside(spaces, rows), time, batch, *extra,
             )  # fmt: skip
             if keep:
                 saved += [as_bytes(gate) for gate in gates] + spaces
@@ -118,7 +136,8 @@ class Layers:
         options, features = self._options(call, stream), PLAIN
         found = None if options is None else Gradients(call, options)
         each, width = 2 * directions + 1, (*call.x.shape[:-1], directions * units)
-        summed = (len(cell.gates) + len(self.saving.apart) if form.bias else 0) + len(cell.vectors)
+        summing = self._sums
+        assert summing is not None, "it is made ready with the kernels"
         rows = call.x.shape[0] if self.problem.packed else time * batch
         for layer in reversed(range(form.layers)):
             if options is not None:
@@ -137,7 +156,8 @@ class Layers:
             to_apart = to_gates  # nothing is written there
             if self.saving.apart:
                 to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
-            sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
+            columns = summing.columns
+            sums = [x.new_empty(back.sums, columns, dtype=torch.float32) if columns else None for _ in weights]
             out = _plain(out)
             entered: Sequence[Tensor | ByGate] = ()
             extra: list[int | float] = []
@@ -153,13 +173,14 @@ class Layers:
             back(
                 stream, x,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
-                *_pair([_hidden(own).data_ptr() for own in weights]),
+                *_pair([_address(own.hh) for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),
                 0 if grad_y is None else grad_y.data_ptr(), *self._places(grad_finals, layer),
                 *_pair([gate.data_ptr() for gate in to_gates]), *_pair([gate.data_ptr() for gate in to_apart]),
                 *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
-                time, batch, *extra,
+                *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
+            summed = summing(stream, sums)
             grad_x: Tensor | None = None
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
@@ -170,16 +191,17 @@ class Layers:
                     start, operand = starts[0][index] if starts else None, hidden
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
-                    to_ih = product(to_gates[direction].t(), x, tf32=self.tf32)
-                    grad_x = product(to_gates[direction], own.ih, grad_x, add=grad_x is not None, tf32=self.tf32)
+                    to_ih = self._product(stream, to_gates[direction].t(), x, tf32=self.tf32)
+                    adds = grad_x is not None
+                    grad_x = self._product(stream, to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
                 else:
                     to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
                     grad_x = to_x if grad_x is None else grad_x + to_x
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
-                    own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    sums[direction], direction == 1,
+                    stream, own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
+                    summed[direction], direction == 1, self._operands(spaces, rows, direction),
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
@@ -213,25 +235,28 @@ class Layers:
         given = options.given_masks(layer, direction).input is not None
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
-    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
+    def _gates(
+        self, stream: int, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None
+    ) -> list[Tensor]:
         """x of every gate at every step, without its bias."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
             if dropped is None:
-                made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
+                made.append(self._product(stream, x, own.ih.t(), tf32=self.tf32, wide=wide))
             else:
                 made.append(dropped.projected(x, own.ih, wide))
         return made
 
     def _weight_gradients(
-        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
-        to_gates: Tensor, to_apart: Tensor, sums: Tensor | None, reverse: bool,
+        self, stream: int, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
+        to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool, operands: Sequence[Tensor] = (),
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
 
         Args:
             hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
+            operands: what entered each product inside the step.
         """
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
@@ -240,44 +265,81 @@ class Layers:
         else:  # the output of the step before it, and the initial state
             assert isinstance(hidden, Tensor)
             hidden = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
-        hh = torch.empty_like(_hidden(own))
-        for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
-            part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
-            entered = hidden[into] if isinstance(hidden, ByGate) else hidden
+        written: set[int] = set()  # first recurrent gates
+
+        def multiply(into: int, count: int, part: Tensor, entered: Tensor, first: bool, last: Tensor | None) -> None:
+            """Of `count` gates from `into` on; `first`: `entered` is of all steps but one, which `last` entered."""
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
-            if rest:
-                product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
-            else:
+            again, most_of = into in written, part.narrow(0, at, rest) if first else part
+            written.add(into)
+            if len(most_of):
+                self._product(stream, most_of.t(), entered, target, again, tf32=self.tf32)
+            elif not again:
                 target.zero_()
-            if start is not None:
-                first_rows = part.narrow(0, 0 if at else rest, batch).t()
-                product(first_rows, start, target, add=True, tf32=self.tf32)
-        bias_ih = bias_hh = None
-        vectors: tuple[Tensor, ...] = ()
-        if sums is not None:
-            total = sums.sum(0).to(self.problem.dtype)
-            if self.form.bias and self.plain:
-                bias_ih = total.narrow(0, 0, len(hh)) if self.cell.vectors else total
-                bias_hh = bias_ih.clone()
-            elif self.form.bias:
-                bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
-                for apart, first, count, into in self.blocks:
-                    place = (first + len(self.cell.gates) * apart) * units
-                    bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
-            vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
-        return LayerWeights(to_ih, hh, bias_ih, bias_hh, None, vectors)
+            if last is not None:
+                product(part.narrow(0, 0 if at else rest, batch).t(), last, target, add=True, tf32=self.tf32)
+
+        hh = to_ih.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
+        if self.links:
+            for (gate, place), block in zip(self.links, self.gates, strict=True):
+                part = self._of_gate(to_gates, to_apart, block)
+                if place:
+                    multiply(gate, 1, part, operands[place - 1], False, None)
+                else:
+                    assert isinstance(hidden, Tensor)
+                    multiply(gate, 1, part, hidden, True, start)
+            for gate in {*range(len(self.cell.recurrent))} - written:  # the step does not read it
+                hh.narrow(0, gate * units, units).zero_()
+        else:
+            for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
+                part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
+                multiply(into, count, part, hidden[into] if isinstance(hidden, ByGate) else hidden, True, start)
+        of_hh = None if own.hh is None else hh
+        return LayerWeights(to_ih, of_hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
         states, apart = len(self.cell.states) - 1, len(self.saving.apart)
         each = 4 * states + apart * self.gate.itemsize + features.before * self.problem.dtype.itemsize
-        return like.new_empty(rows * self.form.units * each, dtype=torch.uint8)
+        each += self._rounds * self.problem.dtype.itemsize
+        return like.new_empty(rows * (self.form.units * each + 4 * self._levels), dtype=torch.uint8)
+
+    @property
+    def _levels(self) -> int:
+        """Means that are saved for each step of a sequence, after the states."""
+        return 0 if self.steps is None else self.steps.levels
+
+    @property
+    def _rounds(self) -> int:
+        """Products inside the step, whose operands are saved after r."""
+        return 0 if self.steps is None else len(self.steps.forward.rounds)
+
+    def _inside(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, ...]:
+        """The addresses of the means of each direction, then of the operands of products inside the step."""
+        if self.steps is None:
+            return ()
+        if not spaces:
+            return 0, 0, 0, 0
+        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
+        apart = 4 * self._levels * rows + len(self.saving.apart) * self.gate.itemsize * rows * self.form.units
+        levels = [space.data_ptr() + states for space in spaces]
+        return *_pair(levels), *_pair([level + apart for level in levels])
+
+    def _operands(self, spaces: Sequence[Tensor], rows: int, direction: int) -> list[Tensor]:
+        """What entered each product inside the step, [rows, units]."""
+        if not self._rounds:
+            return []
+        units, dtype = self.form.units, self.problem.dtype
+        first = self._inside(spaces, rows)[2 + direction] - spaces[direction].data_ptr()
+        size = rows * units * dtype.itemsize
+        found = spaces[direction][first : first + self._rounds * size].split(size)
+        return [from_bytes(data, (rows, units), dtype) for data in found]
 
     def _spaces(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, int, int, int]:
         """The addresses of r apart, then of the states, in each direction's room; 0 where there is none."""
         if not spaces:
             return 0, 0, 0, 0
-        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
+        states = 4 * ((len(self.cell.states) - 1) * self.form.units + self._levels) * rows
         return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
 
     def _before(self, spaces: Sequence[Tensor], rows: int, features: Features) -> list[Tensor]:
@@ -343,7 +405,7 @@ def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, ...]:
     """The addresses of the weights, then of r's bias, then of x's."""
     of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
     of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *_pair(of_x)
+    return *_pair([_address(own.hh) for own in weights]), *_pair(of_r), *_pair(of_x)
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:
@@ -351,10 +413,14 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
     return (values[0], values[1]) if len(values) == 2 else (values[0], 0)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as kernels read it, in one piece and 8 bytes at a time: mostly the tensor itself."""
+def _plain(tensor: Tensor, at_once: int = 8) -> Tensor:
+    """The tensor as kernels read it, in one piece and so many bytes at a time: mostly the tensor itself."""
     tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % at_once == 0 else tensor.clone()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _hidden(own: LayerWeights) -> Tensor:
@@ -363,9 +429,11 @@ def _hidden(own: LayerWeights) -> Tensor:
 
 
 def _plain_weights(own: LayerWeights) -> LayerWeights:
+    if own.hh is None:
+        return own._replace(vectors=tuple(vector.contiguous() for vector in own.vectors))
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
-    return own._replace(hh=_plain(_hidden(own)), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
+    return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
 
 
 def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whorl.cells import library
 from whorl.cells.cell import Graph
-from whorl.cells.expr import COLLECTIVES, topological
+from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
@@ -17,6 +17,7 @@ from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import code, size_of
 from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
@@ -33,25 +34,28 @@ class Persistent(Engine):
         found = []
         if device.kind != "cuda":
             return [f"the tensors are on {device.kind}, whorl's CUDA kernels run on cuda"]
-        if device.capability != (9, 0):
-            found.append(f"the GPU has compute capability {_dotted(device.capability)}, these kernels are made for 9.0")
+        if not (8, 0) <= device.capability <= (9, 0):
+            made_for = "these kernels are made for 8.0 to 9.0"
+            found.append(f"the GPU has compute capability {_dotted(device.capability)}, {made_for}")
         found += [reason] if (reason := missing()) is not None else []
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
-        if any(node.op in COLLECTIVES for node in topological(cell.outputs)):
-            found.append(f"the step of {cell.name} has a mean or a product inside, these kernels take pointwise steps")
-        if not cell.recurrent:
-            found.append(f"the cell {cell.name} has no recurrent weights, these kernels are made for them")
         if form.projection:
             found.append(f"the projection is {form.projection} wide, these kernels take none")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
+        if cell.products and features.noise:
+            found.append(f"the step of {cell.name} has products inside, these kernels take no recurrent dropout there")
+        if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
+            found.append(f"the step of {cell.name} has means over 1 unit, these kernels take 2 units or more there")
         if not found and not _fits(cell, form.units, width, _chip(device), features):
             most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             what += ", with options," * source.has_options(cell, features)
-            found.append(f"{what} do not fit the {device.multiprocessors} multiprocessors, at most {most} do")
+            together = "one cluster" if device.capability >= (9, 0) else "one block"
+            room = together if staged(cell) else f"the {device.multiprocessors} multiprocessors"
+            found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
@@ -67,6 +71,8 @@ class Persistent(Engine):
         22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
         """
         form = problem.form
+        if problem.device.capability < (9, 0) and not CuDNN().obstacles(problem):
+            return [f"it was never timed on a GPU of compute capability {_dotted(problem.device.capability)}"]
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
         chip = _chip(problem.device)
@@ -86,6 +92,19 @@ class Persistent(Engine):
         rows = f"batch {problem.batch} of {form.units} units takes {rounds} rounds of clusters"
         known = "was measured" if most == 3 else "is estimated"
         return [f"{rows}, and cuDNN {known} to be faster from {most} on"]
+
+    def numbers(self, problem: Problem) -> list[str]:
+        form, features, chip = problem.form, expected(problem), _chip(problem.device)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
+        lines = []
+        for kind in ("forward", "backward")[: 1 + problem.gradient]:
+            where = (size, chip, problem.batch, form.directions, kind)
+            tile = grid.choose(*where)
+            assert tile is not None, "the obstacles say that it fits"
+            how = "" if tile == grid.estimated(*where) else ", as `whorl tune` measured"
+            reason = grid.closer(tile, size, chip, kind)
+            lines.append(f"{kind}: {grid.described(tile)}{how}{'; ' * bool(reason)}{reason}")
+        return lines
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device)

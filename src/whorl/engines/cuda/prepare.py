@@ -9,6 +9,7 @@ from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
@@ -20,13 +21,18 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
     return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
+_LEAST_ROOM = 12 * 512
+"""Bytes of shared memory through which weights come to a warp: 12 operands at a time, as kernels/weights.cu has it."""
+
+
 @lru_cache(maxsize=256)
 def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
-    apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
+    apart, gate = len(source.kept(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
+    own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
-    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact)
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own)
 
 
 def kernel(
@@ -39,14 +45,43 @@ def kernel(
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
         together = isinstance(tile, Spread)
         count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
         fields = f"{count}Q"
         if source.has_options(cell, features):
             fields += options.layout(states, len(cell.inputs))
         fields += "4Q" * together
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields, together)
+        shared = max(tile.shared, tile.warps * _LEAST_ROOM)
+        return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
 
     return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
+
+
+_ADDING = "14Q64s"  # the argument of kernels/sums.cu
+
+
+def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
+    """The kernel that adds up the gradients of biases and vectors, on a device."""
+
+    def make() -> Kernel:
+        name = source.adding_name(dtype)
+        return Kernel(store.kernel(source.adding(dtype), name, chip.architecture), name, index, 128, 0, 1, _ADDING)
+
+    return loaded(("adding", dtype, index), make)
+
+
+_COPYING = "7Q"  # the argument of kernels/rows.cu
+
+
+def row_copier(word: int, chip: Chip, index: int) -> Kernel:
+    """The kernel that copies rows in words of so many bytes, on a device."""
+
+    def make() -> Kernel:
+        name = f"copy_rows_{word}"
+        code = store.kernel(source.row_copier(word), name, chip.architecture)
+        return Kernel(code, name, index, 256, 0, 1, _COPYING)
+
+    return loaded(("rows", word, index), make)
 
 
 def code(

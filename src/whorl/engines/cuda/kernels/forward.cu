@@ -81,21 +81,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int batch = (int)a.batch, row0 = blockIdx.x / CLUSTER * ROWS + lane % 4 * 2;
   const Element* const weights = a.weights[direction];
 
-  // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
   uint4 resident[MOST(RESIDENT)][RECURRENT];
-#pragma unroll
-  for (int d = 0; d < DEPTHS; ++d)
-#pragma unroll
-    for (int g = 0; g < RECURRENT; ++g) {
-      if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
-      const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
-      const uint4 word = {weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
-                          weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)};
-      if (d < RESIDENT)
-        resident[d < RESIDENT ? d : 0][g] = word;
-      else
-        streamed[((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * 32 + lane] = word;
-    }
+  const auto ask = [&](int i, unsigned* to) {
+    const int own = rank * SLICE + group * 16 + row_of_chunk(lane);
+    const int column = (split * DEPTHS + i / RECURRENT) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
+    const Element* const row = weights + ((long long)(i % RECURRENT) * UNITS + own) * UNITS;
+    bring(to, row + column, own < UNITS ? UNITS - column : 0);
+  };
+  bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, WARPS>(
+      memory, warp, lane, ask,
+      [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT] = words; });
 
   // steps of the longest sequence of the cluster
   const int time = LENGTHS ? longest(a, blockIdx.x / CLUSTER * ROWS) : (int)a.time;

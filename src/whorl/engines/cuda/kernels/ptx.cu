@@ -131,16 +131,6 @@ __device__ __forceinline__ void store_wide_pair(float* at, float low, float high
   }
 }
 
-// one word of the weights of unit `row`, from element `column` on; zero outside
-__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
-  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
-#if ELEMENT_BYTES == 2
-  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
-#else
-  return row < UNITS && column < UNITS ? operand(*at) : 0u;
-#endif
-}
-
 // sums += a x b, for 16 rows, 8 columns and 8 words of depth
 __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
   asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -208,6 +198,18 @@ __device__ __forceinline__ uint4 load_half_columns(unsigned address) {
                : "memory");
   return b;
 }
+
+// bytes from global to shared memory, past the registers; zero where they are not there.  Done when `copies_done` is.
+__device__ __forceinline__ void copy_16(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_8(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_4(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
 
