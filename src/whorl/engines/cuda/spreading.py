@@ -158,6 +158,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64:  # more than any block holds
         return
     found: Iterator[Spread | None]
+    counts_of_parts = (1,) if size.element == 2 else (1, 2, 4)  # in two bytes one part fits
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
@@ -165,12 +166,12 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
                     given = size, units, gathered, tiles, subs, warps, chip.shared
-                    found = (backward(*given, parts=parts) for parts in _PARTS)
+                    found = (backward(*given, parts=parts) for parts in counts_of_parts)
                     yield from _first(found, chip)
         return
     slices = sorted({max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)})
     for units, (tiles, subs), groups in product(slices, _SHAPES, (1, 2, 4)):
-        found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in _PARTS)
+        found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in counts_of_parts)
         yield from _first(found, chip)
 
 
@@ -178,7 +179,6 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
     yield from islice((tile for tile in found if tile is not None and tile.blocks <= chip.multiprocessors), 1)
 
 
-_PARTS = (1, 2, 4)
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
 
 
@@ -225,14 +225,24 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     all but one of 10 tiles forward and 13 backward.  In thousands of cycles a step's products take the tensor cores
     and shared memory (of a multiprocessor); in KB come what a block reads and, forward, what all blocks read of the
     same lines.
+
+    In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
+    forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
     rows, strips = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16)
     if kind == "forward":
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)
-        states = rows * size.units * 2
-        shared = tile.warps * (share * tile.depths - tile.resident) * 512 + (tile.groups + 1) * states
+        states = rows * size.units * size.element
+        shared = (
+            tile.warps * (share * tile.depths - tile.resident) * 512
+            + (tile.groups + 1 if size.element == 2 else 1) * states
+        )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
+        if size.element == 4:
+            part = 1.81 + 0.31e-3 * shared / 128 + 0.04e-3 * tile.blocks * states / 1024 + 4.2 * (1 - 1 / tile.parts)
+            taken = tile.subs * part * (2.1 if size.exact else 1)
+            return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
     strips, depths = (
@@ -242,7 +252,14 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     share = -(-strips // tile.warps)
     shared = tile.warps * (share * depths - tile.resident) * 512
     shared += tile.warps * rows * depths * 32 * -(-share // tile.chunk)
+    if size.element == 4:
+        part = 0.64e-3 * shared / 128 + 0.078 * tile.sources
+        taken = (1.66 + tile.subs * part) * (2.0 if size.exact else 1)
+        return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
     products = share * depths * tile.tiles * tile.warps / 4
     part = 0.19 + 1.52e-3 * products + 0.46e-3 * shared / 128 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
     part += 0.045 * rows * depths * 32 / 1024
     return launches(chip, batch, directions, tile) * (0.66 * (1 + (tile.gathered > 1)) + tile.subs * part)
+
+
+_BEGIN = 1.0  # a launch loads its weights anew: about 30 us, over 30 steps
