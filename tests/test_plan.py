@@ -251,7 +251,9 @@ def test_a_layer_whose_step_takes_long_through_l2_is_left_for_cudnn() -> None:
     for faster in (replace(large, batch=8), replace(large, form=replace(large.form, units=1024), batch=128)):
         assert decide(faster).engine == "persistent"
     for tf32, batch, engine in ((True, 32, "persistent"), (True, 128, "cudnn"), (False, 128, "persistent")):
-        wide = replace(large, dtype=torch.float32, device=replace(H200, tf32=tf32), form=replace(large.form, units=1024))
+        wide = replace(
+            large, dtype=torch.float32, device=replace(H200, tf32=tf32), form=replace(large.form, units=1024)
+        )
         assert decide(replace(wide, batch=batch)).engine == engine
 
 
