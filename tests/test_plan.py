@@ -214,9 +214,9 @@ def test_own_kernels_are_chosen_in_float32_with_options_and_spread_over_clusters
 def test_float32_runs_on_own_kernels_as_torchs_switch_says(tf32: bool) -> None:
     device = replace(H200, tf32=tf32)
     assert decide(replace(HALF, dtype=torch.float32, device=device)).engine == "persistent"
-    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=600))
+    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=2000))
     words = "float32 with TF32 products" if tf32 else "float32"
-    refusal = f"persistent: 600 units of lstm in {words} do not fit one cluster, at most 512 do"
+    refusal = f"persistent: 2000 units of lstm in {words} do not fit the 132 multiprocessors, at most 1536 do"
     assert str(decide(wide).refusals[0]) == refusal
 
 
