@@ -143,31 +143,31 @@ def kernels(call: Call, steps: int = 3) -> dict[str, float]:
 
 
 def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = given.rows or list(ROWS)
     found = []
     for precision in given.dtypes:
         for units in given.units:
             for batch in given.batches:
-                near = {row: check(row, batch, units, precision) for row in rows}
-                wrong = {row: part for row, part in near.items() if not part <= 1}
-                right = [row for row in rows if row not in wrong]
-                calls = {}
-                for row in right:
+                plain = None
+                for row in dict.fromkeys(["plain", *(given.rows or ROWS)]):
+                    near = check(row, batch, units, precision)
+                    label = f"{precision:5}{units:5}{batch:5} {row:26}"
+                    if not near <= 1:
+                        print(f"{label} WRONG: {near:.3g} of what the error rule allows", flush=True)
+                        continue
                     layer, x, options, grad = problem(row, given.time, batch, units, DTYPES[precision])
-                    calls[row] = train(layer, x, grad, options)
-                times = in_turns({row: replayed(call) for row, call in calls.items()}, given.turns, 3)
-                for row, part in wrong.items():
-                    print(f"{precision} {units} {batch} {row}: WRONG, {part:.3g} of what the error rule allows")
-                for row in right:
+                    call = train(layer, x, grad, options)
+                    graph = replayed(call)
+                    plain = graph if plain is None else plain
+                    times = in_turns({"plain": plain, row: graph}, given.turns, 4)
                     ratio = times[row] / times["plain"]
-                    print(f"{precision:5}{units:5}{batch:5} {row:26}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
+                    print(f"{label}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
                     if given.kernels:
-                        parts = kernels(calls[row])
+                        parts = kernels(call)
                         line = ", ".join(f"{name[:44]} {taken:.1f}" for name, taken in parts.items() if taken >= 1.5)
-                        print(f"      {sum(parts.values()):.1f}: {line}")
+                        print(f"      {sum(parts.values()):.1f}: {line}", flush=True)
                     found.append(
                         dict(dtype=precision, units=units, batch=batch, time=given.time, option=row,
-                             microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near[row], 3))
+                             microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near, 3))
                     )  # fmt: skip
     return found
 
