@@ -9,7 +9,7 @@ ragged  lengths uniform in 1 to 1,000, 512 units, beside torch.nn with a PackedS
 resets  with probability 0.01 a step, beside the loop over steps of CleanRL's PPO and beside sequences that are split
         at the resets and padded
 
-GPU time of a replayed CUDA graph, in turns, medians.  The last line is JSON, for benchmarks/results.
+GPU time of a replayed CUDA graph, in turns, medians.  What begins with a brace is JSON, for benchmarks/results.
 """
 
 import argparse
@@ -145,8 +145,8 @@ def kernels(call: Call, steps: int = 3) -> dict[str, float]:
 def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for precision in given.dtypes:
-        for units in given.units:
-            for batch in given.batches:
+        for units in given.units or (256, 512):
+            for batch in given.batches or (32, 128):
                 plain = None
                 for row in dict.fromkeys(["plain", *(given.rows or ROWS)]):
                     near = check(row, batch, units, precision)
@@ -191,8 +191,8 @@ def compare(label: dict[str, Any], calls: dict[str, Call], graphed: set[str], tu
 
 
 def ragged(given: argparse.Namespace) -> list[dict[str, Any]]:
-    units, time, found = given.units[0] if given.units else 512, 1000, []
-    for batch in given.batches or (64, 512):
+    units, time, found = 512, 1000, []
+    for batch in given.ragged:
         torch.manual_seed(0)
         theirs = nn.LSTM(units, units, device="cuda", dtype=torch.bfloat16)
         ours = whorl.LSTM(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent")
@@ -290,21 +290,22 @@ def train_of(call: Callable[[], tuple[Tensor]], layer: nn.Module, x: Tensor, gra
 def main() -> None:
     """Print a line for each figure, then all of them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=("costs", "ragged", "resets"))
+    parser.add_argument("suites", nargs="+", choices=("costs", "ragged", "resets"))
     parser.add_argument("--units", type=int, nargs="+")
     parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--ragged", type=int, nargs="+", default=[64, 512], help="batches of this suite")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--rows", nargs="+", choices=ROWS)
     parser.add_argument("--time", type=int, default=100)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--commit", help="where this is no checkout of its own")
     parser.add_argument("--kernels", action="store_true", help="what each kernel takes, too")
     given = parser.parse_args()
-    if given.suite == "costs":
-        given.units, given.batches = given.units or [256, 512], given.batches or [32, 128]
-    results = {"costs": costs, "ragged": ragged, "resets": resets}[given.suite](given)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = given.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     facts = dict(date=datetime.date.today().isoformat(), commit=commit, **versions())
-    print(json.dumps(dict(suite=given.suite, machine=describe(torch.device("cuda")), facts=facts, results=results)))
+    for suite in given.suites:
+        results = {"costs": costs, "ragged": ragged, "resets": resets}[suite](given)
+        print(json.dumps(dict(suite=suite, machine=describe(torch.device("cuda")), facts=facts, results=results)))
 
 
 if __name__ == "__main__":
