@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from whorl.cells.cell import Graph
+
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227,
           (11, 0): 227, (12, 0): 99, (12, 1): 99}  # fmt: skip
 """KiB of shared memory that one block may use, by compute capability (CUDA C++ Programming Guide, table of limits)."""
@@ -66,6 +68,8 @@ class Size(NamedTuple):
     """Such masks as bits."""
     exact: bool = False
     """Products of float32 are as good as float32: each is three of TF32."""
+    staged: Graph | None = None
+    """The cell, where its step has several stages: staging.py chooses its tiles."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,10 @@ class Tile:
     shared: int
     warps: int
     splits: int = 0
-    """Forward: warps that share the depth of the product of 16 units."""
+    """Forward: warps that share the depth of the product of 16 units.
+
+    Backward, of steps with several stages: warps that share 16 units of 8 sequences.
+    """
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
     chunk: int = 0
@@ -103,7 +110,7 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
         resident: depths in registers; None takes as many as registers allow.
     """
     words = 4 // size.element
-    part = _slice(size.units, cluster)
+    part = slice_of(size.units, cluster)
     groups, depths = part // 16, -(-cluster * part // (8 * words * splits))
     warps = groups * splits
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
@@ -117,7 +124,7 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
         + 8 * bool(size.ahead)
         + 10 * tiles * (size.bits or bool(size.masks))
     )
-    room = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, tiles))
+    room = _room(size, warps, used + extra(size, _FORWARD_EXTRA, tiles))
     if room is None:
         return None
     resident = min(depths, room // (4 * size.recurrent)) if resident is None else resident
@@ -133,7 +140,7 @@ def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resid
 def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None) -> Tile | None:
     """The backward kernel's numbers for a cluster, a number of row tiles and of warps, where they fit."""
     words = 4 // size.element
-    part = _slice(size.units, cluster)
+    part = slice_of(size.units, cluster)
     groups = part // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
@@ -142,7 +149,7 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
     used += 8 * bool(size.back) + 6 * chunk * tiles * (size.bits or bool(size.masks))
-    room = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, tiles))
+    room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, tiles))
     if room is None:
         return None
     resident = min(share * depths, room // 4) if resident is None else resident
@@ -157,7 +164,7 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 
 
-def _extra(size: Size, base: int, tiles: int) -> int:
+def extra(size: Size, base: int, tiles: int) -> int:
     """Of four bytes more, and where each operand is split into two."""
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
 
@@ -178,7 +185,8 @@ def _room(size: Size, warps: int, used: int) -> int | None:
     return min(room, 160) if room >= 0 else None
 
 
-def _slice(units: int, cluster: int) -> int:
+def slice_of(units: int, cluster: int) -> int:
+    """Units of a block."""
     each = -(-units // cluster)
     return -(-each // 16) * 16
 
@@ -203,12 +211,12 @@ def fits(size: Size, chip: Chip, kind: str) -> bool:
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | None:
     """The tile of a kind that takes the least time by the estimate below; None where none fits."""
     found = _fitting(size, chip, kind)
-    return min(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile), default=None)
+    return min(found, key=lambda tile: step_time(size, chip, batch, directions, kind, tile), default=None)
 
 
 def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
     """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
-    return sorted(_fitting(size, chip, kind), key=lambda tile: _time(size, chip, batch, directions, kind, tile))
+    return sorted(_fitting(size, chip, kind), key=lambda tile: step_time(size, chip, batch, directions, kind, tile))
 
 
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
@@ -222,7 +230,7 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
     return tuple(candidates(size, chip, kind))
 
 
-def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM in bfloat16 on an H200, 128, 256 and 512 units, batch 32 to 512, 49 tiles: it chose a tile within a
