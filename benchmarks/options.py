@@ -14,6 +14,7 @@ GPU time of a replayed CUDA graph, in turns, medians.  What begins with a brace 
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -46,9 +47,15 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "coupled": ({"coupled": True}, ()),
     "clip": ({"clip": 1.0}, ()),
     "activation softplus": ({"activation": "softplus"}, ()),
+    "layer norm of r, c": ({"layer_norm": "r c"}, ()),
+    "layer norm of x, r, c": ({"layer_norm": True}, ()),
+    "GRU": ({"cell": "GRU"}, ()),
+    "GRU, reset before": ({"cell": "GRU", "reset_after": False}, ()),
     "all at once": ({"zoneout": 0.1, "peephole": True, "clip": 1.0, **STEP}, ("lengths", "mask", "reset")),
 }
-"""By name: arguments of the layer, and what its call is given."""
+"""By name: arguments of the layer, an LSTM where they name no other cell, and what its call is given."""
+BASES = {"GRU, reset before": "GRU"}
+"""What a row's time is compared with, where that is not the plain LSTM."""
 
 
 def problem(
@@ -57,7 +64,9 @@ def problem(
     """The layer of a row, its input, its marks, and the gradient of its output."""
     torch.manual_seed(0)
     arguments, marks = ROWS[row]
-    layer = whorl.LSTM(units, units, device="cuda", dtype=dtype, engine="persistent", **arguments)
+    own = {key: value for key, value in arguments.items() if key != "cell"}
+    make = getattr(whorl, arguments.get("cell", "LSTM"))
+    layer = make(units, units, device="cuda", dtype=dtype, engine="persistent", **own)
     x = torch.randn(time, batch, units, device="cuda", dtype=dtype, requires_grad=True)
     options: dict[str, Any] = {}
     if "lengths" in marks:  # all are full: what is measured is not that there is less to do
@@ -144,31 +153,34 @@ def kernels(call: Call, steps: int = 3) -> dict[str, float]:
 
 def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
-    for precision in given.dtypes:
-        for units in given.units or (256, 512):
-            for batch in given.batches or (32, 128):
-                plain = None
-                for row in dict.fromkeys(["plain", *(given.rows or ROWS)]):
-                    near = check(row, batch, units, precision)
-                    label = f"{precision:5}{units:5}{batch:5} {row:26}"
-                    if not near <= 1:
-                        print(f"{label} WRONG: {near:.3g} of what the error rule allows", flush=True)
-                        continue
-                    layer, x, options, grad = problem(row, given.time, batch, units, DTYPES[precision])
-                    call = train(layer, x, grad, options)
-                    graph = replayed(call)
-                    plain = graph if plain is None else plain
-                    times = in_turns({"plain": plain, row: graph}, given.turns, 4)
-                    ratio = times[row] / times["plain"]
-                    print(f"{label}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
-                    if given.kernels:
-                        parts = kernels(call)
-                        line = ", ".join(f"{name[:44]} {taken:.1f}" for name, taken in parts.items() if taken >= 1.5)
-                        print(f"      {sum(parts.values()):.1f}: {line}", flush=True)
-                    found.append(
-                        dict(dtype=precision, units=units, batch=batch, time=given.time, option=row,
-                             microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near, 3))
-                    )  # fmt: skip
+    shapes = [(u, b) for u in given.units or (256, 512) for b in given.batches or (32, 128)]
+    for precision, (units, batch) in itertools.product(given.dtypes, shapes):
+        graphs: dict[str, Callable[[], None]] = {}
+        kept = []  # what the graphs read
+        rows = given.rows or list(ROWS)
+        for row in dict.fromkeys(["plain", *(BASES[row] for row in rows if row in BASES), *rows]):
+            near = check(row, batch, units, precision)
+            label = f"{precision:5}{units:5}{batch:5} {row:26}"
+            if not near <= 1:
+                print(f"{label} WRONG: {near:.3g} of what the error rule allows", flush=True)
+                continue
+            layer, x, options, grad = problem(row, given.time, batch, units, DTYPES[precision])
+            call = train(layer, x, grad, options)
+            base, graphs[row] = BASES.get(row, "plain"), replayed(call)
+            kept.append((layer, x, options, grad))
+            times = in_turns({name: graphs[name] for name in dict.fromkeys([base, row])}, given.turns, 4)
+            ratio = times[row] / times[base]
+            print(f"{label}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
+            if given.kernels:
+                parts = kernels(call)
+                line = ", ".join(f"{name[:44]} {taken:.1f}" for name, taken in parts.items() if taken >= 1.5)
+                print(f"      {sum(parts.values()):.1f}: {line}", flush=True)
+            found.append(
+                dict(dtype=precision, units=units, batch=batch, time=given.time, option=row,
+                     microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near, 3))
+            )  # fmt: skip
+            if row not in ("plain", *BASES.values()):
+                del graphs[row], kept[-1]
     return found
 
 

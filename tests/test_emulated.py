@@ -16,9 +16,9 @@ from comparison import broken, error, flat, weighted
 from emulation import H200, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS
-from whorl.engines.cuda import grid, spreading
+from whorl.engines.cuda import grid, spreading, tiling
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.tiling import Chip, Size
+from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -117,6 +117,24 @@ def test_layers_spread_over_blocks_that_exchange(
     truth = outcome(layer, x, torch.float64, "reference", folder)
     plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])
+def test_each_way_may_be_of_another_regime(
+    kind: str, units: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | Spread | None:
+        regime = spreading if (way == "forward") == (kind == "LSTM") else tiling
+        return regime.choose(size, chip, batch, directions, way)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    torch.manual_seed(1)
+    layer, x = getattr(whorl, kind)(6, units).bfloat16(), torch.randn(5, 9, 6).bfloat16()
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, torch.bfloat16, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(torch.bfloat16).eps for name in truth}
     errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
