@@ -206,9 +206,7 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         shared = tile.warps * (share * tile.depths - tile.resident) * 512 + (tile.groups + 1) * states
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
-        if (
-            size.bits or size.masks
-        ):  # a strip is multiplied for each of its two gates; masks that are given are read anew
+        if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products, states = 2 * products, states + size.masks * rows * size.units * 4
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
