@@ -239,6 +239,8 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
+        if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
+            products, states = 2 * products, states + size.masks * rows * size.units * 4
         if size.element == 4:
             part = 1.81 + 0.31e-3 * shared / 128 + 0.04e-3 * tile.blocks * states / 1024 + 4.2 * (1 - 1 / tile.parts)
             taken = tile.subs * part * (2.1 if size.exact else 1)
