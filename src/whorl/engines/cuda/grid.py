@@ -108,7 +108,7 @@ class Grid:
         self.words = 0
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)
-            at_once = tile.parts(chip)
+            at_once = tile.at_once(chip)
             self.beside = min(directions, at_once)  # directions in one launch
             self.each = at_once // self.beside  # groups of rows in one launch
 
