@@ -13,12 +13,13 @@ from torch import Tensor
 
 from whorl import compiler
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
+from whorl.engines.cpu import plain
 from whorl.engines.cpu.build import fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
-from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel
+from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, projects_within
 from whorl.engines.native import OneDNN
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -70,9 +71,13 @@ class CPU(Engine):
         return Stream(plan, call, torch.get_num_threads())
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        return _Pass(plan.problem, call).forward()
+        made = plain.sizes(plan.problem, torch.get_num_threads())
+        return plain.forward(made, call) if made else _Pass(plan.problem, call).forward()
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        made = plain.sizes(plan.problem, torch.get_num_threads())
+        if made:
+            return plain.backward(made, call, y, saved, grads)
         with torch.autocast("cpu", enabled=False) if autocast_is_on("cpu") else nullcontext():
             return _Pass(plan.problem, call).backward(y, saved, grads)
 
@@ -279,18 +284,13 @@ class _One:
         return kept.buffer, projected if self._source.reads_x and projected is not None else kept.buffer.new_empty(0)
 
     def _project(self, fields: Fields, x: Tensor) -> Tensor | None:
-        """The input projection: made here, or its place where the loop makes it; None where nobody else reads it.
-
-        The loop makes it a few steps ahead, while it is near, where each thread has as many rows as the others.
-        """
-        made, form, rows, sweep, inputs = self._pass, self._form, self._rows, fields.sweep, x.shape[1]
-        even = sweep.threads == made.threads and 8 * sweep.groups * sweep.largest <= 9 * rows.batch
-        in_pairs = made.dtype != torch.bfloat16 or inputs % 2 == 0
-        if self._masks.input is not None or not (even and in_pairs and inputs):
+        """The input projection: made here, or its place where the loop makes it; None where nobody else reads it."""
+        made, form, rows, sweep = self._pass, self._form, self._rows, fields.sweep
+        sweep.inputs = x.shape[1]
+        if self._masks.input is not None or not projects_within(sweep, made.threads, made.dtype):
             return self._masks.project(rows.choose(x), self._weights)
         bias = None if self._weights.bias_ih is None else made.widened(self._weights.bias_ih)
         fields.set(input=x.contiguous(), ih=self._weights.ih, bias_ih=bias)
-        sweep.inputs = inputs
         if not (made.problem.gradient and self._source.reads_x):
             return None
         return borrowed(rows.compact, filled_up(len(form.cell.gates) * form.units), dtype=made.wide)
