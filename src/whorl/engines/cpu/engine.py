@@ -208,10 +208,8 @@ class _One:
             made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
             "noise" not in made.problem.constants,
         )  # fmt: skip
-        marks = made.call.marks
         # What entered the product is the output of the step before, where nothing comes between them.
-        plain = not made.rows.packed and marks.lengths is None and marks.mask is None and marks.reset is None
-        self._shifted = plain and self._masks.kind == NONE
+        self._shifted = made.rows.every and made.rows.reset is None and self._masks.kind == NONE
 
     def _regions(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """What forward keeps for backward: name, dtype and shape."""
