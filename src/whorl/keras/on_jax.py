@@ -278,7 +278,10 @@ class _Kept(NamedTuple):
     @staticmethod
     def of(job: _Job, leaves: Sequence[Tensor], run: on_torch.Run = recurrent) -> "_Kept":
         """On a CPU of copies: XLA's buffers are its own again when the callback returns."""
-        made = [leaf.clone() if job.device == "cpu" else leaf.detach() for leaf in leaves]
+        made = [leaf.detach() for leaf in leaves]
+        if job.device == "cpu":
+            x = made[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)  # as an engine reads it
+            made = [x.transpose(0, 1), *(leaf.clone() for leaf in made[1:])]
         wanted = [leaf.requires_grad_() for leaf in compress(made, job.wanted)]
         with torch.enable_grad():
             outputs = _compute(job, made, run=run)
