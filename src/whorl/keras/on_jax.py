@@ -105,9 +105,11 @@ def _run(
 
 
 def _as_asked(job: _Job, leaves: Sequence[Any], notes: list[Plan], gradient: bool) -> list[Any]:
-    made = [torch.from_dlpack(jnp.asarray(leaf)).clone() for leaf in leaves]
+    """As a model's first layer: what JAX does not trace does not say whether its input has a gradient."""
+    x, *rest = [torch.from_dlpack(jnp.asarray(leaf)).clone() for leaf in leaves]
+    made = [x, *(one.requires_grad_() if one.is_floating_point() else one for one in rest)]
     with torch.set_grad_enabled(gradient):
-        outputs = _compute(job, [one.requires_grad_() if one.is_floating_point() else one for one in made], notes)
+        outputs = _compute(job, made, notes)
     return [jnp.from_dlpack(tensor.detach().contiguous()) for tensor in outputs]
 
 
