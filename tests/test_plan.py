@@ -313,17 +313,22 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
         (torch.float32, 32, 128, "cpu", "onednn"), (torch.float32, 2, 1023, "cpu", "onednn"),
         (torch.float32, 1, 1, "cpu", "cpu"), (torch.float32, 32, 1024, "cpu", "cpu"),
         (torch.bfloat16, 1, 128, "cpu", "cpu"), (torch.bfloat16, 32, 1024, "cpu", "onednn"),
+        (torch.float32, 32, 127, "cpu", "cpu"), (torch.float32, 33, 127, "cpu", "onednn"),
+        (torch.bfloat16, 32, 127, "cpu", "onednn"),
     ],
 )  # fmt: skip
 def test_the_lstm_of_a_cpu_runs_on_the_engine_that_was_measured_to_be_faster(
     dtype: torch.dtype, batch: int, units: int, trained: str, inferred: str
 ) -> None:
     device = replace(CPU, bfloat16=True, compiler="c++")
-    asked = replace(PLAIN, form=replace(LSTM, units=units), dtype=dtype, batch=batch, device=device, gradient=True)
+    form = replace(LSTM, units=units)
+    asked = replace(PLAIN, form=form, dtype=dtype, time=30, batch=batch, device=device, gradient=True)
     for gradient, engine in ((True, trained), (False, inferred)):
         made = decide(replace(asked, gradient=gradient))
         assert made.engine == engine
         assert engine == "cpu" or "inference of" in str(made.refusals[-1])
+    if units == 127:
+        assert decide(replace(asked, gradient=False, time=29)).engine == "onednn"
     assert decide(asked, "cpu").engine == "cpu"
     assert decide(replace(asked, packed=True)).engine == "cpu"
     assert decide(replace(asked, device=replace(device, compiler=""))).engine == "onednn"
