@@ -184,6 +184,31 @@ def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypat
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32, torch.bfloat16)[seed % 4]) == {}
 
 
+@pytest.mark.parametrize(
+    "kind, units, ahead, back, dtype, given",
+    [
+        ("LSTM", 70, (32, 2, 1, 8, 2), (32, 2, 1, 2, 8), torch.bfloat16, False),  # a warp has gates of its own
+        ("LSTM", 37, (16, 1, 2, 8, 4), (16, 2, 2, 1, 8), torch.bfloat16, True),
+        ("GRU", 70, (32, 1, 1, 8, 2), (32, 1, 1, 2, 8), torch.float16, False),  # two warps share a gate
+        ("GRU", 37, (16, 1, 1, 8, 2), (16, 1, 1, 3, 8), torch.float32, True),  # a strip past the last gate
+        ("GRU", 37, (24, 1, 1, 8, 1), (24, 1, 1, 1, 8), torch.float32, False),  # strips with rows of two gates
+        ("LSTM", 37, (8, 2, 1, 8, 1), (8, 1, 1, 4, 8), torch.float32, True),
+    ],
+)
+def test_masks_by_gate_where_blocks_exchange(
+    kind: str, units: int, ahead: tuple[int, ...], back: tuple[int, ...], dtype: torch.dtype, given: bool,
+    folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        own, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
+        return make(size, *own, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    case = Drawn(kind, frozenset({"gate", *(["given"] if given else [])}), units, 19, 3, seed=1)
+    with emulated(folder):
+        assert case.errors("cpu", dtype) == {}
+
+
 def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
