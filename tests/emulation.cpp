@@ -209,6 +209,7 @@ inline void emulated_copies_done() {
 inline void emulated_named_barrier(int id, int count) { host::meet(host::now->block->meetings[id], count); }
 inline float emulated_fast_tanh(float v) { return std::tanh(v); }
 inline float emulated_fast_exp(float v) { return std::exp(v); }
+inline float emulated_fast_log(float v) { return std::log(v); }
 inline float emulated_reciprocal(float v) { return 1.f / v; }
 inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
 inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
