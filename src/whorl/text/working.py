@@ -9,6 +9,7 @@ The embedding has no copy: a step reads the rows of its window, and moves those 
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from whorl.layer import Layer
 from whorl.text import passes
 from whorl.text.group import Group
 from whorl.text.model import LAYERS, Architecture, LanguageModel, States
-from whorl.text.passes import Moved
+from whorl.text.passes import Moved, Order
 from whorl.text.recipe import Recipe
 
 _MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
@@ -86,8 +87,7 @@ class Working:
         self.refresh()
         self._exchanges: list[Callable[[], None]] = []
         self._small: list[Tensor] = []
-        alone = model.device.type == "cuda" and not group.joined  # else a gradient has to be there when it is exchanged
-        self._beside = torch.cuda.Stream(model.device) if alone else None
+        self._beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         if group.joined:
             for parameter in self._copies:
                 parameter.register_post_accumulate_grad_hook(self._exchange)
@@ -111,25 +111,30 @@ class Working:
             rate: [], float32; it is scaled as the gradients are clipped.
             recipe: how gradients are clipped.
         """
-        loss, after, grads, tokens, to_rows = self._backward(inputs, targets, states)
-        summed, first = passes.sum_rows(to_rows, tokens, self._embedding.shape[1], self._embedding.dtype)
+        loss, after, tokens, order, to_rows = self._backward(inputs, targets, states)
+        sums = []
+        if recipe.clip and not self.group.joined:
+            with self._aside():  # this gradient is there first
+                sums.append((passes.squares([_gradient(self.head)]), 1))
+        self._join()
+        grads = [_gradient(parameter) for parameter in self._copies]
+        summed = passes.sum_rows(to_rows, order, self._embedding.shape[1], self._embedding.dtype)
         if self.group.size > 1:
             summed = summed / self.group.size
         if recipe.clip:
-            if recipe.clip_rows:
-                squares = passes.sum_of_squares([to_rows]) / self.group.size**2
-            else:
-                squares = passes.sum_of_squares([summed])
-            norm = (passes.sum_of_squares(grads) + squares).sqrt()
-            rate = rate.mul_(torch.clamp(recipe.clip / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
+            sums.append((passes.squares(grads[: len(grads) - len(sums)]), 1))
+            rows, share = (to_rows, self.group.size**2) if recipe.clip_rows else (summed, 1)
+            passes.clip(rate, recipe.clip, [*sums, (passes.squares([rows]), share)])
         with torch.no_grad():
-            passes.move_rows(self._embedding, tokens, summed, first, rate)
+            passes.move_rows(self._embedding, tokens, summed, order, rate)
             passes.move([each for each, _ in self._moved], [each.within(grads[of]) for each, of in self._moved], rate)
         return loss, after
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The loss on a window, and the gradient of each parameter of the model by its name, which stays as it is."""
-        loss, _, grads, tokens, to_rows = self._backward(inputs, targets, None)
+        loss, _, tokens, _, to_rows = self._backward(inputs, targets, None)
+        self._join()
+        grads = [_gradient(parameter) for parameter in self._copies]
         table = torch.zeros_like(self._embedding)
         table.index_add_(0, tokens, to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
         own = {each.own.data_ptr(): each.within(grads[of]) for each, of in self._moved}
@@ -140,21 +145,39 @@ class Working:
 
     def _backward(
         self, inputs: Tensor, targets: Tensor, states: States | None
-    ) -> tuple[Tensor, States, list[Tensor], Tensor, Tensor]:
-        """The loss, the states after it, the copies' gradients, the embedding's tokens and rows' gradients."""
+    ) -> tuple[Tensor, States, Tensor, Order, Tensor]:
+        """The loss, the states after it, the embedding's tokens, their order and the gradients of its rows.
+
+        The copies' gradients, the tokens and the order are there after `_join`.
+        """
         for parameter in self._copies:
             parameter.grad = None
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(inputs.device))
+        with self._aside():
+            tokens = self.group.joint(inputs.flatten(), 0)
+            order = passes.order_rows(tokens)
         rows = passes.take(self._embedding, inputs, self.embedding, self.dtype).requires_grad_()
         loss, after = self._loss(rows, targets, states)
         loss.backward()
         assert rows.grad is not None
-        tokens = self.group.joint(inputs.flatten(), 0)
         to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)
         self._end_exchanges()
+        return loss.detach(), after, tokens, order, to_rows
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Work that a step needs later, on a GPU beside what the step computes meanwhile."""
+        if self._beside is None:
+            yield
+            return
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def _join(self) -> None:
+        """Wait for what runs beside."""
         if self._beside is not None:
-            torch.cuda.current_stream(rows.device).wait_stream(self._beside)
-        grads = [_gradient(parameter) for parameter in self._copies]
-        return loss.detach(), after, grads, tokens, to_rows
+            torch.cuda.current_stream(self.model.device).wait_stream(self._beside)
 
     @property
     def _embedding(self) -> Tensor:
@@ -172,7 +195,8 @@ class Working:
         finals = finals if isinstance(finals, tuple) else (finals,)
         outputs = F.dropout(outputs, dropout)
         x = _WithOne.apply(outputs, self._one, self.width).flatten(0, 1)
-        logits = x @ self.head.t() if self._beside is None else _Product.apply(x, self.head, self._beside)
+        aside = self._beside is not None and not self.group.joined  # else the gradient is exchanged when it is there
+        logits = _Product.apply(x, self.head, self._beside) if aside else x @ self.head.t()
         loss = passes.cross_entropy(logits, targets.flatten())
         return loss, tuple(state.detach() for state in finals)
 
