@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from whorl.errors import InputError
 
+# torch 2.13 renamed it.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets
 
 
@@ -85,7 +87,7 @@ class Group:
         if not self.joined:
             return tensor
         whole = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        distributed.all_gather_into_tensor(whole, tensor.contiguous())
+        _gather(whole, tensor.contiguous())
         return torch.cat(whole.chunk(self.size), axis) if axis else whole
 
     def told(self, value: Any) -> Any:
