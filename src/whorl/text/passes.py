@@ -150,8 +150,7 @@ def clip(rate: Tensor, most: float, sums: Sequence[tuple[Tensor, int]]) -> None:
     Args:
         sums: at most four: what `squares` gave of some of them, and what it is divided by.
     """
-    if rate.dtype == torch.float32 and runs_kernels(rate.device):
-        assert all(part.dtype == torch.float32 for part, _ in sums)
+    if runs_kernels(rate.device) and {rate.dtype, *(part.dtype for part, _ in sums)} == {torch.float32}:
         rest = [0] * (_SUMS - len(sums))
         parts, shares = zip(*sums, strict=True)
         counts, ones = [part.numel() for part in parts], [1] * len(rest)
