@@ -96,8 +96,8 @@ class Working:
     def _before_the_end(self) -> Iterator[int]:
         """Which of `_copies` have a gradient while backward still runs, of those that are exchanged alone."""
         for place, (name, made) in enumerate([*self.recurrent.named_parameters(), ("head", self.head)]):
-            last = name != "head" and not (isinstance(self.recurrent, _Apart) and not name.startswith("layers.0."))
-            if not (last or (self.group.joined and made.numel() <= _SMALL)):
+            above = name == "head" or (isinstance(self.recurrent, _Apart) and not name.startswith("layers.0."))
+            if above and (made.numel() > _SMALL or not self.group.joined):
                 yield place
 
     def refresh(self) -> None:
@@ -243,6 +243,7 @@ class Working:
         """Send the other gradients on their way, the small ones together; what is given waits for them."""
         if not self.group.joined:
             return lambda: None
+        self._join()  # a small head's gradient is among them
         grads = [_gradient(made) for place, made in enumerate(self._copies) if place not in self._early]
         small = [grad for grad in grads if grad.numel() <= _SMALL]
         together = torch.cat([grad.flatten() for grad in small]) if small else None
