@@ -98,9 +98,9 @@ def order_rows(tokens: Tensor) -> Order:
         _run("order_rows", tokens, rows, 1, 1024, tokens.contiguous(), *made, rows)
         return made
     order = tokens.argsort(stable=True)
-    alike, less = tokens == tokens.unsqueeze(1), (tokens < tokens.unsqueeze(1)).sum(1)
-    first = alike.to(torch.int32).argmax(1) == torch.arange(rows, device=tokens.device)
-    return Order(*(each.to(torch.int32) for each in (order, less, torch.where(first, alike.sum(1), 0))))
+    starts, ends = (torch.searchsorted(tokens[order], tokens, right=right) for right in (False, True))
+    first = order[starts] == torch.arange(rows, device=tokens.device)
+    return Order(*(each.to(torch.int32) for each in (order, starts, torch.where(first, ends - starts, 0))))
 
 
 def sum_rows(grads: Tensor, order: Order, width: int, dtype: torch.dtype) -> Tensor:
