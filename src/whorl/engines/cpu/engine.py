@@ -47,17 +47,22 @@ class CPU(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where oneDNN has the LSTM too: training of fewer than 512 units, and most of inference.
+        """Where oneDNN has the LSTM too: most training of fewer than 512 units, and most of inference from 128 on.
 
         torch's time over ours on an AMD EPYC of family 25, by one thread and by two: training from 512 units on 1.0 to
         1.3 in float32 and 1.1 to 2.9 in bfloat16, with 128 units 0.88 to 1.0, but 1.1 to 1.3 in bfloat16 at batch 1;
         inference at batch 1 1.1 to 1.2 with 512 units and 0.95 to 1.3 with 128, in float32 with 1,024 units 1.02 to
-        1.13, and elsewhere 0.83 to 1.04.
+        1.13, and elsewhere 0.83 to 1.04.  oneDNN makes the gradient of x where nobody wants it: training in float32
+        without it 1.01 to 1.8, of 30 and 100 steps at batches 1, 32 and 128 with 64 to 256 units by two threads.
+        Inference of so many steps in float32 at batches to 32 with 32 to 96 units 1.2 to 1.7 by two threads.
         """
         if OneDNN().obstacles(problem):
             return []
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
         alone, gradient = batch == 1 and (narrow or units >= 512), problem.gradient
+        few = units < 128 and batch <= 32 and not gradient
+        if problem.time >= 30 and not narrow and (few or "x" in problem.constants):
+            return []
         if alone or (units >= 512 if gradient else units >= 1024 and not narrow):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"
@@ -134,6 +139,7 @@ class _Pass:
 
     def backward(self, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         form, call, rows, states = self.form, self.call, self.rows, len(self.widths)
+        constants = self.problem.constants
         width = form.width * form.directions
         to_y, to_finals, to_sequences = grads[0], grads[1 : 1 + states], grads[1 + states :]
         to_states = [torch.zeros(len(self.weights), rows.batch, width, dtype=self.wide) for width in self.widths]
@@ -162,16 +168,17 @@ class _Pass:
                     chosen, y, grad, flat if layer == form.layers - 1 else [], saved[3 * index : 3 * index + 2],
                     [state[index] for state in to_states], [state[index] for state in to_reset], to_extras,
                 )  # fmt: skip
-                to_x = found if to_x is None else to_x + found
+                to_x = found if to_x is None or found is None else to_x + found
                 if to_noise:
                     to_noise[index * len(masks) : (index + 1) * len(masks)] = masks
-            assert to_x is not None
             if layer and call.dropout:  # of the steps that count alone: a mask may hold anything elsewhere
+                assert to_x is not None
                 mask = call.dropout[layer - 1]
                 factor = rows.choose(mask.reshape(below.shape))
-                to_dropout[layer - 1] = rows.spread(to_x * rows.choose(below)).view(mask.shape)
+                if "dropout" not in constants:
+                    to_dropout[layer - 1] = rows.spread(to_x * rows.choose(below)).view(mask.shape)
                 to_x = to_x * factor
-            grad, y = self._flat(rows.spread(to_x)), below
+            grad, y = None if to_x is None else self._flat(rows.spread(to_x)), below
         to_inputs = [
             (to_extra.sum(-1) if extra.shape[-1] == 1 else to_extra).reshape(extra.shape)
             for to_extra, extra in zip(to_extras, call.inputs, strict=True)
@@ -201,8 +208,9 @@ class _One:
             **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
         )
         self._masks = Masks(
-            made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products
-        )
+            made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
+            "noise" not in made.problem.constants,
+        )  # fmt: skip
         marks = made.call.marks
         # What entered the product is the output of the step before, where nothing comes between them.
         plain = not made.rows.packed and marks.lengths is None and marks.mask is None and marks.reset is None
@@ -295,8 +303,8 @@ class _One:
     def backward(
         self, x: Tensor, y: Tensor, to_y: Tensor | None, to_sequences: Sequence[Tensor | None], saved: Sequence[Tensor],
         to_states: list[Tensor], to_reset: list[Tensor], to_extras: list[Tensor],
-    ) -> tuple[Tensor, LayerWeights, list[Tensor | None]]:  # fmt: skip
-        """The gradients of x, of the weights and of given masks.
+    ) -> tuple[Tensor | None, LayerWeights, list[Tensor | None]]:  # fmt: skip
+        """The gradients of x, of the weights and of given masks; None of what is constant.
 
         Args:
             to_states: gradients of the final states, which become those of the initial ones.
@@ -330,7 +338,8 @@ class _One:
         has_bias = self._weights.bias_ih is not None
         to_bias = torch.zeros(len(cell.gates) * units, dtype=made.wide) if has_bias else None
         to_bias_hh = to_bias if source.dr_is_dx else torch.zeros(dr.shape[1], dtype=made.wide) if has_bias else None
-        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias)
+        wanted = self._index >= form.directions or "x" not in made.problem.constants
+        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias, wanted)
         to_hh, to_recurrent = self._recurrent(dr, dp, kept, y, None if source.dr_is_dx else to_bias_hh)
         if not cell.recurrent:
             to_bias_hh = None

@@ -36,11 +36,14 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     where = (size, chip, batch, directions, kind)
     if size.staged is not None:
         return next(iter(staging.likely(size.staged, *where)), None)
-    tile, spread = tiling.choose(*where), spreading.choose(*where)
-    if tile is None or spread is None:
-        return spread if tile is None else tile
-    faster = tiling.step_time(*where, tile) > _MUCH[kind] * spreading.step_time(*where)
-    return spread if faster and size.element == 2 and not (size.bits or size.masks) else tile
+    tile = tiling.choose(*where)
+    if tile is None:
+        return spreading.choose(*where)
+    worth = tiling.step_time(*where, tile) / _MUCH[kind]
+    if size.element == 4 or size.bits or size.masks or worth <= spreading.LEAST[kind]:
+        return tile  # without a look at what is spread, of which there are hundreds of candidates
+    spread = spreading.choose(*where)
+    return tile if spread is None or worth <= spreading.step_time(*where) else spread
 
 
 _MUCH = {"forward": 1.1, "backward": 1.6}
