@@ -21,6 +21,11 @@ ENGINES_HERE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    keras.utils.set_random_seed(0)
+
+
 def close(one: Any, other: Any) -> None:
     np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
