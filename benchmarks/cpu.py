@@ -140,11 +140,16 @@ def options() -> Iterator[Case]:
         yield f"option {name}, LSTM (1, 32, 30, 128), train", train(lambda x: plain(x)[0], x, grad, plain), with_option
 
 
-def leaky(x: Any, r: Any, s: Any) -> dict[str, Any]:
-    """A user's step, with as many gates as the LSTM's."""
-    kept = sigmoid(x.f + r.f)
-    c = kept * s.c + (1 - kept) * sigmoid(x.i + r.i) * tanh(x.g + r.g)
-    return dict(h=sigmoid(x.o + r.o) * softplus(c), c=c)
+def leaky(out: Callable[[Any], Any]) -> whorl.Cell:
+    """A user's cell, with as many gates as the LSTM."""
+
+    @whorl.cell(gates="i f g o", states="h c")
+    def step(x: Any, r: Any, s: Any) -> dict[str, Any]:
+        kept = sigmoid(x.f + r.f)
+        c = kept * s.c + (1 - kept) * sigmoid(x.i + r.i) * tanh(x.g + r.g)
+        return dict(h=sigmoid(x.o + r.o) * out(c), c=c)
+
+    return step
 
 
 def cells() -> Iterator[Case]:
@@ -177,10 +182,11 @@ def cells() -> Iterator[Case]:
     both = train(loop, x, grad, normed), train(lambda x: normed(x)[0], x, grad, normed)
     yield "LSTM with layer norm, (1, 32, 30, 128), beside a loop in torch, train", *both
 
-    user = whorl.Recurrent(whorl.cell(gates="i f g o", states="h c")(leaky), 128, 128, engine="cpu")
     plain = whorl.LSTM(128, 128, engine="cpu")
-    both = train(lambda x: plain(x)[0], x, grad, plain), train(lambda x: user(x)[0], x, grad, user)
-    yield "option: a user's cell of four gates beside LSTM (1, 32, 30, 128), train", *both
+    for name, out in (("tanh", tanh), ("softplus", softplus)):
+        user = whorl.Recurrent(leaky(out), 128, 128, engine="cpu")
+        both = train(lambda x: plain(x)[0], x, grad, plain), train(lambda x, user=user: user(x)[0], x, grad, user)
+        yield f"option: a user's cell of four gates with {name}, LSTM (1, 32, 30, 128), train", *both
 
 
 GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options, "cells": cells}
