@@ -200,7 +200,8 @@ INLINE real mean_of_each(const real* const (&rows)[N], int64_t count, Each each)
 }
 template <int N>
 static inline real mean_of(const real* const (&rows)[N], int64_t count) {
-  return mean_of_each(rows, count, [](auto value) { return value; });
+  const real mean = mean_of_each(rows, count, [](auto value) { return value; });
+  return mean + mean_of_each(rows, count, [=](auto value) { return value - mean; });  // what was rounded away
 }
 template <int N>
 static inline real variance_of(const real* const (&rows)[N], int64_t count, real mean) {
