@@ -308,14 +308,14 @@ class _One:
         dx = borrowed(rows.compact, len(cell.gates) * units, dtype=made.dtype)
         dr = dx if source.dr_is_dx else borrowed(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
         dp = [borrowed(rows.compact, units, dtype=made.dtype) for _ in source.products]
-        dv = torch.empty(len(cell.vectors), rows.batch, units, dtype=made.wide)
+        dv = torch.empty(rows.batch, len(cell.vectors), units, dtype=made.wide)
         dprojected = borrowed(rows.compact, form.width, dtype=made.dtype) if form.projection else None
         dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
         self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
         parts, strides = self._sides([to_y])
         self._point_to(kept, fields, "saved")
-        fields.set(dy=parts[0], dx=dx, dr=dr, dprojected=dprojected, dheld=dheld)
+        fields.set(dy=parts[0], dx=dx, dr=dr, dv=dv, dprojected=dprojected, dheld=dheld)
         if source.reads_x:
             fields.sweep.x_stride = saved[1].numel() // (made.wide.itemsize * max(1, rows.compact))
             fields.set(x=saved[1].view(made.wide))
@@ -324,7 +324,7 @@ class _One:
             parts, strides = self._sides(to_sequences)
             fields.set_lists(dsequences=parts)
             fields.set_numbers("dsequence_strides", strides)
-        fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, dv=dv.unbind(), de=to_extras)
+        fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, de=to_extras)
         made.kernel.backward(fields.sweep)
 
         has_bias = self._weights.bias_ih is not None
@@ -340,7 +340,7 @@ class _One:
         to_hr = None
         if dprojected is not None:
             to_hr = made.products.outer(dprojected, kept["unprojected"])
-        sums = dv.sum(1)
+        sums = dv.sum(0)
         vectors = tuple(sums[index].clone() for index in source.sums)
         return (
             to_x,

@@ -119,8 +119,8 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     y, grad = y.contiguous(), grads[0]
     dx = borrowed(rows, len(form.cell.gates) * units, dtype=dtype)
     dr = borrowed(rows, made.dr, dtype=dtype) if made.dr else None
-    room = borrowed(len(form.cell.vectors), problem.batch, units, dtype=wide)
-    dv = addresses(room.unbind())
+    vectors = len(form.cell.vectors)
+    dv = borrowed(problem.batch, vectors, units, dtype=wide)
     for layer in reversed(range(form.layers)):
         below = call.x.contiguous() if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)
         grad = None if grad is None else grad.to(dtype).contiguous()
@@ -129,7 +129,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
         for direction in range(directions):
             index, begin = layer * directions + direction, direction * units * narrow
             one, to = weights[index], to_weights[index * each : (index + 1) * each]
-            to_vectors = addresses(to[each - len(room) :])
+            to_vectors = addresses(to[each - vectors :])
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(rows, columns, dtype=wide)
             plain = Plain(
@@ -138,8 +138,8 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 saved[index].data_ptr(), (), (),
                 None if grad is None else grad.data_ptr() + begin, _each(dfinals, index * apart),
                 _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
-                dx.data_ptr(), address(dr), address(found), *map(address, to[: each - len(room)]),
-                dv=ctypes.addressof(dv), sums=ctypes.addressof(made.sums), to_vectors=ctypes.addressof(to_vectors),
+                dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
+                dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), to_vectors=ctypes.addressof(to_vectors),
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:

@@ -87,6 +87,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
       row.scratch = scratch + j * g.scratch_apart(cell.forward), row.padded = g.padded;
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
+      for (int64_t at = 0; k.saved && at < row_saved; at += LANES) __builtin_prefetch(row.saved + at, 1);
       row.means = own.means + j * cell.forward.means;
       row.v = k.vectors;
       extras_of(g, o, room + j * cell.extras * g.padded, own.extras + j * cell.extras);

@@ -23,7 +23,7 @@ struct Plain {
   real* to_input;                    // gradient of the input, [outer rows, inputs filled up to 64]; null: not wanted
   real *to_ih, *to_hh;               // of the weights
   real *to_bias_ih, *to_bias_hh;     // of the biases; null: not wanted
-  real* const* dv;                   // of the vectors in each sequence, [batch, units] each: room
+  real* dv;                          // of the vectors in each sequence, [batch, vectors, units]: room
   const int64_t* sums;               // of each vector the one whose gradient it has
   real* const* to_vectors;           // of the vectors, [units] each
 };
@@ -54,12 +54,13 @@ struct Vectors {
 static void sum_vectors(void* data, int thread, int threads) {
   const Vectors& job = *(Vectors*)data;
   constexpr int64_t run = 32;
+  const int64_t apart = job.count * job.units;
   for (int64_t v = thread; v < job.count; v += threads) {
     if (job.p->sums[v] != v) continue;
-    real* rows = job.p->dv[v];
+    real* rows = job.p->dv + v * job.units;
     auto add = [&](int64_t to, int64_t from) {
       EACH_ALONE
-      for (int64_t u = 0; u < job.units; ++u) rows[to * job.units + u] += rows[from * job.units + u];
+      for (int64_t u = 0; u < job.units; ++u) rows[to * apart + u] += rows[from * apart + u];
     };
     for (int64_t r = 0; r < job.batch; ++r)
       if (r % run) add(r - r % run, r);
