@@ -19,7 +19,7 @@ from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
-from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, projects_within
+from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, projects_within, turned
 from whorl.engines.native import OneDNN
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -48,15 +48,16 @@ class CPU(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where oneDNN has the LSTM too: most of inference at batch 2 and more from 128 units on.
+        """Where oneDNN has the LSTM too: most of inference at batch 2 and more of more than 128 units.
 
         torch's time over ours on an AMD EPYC of family 25 by two threads: training in float32 1.01 to 1.34, in bfloat16
         1.05 to 2.4, with 128 units at batch 128 0.94 to 1.15 (by one thread 1.0 to 1.7, but with 128 units at batch 32
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
-        1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, and elsewhere 0.92 to 1.09.
+        1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, with 128 1.02 to 1.4 (to 1.5 where
+        the weights lie as Keras has them, which oneDNN turns at each call), and elsewhere 0.92 to 1.09.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
-        few = units < 128 and batch <= 32 and problem.time >= 30
+        few = units <= 128 and batch <= 32 and problem.time >= 30
         faster = problem.gradient or batch == 1 or (not narrow and (few or units >= 1024))
         if faster or OneDNN().obstacles(problem):
             return []
@@ -193,6 +194,11 @@ class _Pass:
         return None if grad is None else grad.to(self.dtype).reshape(self.rows.outer, -1).contiguous()
 
 
+def _laid(matrix: Tensor, name: str) -> Tensor:
+    """A matrix as kernels read it: those of both products the other way round too."""
+    return matrix if name != "hr" and turned(matrix) else matrix.contiguous()
+
+
 class _One:
     """One layer in one direction."""
 
@@ -204,7 +210,7 @@ class _One:
         vectors = tuple(made.widened(vector) for vector in weights.vectors)
         self._weights = weights._replace(
             vectors=vectors,
-            **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
+            **{name: _laid(matrix.detach(), name) for name, matrix in matrices.items() if matrix is not None},
         )
         self._masks = Masks(
             made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
@@ -233,6 +239,7 @@ class _One:
         weights = self._weights
         bias = None if weights.bias_hh is None else made.widened(weights.bias_hh)
         fields.set(hh=weights.hh, hr=weights.hr, bias_hh=bias)
+        fields.sweep.hh_turned = weights.hh is not None and turned(weights.hh)
         fields.set_lists(vectors=weights.vectors, extras=made.extras)
         fields.set_numbers("extra_widths", [extra.shape[-1] for extra in made.extras])
         return fields
@@ -288,6 +295,7 @@ class _One:
             return self._masks.project(rows.choose(x), self._weights)
         bias = None if self._weights.bias_ih is None else made.widened(self._weights.bias_ih)
         fields.set(input=x.contiguous(), ih=self._weights.ih, bias_ih=bias)
+        sweep.ih_turned = turned(self._weights.ih)
         if not (made.problem.gradient and self._source.reads_x):
             return None
         return borrowed(rows.compact, filled_up(len(form.cell.gates) * form.units), dtype=made.wide)

@@ -15,7 +15,7 @@ from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cpu.generate import source
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import Fields, Kernel, Plain, Sweep, address, filled_up, kernel, projects_within
+from whorl.engines.cpu.sweep import Fields, Kernel, Plain, Sweep, address, filled_up, kernel, projects_within, turned
 from whorl.problem import Call, Outcome, Problem
 
 
@@ -71,15 +71,17 @@ def forward(made: Sizes, call: Call) -> Outcome:
     starts = [state.to(wide).contiguous() for state in call.states]
     finals = [torch.empty(count, problem.batch, form.units, dtype=wide) for _ in range(states)]
     apart, weights = problem.batch * form.units * wide.itemsize, _weights(made, call)
-    x, kept, inner = call.x.contiguous(), [], []
+    x, kept, inner = call.x, [], []
     for layer in range(form.layers):
+        x, steps_apart, rows_apart = _entering(x, made.sweep(layer * form.directions))
         y = empty(problem.time, problem.batch, form.units * form.directions, dtype=dtype)
         for direction in range(form.directions):
             index = layer * form.directions + direction
             if problem.gradient:
                 kept.append(borrowed(made.kept, dtype=torch.uint8))
             plain = Plain(
-                x.data_ptr(), *map(address, weights[index]), y.data_ptr() + direction * form.units * dtype.itemsize,
+                x.data_ptr(), steps_apart, rows_apart, *_addresses(weights[index]),
+                y.data_ptr() + direction * form.units * dtype.itemsize,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
                 _each(finals, index * apart),
             )  # fmt: skip
@@ -113,8 +115,8 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(rows, columns, dtype=wide)
             plain = Plain(
-                below.data_ptr(), *map(address, weights[index]), y.data_ptr() + begin, saved[index].data_ptr(), (), (),
-                None if grad is None else grad.data_ptr() + begin, _each(dfinals, index * apart),
+                below.data_ptr(), 0, 0, *_addresses(weights[index]), y.data_ptr() + begin, saved[index].data_ptr(),
+                (), (), None if grad is None else grad.data_ptr() + begin, _each(dfinals, index * apart),
                 _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
                 dx.data_ptr(), address(dr), address(found),
                 *map(address, to_weights[index * each : (index + 1) * each]),
@@ -130,7 +132,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
 
 def _weights(made: Sizes, call: Call) -> list[tuple[Tensor | None, ...]]:
     """Of each layer and direction the weights and, in the dtype of sums, the biases."""
-    flat = [weight.contiguous() for weight in call.weights]
+    flat = [weight if weight.dim() == 2 and turned(weight) else weight.contiguous() for weight in call.weights]
     if not made.problem.form.bias:
         return [(*flat[start : start + 2], None, None) for start in range(0, len(flat), 2)]
     wide = made.wide
@@ -138,6 +140,24 @@ def _weights(made: Sizes, call: Call) -> list[tuple[Tensor | None, ...]]:
         (flat[start], flat[start + 1], flat[start + 2].to(wide), flat[start + 3].to(wide))
         for start in range(0, len(flat), 4)
     ]
+
+
+def _entering(x: Tensor, sweep: Sweep) -> tuple[Tensor, int, int]:
+    """What a layer reads as its kernel takes it, and how far its steps and sequences are apart; 0: as if contiguous.
+
+    Where the loop makes the input projection they may lie as they like.
+    """
+    if x.is_contiguous() or sweep.x_stride or x.stride(2) != 1 or not x.stride(0):
+        return x.contiguous(), 0, 0
+    return x, x.stride(0), x.stride(1)
+
+
+def _addresses(weights: tuple[Tensor | None, ...]) -> tuple[int | bool | None, ...]:
+    """What a `Plain` says of them."""
+    ih, hh, *biases = weights
+    assert ih is not None
+    assert hh is not None
+    return (ih.data_ptr(), hh.data_ptr(), turned(ih), turned(hh), *map(address, biases))
 
 
 def _each(tensors: Sequence[Tensor | None], offset: int) -> tuple[int | None, ...]:

@@ -30,7 +30,7 @@ for _row in (
     ("starts lengths place mask reset ids order ends x", c_void_p),
     ("x_stride", c_int64),
     ("input", c_void_p),
-    ("inputs", c_int64),
+    ("inputs input_step input_row", c_int64),
     ("ih bias_ih", c_void_p),
     ("hh bias_hh hr vectors extras extra_widths states reset_to", c_void_p),
     ("noise_kind keep_plain", c_int64),
@@ -45,7 +45,7 @@ for _row in (
     ("sequences sequence_strides entered unprojected saved operands dy", c_void_p),
     ("dy_stride", c_int64),
     ("dsequences dsequence_strides dstates dreset dheld dx dr dp dv de dprojected", c_void_p),
-    ("unread", c_int64),
+    ("ih_turned hh_turned unread", c_int64),
 ):
     _FIELDS |= dict.fromkeys(_row[0].split(), _row[1])
 
@@ -66,7 +66,11 @@ class Plain(Structure):
     """The `Plain` of kernels/plain.cpp: the tensors of a call that has no more than x, weights and initial states."""
 
     _fields_ = (
-        *((name, c_void_p) for name in "input ih hh bias_ih bias_hh y saved".split()),
+        ("input", c_void_p),
+        *((name, c_int64) for name in "input_step input_row".split()),
+        *((name, c_void_p) for name in "ih hh".split()),
+        *((name, c_int64) for name in "ih_turned hh_turned".split()),
+        *((name, c_void_p) for name in "bias_ih bias_hh y saved".split()),
         ("starts", c_void_p * 4),
         ("finals", c_void_p * 4),
         ("dy", c_void_p),
@@ -142,6 +146,11 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def turned(weight: Tensor) -> bool:
+    """Whether a matrix lies in memory the other way round, as those of Keras do: kernels read it so too."""
+    return weight.stride() == (1, weight.shape[0]) and not weight.is_contiguous()
+
+
 class Products:
     """Products of many rows at once, to the bit the same with any number of threads."""
 
@@ -150,8 +159,10 @@ class Products:
 
     def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = True) -> Tensor:
         """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
-        x, weight = x.contiguous(), weight.contiguous()
         columns = weight.shape[0 if across else 1]
+        if turned(weight):
+            weight, across = weight.t(), not across
+        x, weight = x.contiguous(), weight.contiguous()
         rows, inputs = x.shape
         made = empty(rows, filled_up(columns), dtype=self._wide)
         sizes = rows, inputs, columns, made.shape[1], across, self._threads
