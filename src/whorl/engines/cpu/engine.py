@@ -381,12 +381,13 @@ class _One:
             if self._shifted:
                 self._shifted_product(part, y, to, part_of_sums)
                 continue
-            products.outer(part, masks.enter(kept["entered"], first), to, part_of_sums, add=False)
+            products.outer(part, kept["entered"], to, part_of_sums, add=False, factor=masks.entering(first))
             if to_mask is not None:
                 masks.add_gradient(to_mask, kept["entered"], first, part @ self._rows_of(hh, first, count))
         for index, (gate, grad) in enumerate(zip(self._source.products, dp, strict=True)):
             operand, part_of_sums = kept[f"operand {index}"], None if sums is None else self._rows_of(sums, gate)
-            products.outer(grad, masks.enter(operand, gate), self._rows_of(to_hh, gate), part_of_sums)
+            to = self._rows_of(to_hh, gate)
+            products.outer(grad, operand, to, part_of_sums, factor=masks.entering(gate))
             if to_mask is not None:
                 masks.add_gradient(to_mask, operand, gate, grad @ self._rows_of(hh, gate))
         return to_hh, to_mask

@@ -136,7 +136,7 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
     library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
-    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 7)
+    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6, *(c_void_p,) * 2, *(c_int64,) * 2)
     library.whorl_project.restype = library.whorl_outer.restype = None
     return library
 
@@ -149,6 +149,18 @@ def address(tensor: Tensor | None) -> int | None:
 def turned(weight: Tensor) -> bool:
     """Whether a matrix lies in memory the other way round, as those of Keras do: kernels read it so too."""
     return weight.stride() == (1, weight.shape[0]) and not weight.is_contiguous()
+
+
+class Factor(NamedTuple):
+    """What each row of a matrix is multiplied with."""
+
+    rows: Tensor | None
+    """[count, columns] in the dtype of sums; None: nothing."""
+    place: Tensor | None
+    """Of each row of the matrix the one that it takes; None: one after the other, again and again."""
+
+
+NO_FACTOR = Factor(None, None)
 
 
 class Products:
@@ -170,13 +182,15 @@ class Products:
         return made
 
     def outer(
-        self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None, add: bool = True
-    ) -> Tensor:
+        self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None, add: bool = True,
+        factor: Factor = NO_FACTOR,
+    ) -> Tensor:  # fmt: skip
         """a' b in the dtype of sums, [columns of a, columns of b].
 
         Args:
             to: where the product is written; with `add` it is added to what is there.
             sums: the columns of a are added to it.
+            factor: what b is multiplied with.
         """
         if to is None:
             to, add = empty(a.shape[1], b.shape[1], dtype=self._wide), False
@@ -184,8 +198,9 @@ class Products:
         if not rows:
             return to if add else to.zero_()
         assert a.stride(1) == b.stride(1) == 1 or 1 in (columns, inputs)
-        sizes = rows, columns, inputs, a.stride(0), b.stride(0), add, self._threads
-        self._kernel.outer(*map(address, (to, sums, a, b)), *sizes)
+        sizes = rows, columns, inputs, a.stride(0), b.stride(0), add
+        times = address(factor.rows), address(factor.place), 0 if factor.rows is None else factor.rows.shape[0]
+        self._kernel.outer(*map(address, (to, sums, a, b)), *sizes, *times, self._threads)
         return to
 
 

@@ -63,7 +63,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   if (p.to_input)
     project({p.to_input, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, k.inputs, false, 0, 0, nullptr, nullptr}, threads);
+  outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, k.inputs, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
   // What entered the recurrent product of a step is the output of the step before, and at first the initial state.
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;
@@ -71,11 +71,11 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   const store *others = k.reverse ? dr : dr + k.batch * wide, *first = k.reverse ? dr + later * wide : dr;
   const store* before = k.reverse ? p.y + k.batch * k.y_stride : p.y;
   if (later)
-    outer({p.to_hh, sums, others, before, later, wide, k.width, wide, k.y_stride, false, 0, 0, nullptr, nullptr}, threads);
+    outer({p.to_hh, sums, others, before, later, wide, k.width, wide, k.y_stride, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
   else
     set_or_zero(p.to_hh, nullptr, wide * k.width);
   if (p.begin)
-    outer({p.to_hh, sums, first, p.begin, k.batch, wide, k.width, wide, k.width, true, 0, 0, nullptr, nullptr}, threads);
+    outer({p.to_hh, sums, first, p.begin, k.batch, wide, k.width, wide, k.width, true, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
   else if (sums)
     for (int64_t r = 0; r < k.batch; ++r)
       for (int64_t u = 0; u < wide; ++u) sums[u] += widened(first[r * wide + u]);
