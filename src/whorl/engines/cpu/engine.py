@@ -19,7 +19,7 @@ from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
-from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, projects_within, turned
+from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, laid, projects_within, turned
 from whorl.engines.native import OneDNN
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -194,11 +194,6 @@ class _Pass:
         return None if grad is None else grad.to(self.dtype).reshape(self.rows.outer, -1).contiguous()
 
 
-def _laid(matrix: Tensor, name: str) -> Tensor:
-    """A matrix as kernels read it: those of both products the other way round too."""
-    return matrix if name != "hr" and turned(matrix) else matrix.contiguous()
-
-
 class _One:
     """One layer in one direction."""
 
@@ -206,11 +201,11 @@ class _One:
         self._pass, self._form, self._rows, self._index = made, made.form, made.rows, index
         self._source, self._direction = made.kernel.source, index % made.form.directions
         weights = made.weights[index]
-        matrices = {name: getattr(weights, name) for name in ("ih", "hh", "hr")}
-        vectors = tuple(made.widened(vector) for vector in weights.vectors)
         self._weights = weights._replace(
-            vectors=vectors,
-            **{name: _laid(matrix.detach(), name) for name, matrix in matrices.items() if matrix is not None},
+            ih=laid(weights.ih.detach()),
+            hh=None if weights.hh is None else laid(weights.hh.detach()),
+            hr=None if weights.hr is None else weights.hr.detach().contiguous(),
+            vectors=tuple(made.widened(vector) for vector in weights.vectors),
         )
         self._masks = Masks(
             made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
@@ -316,7 +311,7 @@ class _One:
         dx = borrowed(rows.compact, len(cell.gates) * units, dtype=made.dtype)
         dr = dx if source.dr_is_dx else borrowed(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
         dp = [borrowed(rows.compact, units, dtype=made.dtype) for _ in source.products]
-        dv = torch.zeros(len(cell.vectors), rows.batch, units, dtype=made.wide)
+        dv = torch.empty(len(cell.vectors), rows.batch, units, dtype=made.wide)
         dprojected = borrowed(rows.compact, form.width, dtype=made.dtype) if form.projection else None
         dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]

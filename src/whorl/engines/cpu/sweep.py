@@ -70,13 +70,16 @@ class Plain(Structure):
         *((name, c_int64) for name in "input_step input_row".split()),
         *((name, c_void_p) for name in "ih hh".split()),
         *((name, c_int64) for name in "ih_turned hh_turned".split()),
-        *((name, c_void_p) for name in "bias_ih bias_hh y saved".split()),
+        *((name, c_void_p) for name in "bias_ih bias_hh vectors".split()),
+        ("within", c_int64),
+        *((name, c_void_p) for name in "x y saved".split()),
         ("starts", c_void_p * 4),
         ("finals", c_void_p * 4),
         ("dy", c_void_p),
         ("dfinals", c_void_p * 4),
         ("dstarts", c_void_p * 4),
         *((name, c_void_p) for name in "begin dx dr to_input to_ih to_hh to_bias_ih to_bias_hh".split()),
+        *((name, c_void_p) for name in "dv sums to_vectors".split()),
     )
 
 
@@ -149,6 +152,11 @@ def address(tensor: Tensor | None) -> int | None:
 def turned(weight: Tensor) -> bool:
     """Whether a matrix lies in memory the other way round, as those of Keras do: kernels read it so too."""
     return weight.stride() == (1, weight.shape[0]) and not weight.is_contiguous()
+
+
+def laid(weight: Tensor) -> Tensor:
+    """A matrix as kernels take it, either way round."""
+    return weight if turned(weight) else weight.contiguous()
 
 
 class Factor(NamedTuple):
@@ -228,6 +236,11 @@ def _pointers(count: int) -> type[ctypes.Array]:
     return c_void_p * count
 
 
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array:
+    """Of each, where a kernel can read them."""
+    return _pointers(len(tensors))(*map(address, tensors))
+
+
 def projects_within(sweep: Sweep, threads: int, dtype: torch.dtype) -> bool:
     """Whether the loop makes the input projection itself, a few steps ahead, while it is near.
 
@@ -264,7 +277,7 @@ class Fields:
         """Fields that point to a list of tensors; none where it is empty."""
         for name, tensors in lists.items():
             if tensors:
-                pointers = _pointers(len(tensors))(*map(address, tensors))
+                pointers = addresses(tensors)
                 setattr(self.sweep, name, ctypes.addressof(pointers))
                 self._kept += [pointers, *tensors]
 
