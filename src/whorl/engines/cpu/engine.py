@@ -54,7 +54,8 @@ class CPU(Engine):
         1.05 to 2.4, with 128 units at batch 128 0.94 to 1.15 (by one thread 1.0 to 1.7, but with 128 units at batch 32
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
         1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, with 128 1.02 to 1.4 (to 1.5 where
-        the weights lie as Keras has them, which oneDNN turns at each call), and elsewhere 0.92 to 1.09.
+        the weights lie as Keras has them, which oneDNN turns at each call; by one thread at batch 32 0.91 and 0.95),
+        and elsewhere 0.92 to 1.09.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
         few = units <= 128 and batch <= 32 and problem.time >= 30
