@@ -327,7 +327,7 @@ def test_the_lstm_of_a_cpu_runs_on_the_engine_that_was_measured_to_be_faster(
         made = decide(replace(asked, gradient=gradient))
         assert made.engine == engine
         assert engine == "cpu" or "inference of" in str(made.refusals[-1])
-    if units == 128:
+    if units == 128 and batch > 1:
         assert decide(replace(asked, gradient=False, time=29)).engine == "onednn"
     assert decide(asked, "cpu").engine == "cpu"
     assert decide(replace(asked, packed=True)).engine == "cpu"
