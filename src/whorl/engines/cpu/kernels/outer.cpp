@@ -98,7 +98,7 @@ static void pack_outer(void* data, int thread, int threads) {
   store* scaled = o.factor ? (store*)malloc(size_t(Outer::DEEP * o.m) * sizeof(store)) : nullptr;
   for (int64_t begin = thread * Outer::DEEP; begin < o.rows; begin += threads * Outer::DEEP) {
     const Packed block = o.block(begin);
-    for (int64_t i = 0; scaled && i < block.k; ++i) {
+    for (int64_t i = 0; o.factor && i < block.k; ++i) {
       const store* from = o.b + (begin + i) * o.ldb;
       const real* factor = o.factor + (o.sequence ? o.sequence[begin + i] : (begin + i) % o.batch) * o.m;
       EACH_ALONE
