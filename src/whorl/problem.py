@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -197,6 +197,11 @@ class Plan:
         """Chosen by whorl, and a loop over time in Python that has something to do."""
         worth_saying = self.problem.time > 1 and self.problem.batch > 0
         return self.engine == "reference" and self.asked == "auto" and worth_saying
+
+    @cached_property
+    def saving_nothing(self) -> "Plan":
+        """The plan of the same forward pass with no backward to come; one object, for which engines make ready once."""
+        return replace(self, problem=replace(self.problem, gradient=False))
 
 
 class Marks(NamedTuple):
