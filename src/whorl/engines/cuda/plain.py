@@ -62,19 +62,22 @@ class Plain(Layers):
         super().__init__(plan, device)
         form, (units, batch, time, directions) = self.form, self.sizes
         self._output, self._state = (time, batch, directions * units), (form.layers * directions, batch, units)
-        self._every = every = len(kinds(form))
-        of_bias = (3, 2) if form.bias else (None, None)  # r's, then x's, as kernels take them
-        self._reads = [
-            [-1 if kind is None or place is None else place + kind for kind in (1, *of_bias) for place in pair_of]
-            for pair_of in ([(layer * directions + d) * every if d < directions else None for d in (0, 1)]
-                            for layer in range(form.layers))
-        ]  # fmt: skip
-        """Of each layer the places of its weights among all: recurrent ones, then biases, each of both directions."""
+        self._every = len(kinds(form))
+        self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
         self._ahead = self._kernel("forward", PLAIN)
         self._kept, self._room = self._laid_out()
         self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
         if self.problem.gradient:
             self._make_ready_for_backward()
+
+    def _places_of_weights(self, layer: int) -> list[int]:
+        """Among all weights: recurrent ones, then biases of r and of x, each of two directions; -1 for what is not."""
+        directions = self.form.directions
+        firsts, made = [(layer * directions + direction) * self._every for direction in range(directions)], []
+        for kind in (1, 3, 2):
+            there = kind == 1 or self.form.bias
+            made += [first + kind if there else -1 for first in firsts] + [-1] * (2 - directions)
+        return made
 
     def _laid_out(self) -> tuple[list[_Kept], int]:
         """Where each layer leaves what, and the bytes of all."""
