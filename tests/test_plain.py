@@ -14,6 +14,7 @@ from comparison import assert_agrees, draw, make
 from emulation import emulated
 from whorl.engines.cuda import aligned, layers
 from whorl.engines.cuda.plain import Plain
+from whorl.engines.cuda.products import Product
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 FORMS: dict[str, dict[str, Any]] = {
@@ -106,6 +107,19 @@ def test_backward_may_run_again() -> None:
     first, second = (torch.autograd.grad(loss, (x, *layer.parameters()), retain_graph=True) for _ in range(2))
     for got, truth in zip(second, first, strict=True):
         torch.testing.assert_close(got, truth, rtol=0, atol=0)
+
+
+def test_no_product_for_an_x_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, multiply = [], Product.__call__
+    monkeypatch.setattr(
+        Product, "__call__", lambda own, *given, **how: counts.append(own) or multiply(own, *given, **how)
+    )
+    layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
+    for of_x, wanted in ((True, 3), (False, 2)):
+        y, _ = layer(torch.randn(4, 5, 6, dtype=torch.bfloat16, requires_grad=of_x))
+        counts.clear()
+        y.sum().backward()
+        assert len(counts) == wanted
 
 
 def test_what_has_options_or_needs_copies_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
