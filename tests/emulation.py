@@ -24,7 +24,7 @@ from torch import Tensor
 
 from whorl import problem
 from whorl.bench.baseline import to_tf32
-from whorl.engines.cuda import aligned, entering, launch, layers, options, persistent, prepare, store
+from whorl.engines.cuda import aligned, entering, launch, layers, options, persistent, prepare, products, store
 from whorl.engines.cuda.tiling import Chip
 from whorl.plan import plan
 
@@ -85,6 +85,14 @@ def compiled(source: str, name: str, architecture: str, options: Any = (), *, fo
     return str(path).encode()
 
 
+def _matrix(place: int, kind: int, rows: int, columns: int, step: int) -> Tensor:
+    """A matrix that lies at an address: an element outside of it is none of it."""
+    (dtype,) = [one for one, number in products._TYPES.items() if number == kind]
+    count = (rows - 1) * step + columns
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(place)
+    return torch.frombuffer(memory, dtype=dtype, count=count).as_strided((rows, columns), (step, 1))
+
+
 @contextmanager
 def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
     """Engine `persistent` takes tensors of the CPU for those of an H200; `tf32` is torch's switch."""
@@ -95,6 +103,18 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         made = real_mm(*(to_tf32(t) if tf32 else t.float() for t in (a, b)))
         made = made if out is None or not add else made + out
         return made.to(torch.float32 if wide else a.dtype) if out is None else out.copy_(made)
+
+    def multiply(handle: int, *given: int) -> int:
+        """cublasGemmEx, which goes by columns: what it has as b.T @ a.T is a @ b."""
+        b_turned, a_turned, columns, rows, depth, _, b, kind, b_step, a, _, a_step, add, out, its, step, how, _ = given
+        if min(rows, columns) == 0 or b_step < max(1, depth if b_turned else columns) or step < columns:
+            return 7
+        left = _matrix(a, kind, *((depth, rows) if a_turned else (rows, depth)), a_step)
+        right = _matrix(b, kind, *((columns, depth) if b_turned else (depth, columns)), b_step)
+        into = _matrix(out, its, rows, columns, step)
+        adds = ctypes.c_float.from_address(add).value == 1
+        product(left.t() if a_turned else left, right.t() if b_turned else right, into, adds, how == products._TF32)
+        return 0
 
     major, minor = CHIP.capability
     chip = SimpleNamespace(major=major, minor=minor, multi_processor_count=CHIP.multiprocessors)
@@ -114,6 +134,9 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda: 0, raising=False)
+        library = SimpleNamespace(cublasGemmEx=multiply, cublasSetMathMode=lambda handle, mode: 0)
+        patch.setattr(products, "cublas", lambda: library)
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)
         patch.setattr(layers, "product", product)

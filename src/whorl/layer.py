@@ -161,8 +161,9 @@ class Layer(Recurrence, torch.nn.Module):
             options |= dict(dropout_masks=dropout_masks, return_states=return_states or None)
             return leaf(self, input, hx, **{name: value for name, value in options.items() if value is not None})
         _check_flag("return_states", return_states)
-        given = (lengths, mask, reset, reset_to, inputs, dropout_masks)
-        extras = NOTHING if all(option is None for option in given) else Extras(*given)
+        extras = NOTHING
+        if not (lengths is mask is reset is reset_to is inputs is dropout_masks is None):
+            extras = Extras(lengths, mask, reset, reset_to, inputs, dropout_masks)
         if exporting():
             return self._traced(input, hx, extras is not NOTHING or return_states)
         call, unsorted, batched = self._arranged(input, hx, extras)

@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -198,6 +197,11 @@ class Plan:
         worth_saying = self.problem.time > 1 and self.problem.batch > 0
         return self.engine == "reference" and self.asked == "auto" and worth_saying
 
+    @cached_property
+    def saving_nothing(self) -> "Plan":
+        """The plan of the same forward pass with no backward to come; one object, for which engines make ready once."""
+        return replace(self, problem=replace(self.problem, gradient=False))
+
 
 class Marks(NamedTuple):
     """What says of each step and sequence how it is to be treated; no gradient flows to it."""
@@ -257,9 +261,11 @@ class Call(NamedTuple):
     @staticmethod
     def of(tensors: Sequence[Tensor], layout: Sequence[int], marks: Sequence[Tensor | None]) -> "Call":
         """The call whose `tensors`, `layout` and `marks` these are."""
-        row = iter(tensors)
-        parts = [tuple(islice(row, count)) for count in (1, *layout)]
-        return Call(parts[0][0], *parts[1:], marks=Marks(*marks))  # type: ignore[misc, arg-type]
+        parts, first = [], 1
+        for count in layout:
+            parts.append(tuple(tensors[first : first + count]) if count else ())
+            first += count
+        return Call(tensors[0], *parts, marks=Marks(*marks))  # type: ignore[misc, arg-type]
 
 
 class Outcome(NamedTuple):
@@ -305,7 +311,7 @@ def facts(call: Call, gradient: bool, sequences: bool = False, constants: tuple[
     x, marks = call.x, call.marks
     where, shape, sizes = x.device, x.shape, marks.batch_sizes
     kind = where.type
-    enabled = torch.backends.cudnn.enabled if kind == "cuda" else torch._C._get_mkldnn_enabled()
+    enabled = torch._C._get_cudnn_enabled() if kind == "cuda" else torch._C._get_mkldnn_enabled()
     time, batch = (shape[0], shape[1]) if sizes is None else (len(sizes), int(sizes[0]))
     plain = marks is PLAIN and not (call.inputs or call.noise or sequences)
     extras = () if plain else _extras(call, sequences)
@@ -353,15 +359,20 @@ def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether a backward pass may follow a call on these."""
     if not torch.is_grad_enabled():
         return False
-    return torch._C._are_functorch_transforms_active() or any(tensor.requires_grad for tensor in tensors)
+    return torch._C._are_functorch_transforms_active() or _any_wants(tensors)
 
 
 def constants(call: Call) -> tuple[str, ...]:
     """What of a call needs no gradient, as `Problem.constants` names it; under torch.func that cannot be read."""
     if torch._C._are_functorch_transforms_active():
         return ()
-    parts = {"x": (call.x,), "dropout": call.dropout, "noise": call.noise}
-    return tuple([name for name, part in parts.items() if part and not any(tensor.requires_grad for tensor in part)])
+    x: tuple[str, ...] = () if call.x.requires_grad else ("x",)
+    parts = {"dropout": call.dropout, "noise": call.noise} if call.dropout or call.noise else {}
+    return (*x, *(name for name, part in parts.items() if part and not _any_wants(part)))
+
+
+def _any_wants(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def autocast_is_on(kind: str) -> bool:

@@ -46,7 +46,7 @@ def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
 def forward(made: Plan, call: Call) -> Outcome:
     """The engine's forward, as the layer's `memory` has it: what is computed again for backward is not saved now."""
     if made.problem.form.memory == "recompute":
-        made = replace(made, problem=replace(made.problem, gradient=False))
+        made = made.saving_nothing
     return ENGINES[made.engine].forward(made, call)
 
 

@@ -19,6 +19,11 @@ LEAST = 1 << 29
 """Multiplications of a product that is worth the copies."""
 
 
+def needed(element: int, sizes: Iterable[int], most: int) -> bool:
+    """Whether any product is worth copies, from what `Products` is made of."""
+    return most >= LEAST and any(size % (16 // element) for size in sizes)
+
+
 class Products:
     """Products on one device; the kernels that copy are loaded when it is made, where they may be needed.
 
@@ -28,8 +33,7 @@ class Products:
     """
 
     def __init__(self, chip: Chip, index: int, element: int, sizes: Iterable[int], most: int) -> None:
-        each = 16 // element
-        self._needed = most >= LEAST and any(size % each for size in sizes)
+        self._needed = needed(element, sizes, most)
         self._words = [word for word in (2, 4, 8) if word >= element] if self._needed else []
         self._copiers: dict[int, Kernel] = {word: row_copier(word, chip, index) for word in self._words}
 

@@ -1,6 +1,6 @@
 """How a call runs through the kernels of a plan: products of whole matrices before and after, one launch a layer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -49,9 +49,7 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
-        sizes = form.inputs, form.layer_inputs(1), form.units, len(form.cell.gates) * form.units
-        most = problem.time * problem.batch * max(sizes[:3]) * sizes[3]
-        self._product = Products(self.chip, self.index, problem.dtype.itemsize, sizes, most)
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize, *largest(problem))
         self._sums = Sums(form, problem.dtype, self.chip, self.index) if problem.gradient else None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
@@ -91,7 +89,7 @@ class Layers:
         form, cell, dtype = self.form, self.cell, self.problem.dtype
         keep, x = self.problem.gradient, call.x
         rows = call.x.shape[0] if self.problem.packed else time * batch
-        starts = [_plain(state.to(dtype)) for state in call.states]
+        starts = [plain(state.to(dtype)) for state in call.states]
         finals = [x.new_empty(form.layers * directions, batch, units) for _ in cell.states]
         saved: list[Tensor] = []
         sequences: list[Tensor] = []
@@ -116,7 +114,7 @@ class Layers:
                     extra = options.argument(layer, before=before, sequences=sequences)
             ahead(
                 stream, x,
-                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
+                *pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), *self._inside(spaces, rows), time, batch, *extra,
             )  # fmt: skip
@@ -130,9 +128,9 @@ class Layers:
         units, batch, time, directions = self.sizes
         form, cell, dtype = self.form, self.cell, self.problem.dtype
         states = len(cell.states)
-        grad_y, *others = (None if grad is None else _plain(grad.to(dtype)) for grad in grads)
+        grad_y, *others = (None if grad is None else plain(grad.to(dtype)) for grad in grads)
         grad_finals, grad_sequences = others[:states], others[states:]
-        starts = [_plain(state.to(dtype)) for state in call.states]
+        starts = [plain(state.to(dtype)) for state in call.states]
         grad_starts = [torch.empty_like(state) for state in starts]
         per_layer = [_plain_weights(own) for own in split(form, call.weights)]
         grad_weights: list[LayerWeights] = list(per_layer)
@@ -163,7 +161,7 @@ class Layers:
                 to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
             columns = summing.columns
             sums = [x.new_empty(back.sums, columns, dtype=torch.float32) if columns else None for _ in weights]
-            out = _plain(out)
+            out = plain(out)
             entered: Sequence[Tensor | ByGate] = ()
             extra: list[int | float] = []
             if found is not None and options is not None:
@@ -177,12 +175,12 @@ class Layers:
                     extra = found.argument(layer, features, before, operands, grad_sequences)
             back(
                 stream, x,
-                *_pair([gate.data_ptr() for gate in kept[:directions]]),
-                *_pair([_address(own.hh) for own in weights]),
+                *pair([gate.data_ptr() for gate in kept[:directions]]),
+                *pair([address(own.hh) for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),
                 0 if grad_y is None else grad_y.data_ptr(), *self._places(grad_finals, layer),
-                *_pair([gate.data_ptr() for gate in to_gates]), *_pair([gate.data_ptr() for gate in to_apart]),
-                *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
+                *pair([gate.data_ptr() for gate in to_gates]), *pair([gate.data_ptr() for gate in to_apart]),
+                *self._places(grad_starts, layer), *pair([0 if s is None else s.data_ptr() for s in sums]),
                 *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
             summed = summing(stream, sums)
@@ -328,7 +326,7 @@ class Layers:
         states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
         apart = 4 * self._levels * rows + len(self.saving.apart) * self.gate.itemsize * rows * self.form.units
         levels = [space.data_ptr() + states for space in spaces]
-        return *_pair(levels), *_pair([level + apart for level in levels])
+        return *pair(levels), *pair([level + apart for level in levels])
 
     def _operands(self, spaces: Sequence[Tensor], rows: int, direction: int) -> list[Tensor]:
         """What entered each product inside the step, [rows, units]."""
@@ -345,7 +343,7 @@ class Layers:
         if not spaces:
             return 0, 0, 0, 0
         states = 4 * ((len(self.cell.states) - 1) * self.form.units + self._levels) * rows
-        return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
+        return *pair([space.data_ptr() + states for space in spaces]), *pair([space.data_ptr() for space in spaces])
 
     def _before(self, spaces: Sequence[Tensor], rows: int, features: Features) -> list[Tensor]:
         """The first state before each step, [rows, units], at the end of each direction's room."""
@@ -366,6 +364,13 @@ class Layers:
         offset = layer * directions * batch * units * self.problem.dtype.itemsize
         given = [0 if state is None else state.data_ptr() + offset for state in states]
         return given or [0] * len(self.cell.states)
+
+
+def largest(problem: Problem) -> tuple[tuple[int, ...], int]:
+    """The sizes along which the matrices of products lie, and the multiplications of the largest product."""
+    form = problem.form
+    sizes = form.inputs, form.layer_inputs(1), form.units, len(form.cell.gates) * form.units
+    return sizes, problem.time * problem.batch * max(sizes[:3]) * sizes[3]
 
 
 def exact(problem: Problem) -> bool:
@@ -392,14 +397,14 @@ def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, in
 _prepared: dict[tuple[int, torch.device], tuple[Plan, Layers]] = {}
 
 
-def layers(plan: Plan, device: torch.device) -> Layers:
+def layers(plan: Plan, device: torch.device, make: Callable[[Plan, torch.device], Layers]) -> Layers:
     """A plan made ready on a device, once: a plan is the same object as long as `plan.plan` keeps it."""
     key = (id(plan), device)
     found = _prepared.get(key)
     if found is None or found[0] is not plan:
         if len(_prepared) >= _MOST_PREPARED:
             _prepared.clear()
-        found = _prepared[key] = (plan, Layers(plan, device))
+        found = _prepared[key] = (plan, make(plan, device))
     return found[1]
 
 
@@ -410,21 +415,21 @@ def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, ...]:
     """The addresses of the weights, then of r's bias, then of x's."""
     of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
     of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
-    return *_pair([_address(own.hh) for own in weights]), *_pair(of_r), *_pair(of_x)
+    return *pair([address(own.hh) for own in weights]), *pair(of_r), *pair(of_x)
 
 
-def _pair(values: Sequence[int]) -> tuple[int, int]:
+def pair(values: Sequence[int]) -> tuple[int, int]:
     """For each direction; 0 for one that is not there."""
     return (values[0], values[1]) if len(values) == 2 else (values[0], 0)
 
 
-def _plain(tensor: Tensor, at_once: int = 8) -> Tensor:
+def plain(tensor: Tensor, at_once: int = 8) -> Tensor:
     """The tensor as kernels read it, in one piece and so many bytes at a time: mostly the tensor itself."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % at_once == 0 else tensor.clone()
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -436,12 +441,12 @@ def _hidden(own: LayerWeights) -> Tensor:
 def _plain_weights(own: LayerWeights) -> LayerWeights:
     if own.hh is None:
         return own._replace(vectors=tuple(vector.contiguous() for vector in own.vectors))
-    plain = all(part is None or part.is_contiguous() for part in (*own[1:4], *own.vectors))
-    if plain and own.hh.data_ptr() % 16 == 0:
+    whole = all(part is None or part.is_contiguous() for part in (*own[1:4], *own.vectors))
+    if whole and own.hh.data_ptr() % 16 == 0:
         return own
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
-    return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
+    return own._replace(hh=plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
 
 
 def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:

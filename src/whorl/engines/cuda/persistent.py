@@ -13,8 +13,9 @@ from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import cudnn, grid, source
 from whorl.engines.cuda.compile import missing
-from whorl.engines.cuda.layers import exact, layers
+from whorl.engines.cuda.layers import Layers, exact, layers
 from whorl.engines.cuda.options import expected
+from whorl.engines.cuda.plain import Plain, is_plain
 from whorl.engines.cuda.prepare import Numbers, codes, size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import staged
@@ -99,18 +100,22 @@ class Persistent(Engine):
         return lines
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        made = layers(plan, call.x.device)
+        made = layers(plan, call.x.device, _made)
         if torch.cuda.current_device() == made.index:
             return made.forward(call)
         with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
             return made.forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        made = layers(plan, call.x.device)
+        made = layers(plan, call.x.device, _made)
         if torch.cuda.current_device() == made.index:
             return made.backward(call, y, saved, grads)
         with torch.cuda.device(made.index):
             return made.backward(call, y, saved, grads)
+
+
+def _made(plan: Plan, device: torch.device) -> Layers:
+    return (Plain if is_plain(plan.problem) else Layers)(plan, device)
 
 
 _INFERENCE, _TRAINING = 0.8, 0.75  # of what cuDNN takes: the rest is for products of whole matrices

@@ -39,18 +39,56 @@ def product(
         out = torch.empty(rows, columns, dtype=torch.float32 if wide else a.dtype, device=a.device)
     a, a_turned, a_step = _laid(a)
     b, b_turned, b_step = _laid(b)
-    library, handle, kind = cublas(), torch._C._cuda_getCurrentBlasHandle(), _TYPES[a.dtype]
-    if a.dtype is torch.float32:  # torch's switch has set it; torch sets it anew whenever it takes the handle
-        library.cublasSetMathMode(handle, _DEFAULT_MATH)
-    # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.
-    status = library.cublasGemmEx(
-        handle, b_turned, a_turned, columns, rows, depth, _ONE_AT, b.data_ptr(), kind, b_step, a.data_ptr(), kind,
-        a_step, _ONE_AT if add else _ZERO_AT, out.data_ptr(), _TYPES[out.dtype], max(columns, out.stride(0)),
-        _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM,
-    )  # fmt: skip
-    if status:
-        raise KernelError(f"cuBLAS cannot multiply {rows} x {depth} with {depth} x {columns} of {a.dtype} ({status}).")
+    sizes, turned, steps = (rows, depth, columns), (a_turned, b_turned), (a_step, b_step, max(columns, out.stride(0)))
+    Product(a.dtype, sizes, turned, steps, tf32, out.dtype)(
+        handle(a.dtype), a.data_ptr(), b.data_ptr(), out.data_ptr(), add
+    )
     return out
+
+
+class Product:
+    """a @ b of matrices of fixed sizes, given as addresses: what does not change from call to call is here.
+
+    Args:
+        dtype: of a and b.
+        sizes: rows of a, its columns, columns of b.
+        turned: of a and b, whether columns lie in one piece, not rows.
+        steps: elements from a row of a, b and the result to the next; of what is turned from a column to the next.
+        tf32: as of `product`.
+        out: the dtype of the result; None: that of a and b.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
+        tf32: bool = False, out: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        (rows, depth, columns), kind, (a_step, b_step, step) = sizes, _TYPES[dtype], steps
+        self._text = f"{rows} x {depth} with {depth} x {columns} of {dtype}"
+        self._multiply = cublas().cublasGemmEx
+        # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.
+        self._first = turned[1], turned[0], columns, rows, depth, _ONE_AT
+        self._of_b, self._of_a = (kind, b_step), (kind, a_step)
+        self._last = _TYPES[out or dtype], step, _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM
+
+    def __call__(self, handle: int, a: int, b: int, out: int, add: bool = False) -> None:
+        """Multiply what lies at two addresses, into a third or (`add`) to what is there.
+
+        Raises:
+            KernelError: cuBLAS refuses.
+        """
+        status = self._multiply(
+            handle, *self._first, b, *self._of_b, a, *self._of_a, _ONE_AT if add else _ZERO_AT, out, *self._last
+        )
+        if status:
+            raise KernelError(f"cuBLAS cannot multiply {self._text} ({status}).")
+
+
+def handle(dtype: torch.dtype) -> int:
+    """torch's own handle of cuBLAS for products of a dtype on the current device and torch's current stream."""
+    made = torch._C._cuda_getCurrentBlasHandle()
+    if dtype is torch.float32:  # torch's switch has set it; torch sets it anew whenever it takes the handle
+        cublas().cublasSetMathMode(made, _DEFAULT_MATH)
+    return made
 
 
 _ONE_AT, _ZERO_AT = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)

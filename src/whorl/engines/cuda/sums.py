@@ -54,10 +54,7 @@ class Sums:
         made = [[one.new_empty(count * self._units, dtype=self._dtype) for count in size] for one in given]
         rows = [given, *zip(*made, strict=True)]
         addresses = [tensor.data_ptr() for row in rows for tensor in (row[0], row[-1])]
-        self._kernel(
-            stream, -(-sum(size) * self._units // _THREADS), len(given), *addresses,
-            len(given[0]), self._units, self._gates, self._recurrent, self._apart, self._vectors, self._places,
-        )  # fmt: skip
+        self.launch(stream, len(given), len(given[0]), *addresses)
         return [
             Gradients(
                 of_x if self._gates else None, self._of_gates(of_r) if self._gates and self._own else None,
@@ -65,6 +62,20 @@ class Sums:
             )
             for of_x, of_r, vectors in made
         ]  # fmt: skip
+
+    def launch(self, stream: int, directions: int, rows: int, *addresses: int) -> None:
+        """Add up.
+
+        Args:
+            rows: of the sums.
+            addresses: of each direction's sums, then of the gradients of x's bias, of r's and of the vectors.
+        """
+        assert self._kernel is not None, "there is something to sum"
+        columns = (self._gates + self._recurrent + self._vectors) * self._units
+        self._kernel(
+            stream, -(-columns // _THREADS), directions, *addresses,
+            rows, self._units, self._gates, self._recurrent, self._apart, self._vectors, self._places,
+        )  # fmt: skip
 
     def _of_gates(self, of_r: Tensor) -> Tensor:
         """Of each recurrent gate, from those of all products with its weights."""

@@ -1,0 +1,254 @@
+"""How a call without options runs where Python's time counts: addresses in place of tensors, one room for all layers.
+
+A small layer takes the GPU less time than Python takes for tensors that look at others' memory.  So what is kept for
+backward lies in one room, as does what a pass needs meanwhile, and products are made ready when the plan is: a call
+fills in addresses.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.engines.base import Grads, from_bytes
+from whorl.engines.cuda import aligned
+from whorl.engines.cuda.layers import Layers, address, largest, pair, plain
+from whorl.engines.cuda.products import Product, handle
+from whorl.engines.cuda.source import PLAIN
+from whorl.engines.cuda.staged import staged
+from whorl.problem import Call, Outcome, Plan, Problem
+from whorl.weights import kinds
+
+
+class _Kept(NamedTuple):
+    """Where in the room lies what a layer leaves, for each direction."""
+
+    gates: Sequence[int]
+    apart: Sequence[int]
+    states: Sequence[int]
+    output: int
+    """Of both; of the last layer nothing lies there."""
+
+
+class _OfSome(NamedTuple):
+    """How the gradient of the recurrent weights of neighbouring gates is made; places and steps are bytes."""
+
+    apart: bool
+    """The gradients of these gates are among those that are apart."""
+    first: int
+    """Where the first of the gates begins in a row of gradients."""
+    step: int
+    """From one row of gradients to the next."""
+    into: int
+    """Where its weights begin."""
+    over: Product
+    """Over all steps that follow another."""
+    start: Product
+    """With the initial states."""
+
+
+def is_plain(problem: Problem) -> bool:
+    """No options, no vectors, a step of one stage, and no product of which operands are copied."""
+    cell = problem.form.cell
+    copies = aligned.needed(problem.dtype.itemsize, *largest(problem))
+    return not (problem.additions or problem.packed or cell.vectors or staged(cell) or copies)
+
+
+class Plain(Layers):
+    """A plan's kernels, for a problem that `is_plain`."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        super().__init__(plan, device)
+        form, (units, batch, time, directions) = self.form, self.sizes
+        self._output, self._state = (time, batch, directions * units), (form.layers * directions, batch, units)
+        self._every = len(kinds(form))
+        self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
+        self._ahead = self._kernel("forward", PLAIN)
+        self._kept, self._room = self._laid_out()
+        self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
+        if self.problem.gradient:
+            self._make_ready_for_backward()
+
+    def _places_of_weights(self, layer: int) -> list[int]:
+        """Among all weights: recurrent ones, then biases of r and of x, each of two directions; -1 for what is not."""
+        directions = self.form.directions
+        firsts, made = [(layer * directions + direction) * self._every for direction in range(directions)], []
+        for kind in (1, 3, 2):
+            there = kind == 1 or self.form.bias
+            made += [first + kind if there else -1 for first in firsts] + [-1] * (2 - directions)
+        return made
+
+    def _laid_out(self) -> tuple[list[_Kept], int]:
+        """Where each layer leaves what, and the bytes of all."""
+        (units, batch, time, directions), keep = self.sizes, self.problem.gradient
+        each, wide, room = time * batch * units, self.gate.itemsize, _Room()
+        made: list[_Kept] = []
+        for layer in range(self.form.layers):
+            if not keep and layer > 1:  # the layer before the last is done with
+                made.append(made[layer - 2])
+                continue
+            inner = layer < self.form.layers - 1
+            kept = _Kept(
+                room.parts(directions, each * len(self.cell.gates) * wide),
+                room.parts(directions, keep * each * len(self.saving.apart) * wide),
+                room.parts(directions, keep * each * (len(self.cell.states) - 1) * 4),
+                *room.parts(1, inner * each * directions * self.problem.dtype.itemsize),
+            )
+            made.append(kept)
+        return made, room.size
+
+    def _projection(self, inputs: int) -> Product:
+        """The product of x of every step with the weights of every gate."""
+        units, batch, time, _ = self.sizes
+        gates = len(self.cell.gates) * units
+        sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
+        return Product(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
+
+    def _make_ready_for_backward(self) -> None:
+        units, batch, time, directions = self.sizes
+        form, dtype, element, tf32 = self.form, self.problem.dtype, self.problem.dtype.itemsize, self.tf32
+        gates, apart, rows = len(self.cell.gates) * units, len(self.saving.apart) * units, time * batch
+        assert self._sums is not None, "it is made ready with the kernels"
+        self._back, self._adding = self._kernel("backward", PLAIN), self._sums
+        room = _Room()
+        self._to_gates = room.parts(directions, rows * gates * element)
+        self._to_apart = room.parts(directions, rows * apart * element) if apart else self._to_gates
+        self._summed = room.parts(directions, self._back.sums * self._sums.columns * 4)
+        (self._to_below,) = room.parts(1, (form.layers > 1) * rows * directions * units * element)
+        self._meanwhile = room.size
+        every_inputs = [form.layer_inputs(layer) for layer in range(form.layers)]
+        self._of_x = [Product(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
+        self._of_ih = [Product(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
+        self._of_hh: list[_OfSome] = []
+        for is_apart, first, count, into in self.blocks:
+            wide, step = count * units, apart if is_apart else gates
+            over = Product(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
+            start = Product(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
+            places = first * units * element, step * element, into * units * units * element
+            self._of_hh.append(_OfSome(is_apart, *places, over, start))
+
+    def _weights(self, call: Call) -> tuple[Sequence[Tensor], list[int]]:
+        """The weights as kernels read them, mostly themselves; and their addresses, behind which stands 0."""
+        weights: Sequence[Tensor] = call.weights
+        at, every = [weight.data_ptr() for weight in weights], self._every
+        whole = False not in [weight.is_contiguous() for weight in weights]
+        if not whole or any(place % 16 for place in at[1::every]):
+            weights = [plain(weight, 16 if place % every == 1 else 1) for place, weight in enumerate(weights)]
+            at = [weight.data_ptr() for weight in weights]
+        return weights, [*at, 0]
+
+    def _output_in(self, room: Tensor, layer: int) -> Tensor:
+        """What a layer that is not the last gave."""
+        time, batch, width = self._output
+        first, dtype = self._kept[layer].output, self.problem.dtype
+        return from_bytes(room[first : first + time * batch * width * dtype.itemsize], self._output, dtype)
+
+    def forward(self, call: Call) -> Outcome:
+        _, batch, time, directions = self.sizes
+        dtype, last = self.problem.dtype, self.form.layers - 1
+        x, (_alive, at) = call.x.contiguous(), self._weights(call)
+        starts = [plain(state.to(dtype)) for state in call.states]
+        y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
+        room = x.new_empty(self._room, dtype=torch.uint8)
+        base, entered, of_y = room.data_ptr(), x.data_ptr(), y.data_ptr()
+        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
+        for layer, kept in enumerate(self._kept):
+            gates, first = [base + place for place in kept.gates], layer * directions * self._every
+            for direction, gate in enumerate(gates):
+                self._of_gates[layer](blas, entered, at[first + direction * self._every], gate)
+            entered = base + kept.output if layer < last else of_y
+            self._ahead(
+                stream, x, *pair(gates), *[at[place] for place in self._reads[layer]], 0, 0,
+                *self._places(starts, layer), *self._places(finals, layer), entered,
+                *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
+                time, batch,
+            )  # fmt: skip
+            if call.dropout and layer < last:
+                dropped = self._output_in(room, layer) * call.dropout[layer]
+                entered = dropped.data_ptr()
+        return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
+
+    def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
+        grad_y, *grad_finals = (None if grad is None else plain(grad.to(dtype)) for grad in grads)
+        (room,), x, y, (weights, at) = saved, call.x.contiguous(), plain(y), self._weights(call)
+        starts = [plain(state.to(dtype)) for state in call.states]
+        grad_x = None if "x" in constants else torch.empty_like(x)
+        grad_starts, made = [torch.empty_like(start) for start in starts], [torch.empty_like(own) for own in weights]
+        grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
+        meanwhile = x.new_empty(self._meanwhile, dtype=torch.uint8)
+        base, here, into = room.data_ptr(), meanwhile.data_ptr(), [*(grad.data_ptr() for grad in made), 0]
+        to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
+        sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
+        output, ending = y.data_ptr(), address(grad_y)
+        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
+        for layer in reversed(range(self.form.layers)):
+            kept, reads, first = self._kept[layer], self._reads[layer], layer * directions * self._every
+            below = base + self._kept[layer - 1].output if layer else x.data_ptr()
+            target, entered = to_below if layer else address(grad_x), below
+            if call.dropout and layer:
+                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
+                entered = dropped.data_ptr()
+            self._back(
+                stream, x, *pair([base + place for place in kept.gates]), *[at[place] for place in reads[:2]], 0, 0,
+                *self._places(starts, layer), output,
+                *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
+                ending, *self._places(grad_finals, layer), *pair(to_gates), *pair(to_apart),
+                *self._places(grad_starts, layer), *sums, time, batch,
+            )  # fmt: skip
+            if self.form.bias:
+                self._adding.launch(
+                    stream, directions, self._back.sums, *sums, *[into[place] for place in reads[4:] + reads[2:4]], 0, 0
+                )
+            for direction in range(directions):
+                own = first + direction * self._every
+                if target:
+                    self._of_x[layer](blas, to_gates[direction], at[own], target, direction > 0)
+                self._of_ih[layer](blas, to_gates[direction], entered, into[own])
+                start = starts[0][layer * directions + direction] if starts else None
+                self._multiply_recurrent(
+                    blas, direction, to_gates[direction], to_apart[direction], output, start, made[own + 1]
+                )
+            if call.dropout and layer:
+                first_byte = self._to_below
+                to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], self._output, dtype)
+                if "dropout" not in constants:
+                    grad_dropout[layer - 1] = to_dropped * self._output_in(room, layer - 1)
+                to_dropped *= call.dropout[layer - 1]
+            output, ending = below, target
+        return [grad_x, *grad_starts, *made, *grad_dropout]
+
+    def _multiply_recurrent(
+        self, blas: int, direction: int, to_gates: int, to_apart: int, output: int, start: Tensor | None, into: Tensor
+    ) -> None:
+        """The gradient of the recurrent weights of one direction: of what entered each step with that of its gates."""
+        units, batch, time, directions = self.sizes
+        element, made = self.problem.dtype.itemsize, into.data_ptr()
+        after, of_start = (0, (time - 1) * batch) if direction else (batch, 0)  # first rows of those steps
+        entered = output + direction * (batch * directions + 1) * units * element  # in reverse that of the step behind
+        if time == 1:
+            into.zero_()
+        for some in self._of_hh:
+            gradients = (to_apart if some.apart else to_gates) + some.first
+            if time > 1:
+                some.over(blas, gradients + after * some.step, entered, made + some.into)
+            if start is not None:
+                some.start(blas, gradients + of_start * some.step, start.data_ptr(), made + some.into, add=True)
+
+
+_ALIGNED = 256
+"""Bytes: where parts of a room begin."""
+
+
+class _Room:
+    """Places in memory that is not there yet."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def parts(self, count: int, size: int) -> list[int]:
+        """Where so many parts of so many bytes begin."""
+        first, each = self.size, -(-size // _ALIGNED) * _ALIGNED
+        self.size += count * each
+        return [first + index * each for index in range(count)]

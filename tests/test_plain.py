@@ -1,0 +1,132 @@
+"""Calls without options, in which addresses take the place of tensors, on the host by `emulation`."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import whorl
+from comparison import assert_agrees, draw, make
+from emulation import emulated
+from whorl.engines.cuda import aligned, layers
+from whorl.engines.cuda.plain import Plain
+from whorl.engines.cuda.products import Product
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "batch first": dict(batch_first=True),
+    "two layers": dict(num_layers=2),
+    "both directions, no bias": dict(num_layers=3, bidirectional=True, bias=False),
+    "dropout, both directions": dict(num_layers=3, bidirectional=True, dropout=0.4),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def host(folder: Path) -> Iterator[None]:
+    """Memory is full of NaN before it is written."""
+    torch.use_deterministic_algorithms(True)
+    with emulated(folder):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ran() -> list[type]:
+    return [type(made) for _, made in layers._prepared.values()]
+
+
+@pytest.mark.parametrize("time, initial, of_x", [(4, False, True), (4, True, False), (1, True, True), (1, False, True)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_it_is_right(cell: str, form: str, time: int, initial: bool, of_x: bool) -> None:
+    torch.manual_seed(1)
+    layer = make(whorl, cell, 6, 10, dtype=torch.bfloat16, engine="persistent", **FORMS[form])
+    layout = "batch first" if layer.batch_first else "time first"
+    assert_agrees(layer, *draw(cell, layout, time, 5, 6, initial, layer), of_x=of_x)
+    assert ran() == [Plain]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("cell", ["GRU", "RNN tanh"])
+def test_dtypes(cell: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    layer = make(whorl, cell, 6, 10, 2, dtype=dtype, engine="persistent")
+    assert_agrees(layer, *draw(cell, "time first", 4, 5, 6, True, layer))
+    assert ran() == [Plain]
+
+
+def elsewhere(weight: Tensor) -> Tensor:
+    """The same numbers, beginning at no multiple of 16 bytes."""
+    return weight.new_empty(weight.numel() + 1)[1:].view(weight.shape).copy_(weight)
+
+
+@pytest.mark.parametrize("lay", [elsewhere, lambda weight: weight.t().contiguous().t()], ids=["shifted", "turned"])
+def test_weights_lie_anywhere(lay: Any) -> None:
+    torch.manual_seed(1)
+    layer = make(whorl, "LSTM", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
+    for weight in layer.parameters():
+        weight.data = lay(weight.data) if weight.dim() == 2 else elsewhere(weight.data)
+    assert_agrees(layer, *draw("LSTM", "time first", 4, 5, 6, True, layer))
+    assert ran() == [Plain]
+
+
+def test_only_the_last_outputs_have_gradients_or_only_the_states() -> None:
+    for which in range(3):
+        torch.manual_seed(1)
+        layer = make(whorl, "LSTM", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
+        x, states = draw("LSTM", "time first", 4, 5, 6, True, layer)
+        assert_agrees(layer, x, states, loss=lambda outputs, which=which: outputs[which].square().sum())
+
+
+def test_inference_keeps_nothing_and_gives_the_same() -> None:
+    """Four layers: those that are not next to each other share their places."""
+    layer = make(whorl, "LSTM", 6, 10, 4, dtype=torch.bfloat16, engine="persistent")
+    x = torch.randn(4, 5, 6, dtype=torch.bfloat16)
+    wanted, states = layer(x)
+    with torch.no_grad():
+        y, finals = layer(x)
+    for got, truth in zip((y, *finals), (wanted, *states), strict=True):
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+    (_, training), (_, inference) = layers._prepared.values()
+    assert inference._room < training._room / 2
+
+
+def test_backward_may_run_again() -> None:
+    layer = make(whorl, "GRU", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
+    x = torch.randn(4, 5, 6, dtype=torch.bfloat16, requires_grad=True)
+    loss = layer(x)[0].sum()
+    first, second = (torch.autograd.grad(loss, (x, *layer.parameters()), retain_graph=True) for _ in range(2))
+    for got, truth in zip(second, first, strict=True):
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+
+
+def test_no_product_for_an_x_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, multiply = [], Product.__call__
+    monkeypatch.setattr(
+        Product, "__call__", lambda own, *given, **how: counts.append(own) or multiply(own, *given, **how)
+    )
+    layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
+    for of_x, wanted in ((True, 3), (False, 2)):
+        y, _ = layer(torch.randn(4, 5, 6, dtype=torch.bfloat16, requires_grad=of_x))
+        counts.clear()
+        y.sum().backward()
+        assert len(counts) == wanted
+
+
+def test_what_has_options_or_needs_copies_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 5, 6, dtype=torch.bfloat16)
+    layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
+    layer(x, lengths=torch.tensor([4, 3, 2, 1, 4]))
+    make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent", peephole=True)(x)
+    monkeypatch.setattr(aligned, "LEAST", 1)
+    make(whorl, "LSTM", 6, 11, dtype=torch.bfloat16, engine="persistent")(x)
+    assert Plain not in ran()
