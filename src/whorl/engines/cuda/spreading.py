@@ -42,6 +42,9 @@ class Spread:
     """Forward: groups of warps, each with strips of 16 rows of the product of its own; its warps share the depth."""
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
+    wide: bool = False
+    """Forward: four warps multiply together, by instructions that read states, and weights past `resident`, from shared
+    memory; on compute capability 9.0 alone."""
     parts: int = 1
     """In which a part of the sequences' words arrive."""
     chunk: int = 0
@@ -68,7 +71,7 @@ class Spread:
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1,
+    parts: int = 1, wide: bool = False,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
@@ -85,19 +88,20 @@ def forward(
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
     arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
-    sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
+    sums = share * tiles * 4 if wide else share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
     live += _extra(size, _FORWARD_EXTRA, tiles) + 8 * tiles * (size.bits or bool(size.masks))
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
+    states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
+    partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
     if shared > limit:
         return None
-    return Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, parts, exact=size.exact)
+    return Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, exact=size.exact)
 
 
 def backward(
@@ -175,6 +179,13 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     for units, (tiles, subs), groups in product(slices, _SHAPES, (1, 2, 4)):
         found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in counts_of_parts)
         yield from _first(found, chip)
+    if chip.capability != (9, 0) or size.element != 2 or size.bits or size.masks:
+        return
+    for units, (tiles, subs) in product(slices, (*_SHAPES, *_WIDE_SHAPES)):
+        if tiles <= 4:
+            groups = 4 if size.recurrent * units <= 64 else 8
+            found = (forward(size, units, tiles, subs, 8, groups, chip.shared, None, parts, True) for parts in (1, 2))
+            yield from _first(found, chip)
 
 
 def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
@@ -182,6 +193,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
+_WIDE_SHAPES = ((4, 1), (3, 2), (4, 2))
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -237,7 +249,7 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         states = rows * size.units * size.element
         shared = (
             tile.warps * (share * tile.depths - tile.resident) * 512
-            + (tile.groups + 1 if size.element == 2 else 1) * states
+            + ((tile.groups // 4 if tile.wide else tile.groups) + 1 if size.element == 2 else 1) * states
         )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
