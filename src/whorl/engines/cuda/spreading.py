@@ -88,7 +88,7 @@ def forward(
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
     arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
-    sums = share * tiles * 4 if wide else share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
+    sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles * (not wide)
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead

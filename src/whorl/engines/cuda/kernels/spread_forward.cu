@@ -34,7 +34,7 @@ constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : ROWS) * STRIDE, PARTIAL_WO
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
-constexpr int CHAINS = !WARPGROUPS && SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
@@ -303,23 +303,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       GatePair next[OWN][GATES];
       {
 #if WARPGROUPS
-        float sums[1][SHARE][TILES][4] = {};
+        float sums[CHAINS][SHARE][TILES][4] = {};
         begin_products();
 #pragma unroll
         for (int i = 0; i < SHARE * DEPTHS; ++i) {
           const unsigned columns = columns_at + i / SHARE * (2 * STRIDE * 4 / 16);
           if (Weights::streamed(i))
-            multiply_shared(sums[0][i % SHARE], rows_at + Weights::before(i) * (2048 / 16), columns);
+            multiply_shared(sums[i / SHARE % CHAINS][i % SHARE], rows_at + Weights::before(i) * (2048 / 16), columns);
           else
-            multiply_columns(sums[0][i % SHARE], resident[Weights::resident(i)], columns);
+            multiply_columns(sums[i / SHARE % CHAINS][i % SHARE], resident[Weights::resident(i)], columns);
         }
         end_products();
         if (t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
         multiplied();
 #pragma unroll
-        for (int s = 0; s < SHARE; ++s)
-#pragma unroll
-          for (int e = 0; e < TILES * 4; ++e) keep(sums[0][s][e / 4][e % 4]);
+        for (int i = 0; i < CHAINS * SHARE * TILES * 4; ++i)
+          keep(sums[i / (SHARE * TILES * 4)][i / (TILES * 4) % SHARE][i / 4 % TILES][i % 4]);
 #else
         float sums[CHAINS][SHARE][TILES][4] = {};
         int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
@@ -378,7 +377,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int n = 0; n < TILES; ++n) {
             float* const to = partial + partial_to + n * 8 * SUM_STRIDE + s * 16;
             float(&sum)[4] = sums[0][s][n];
-            if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][s][n]);
+#pragma unroll
+            for (int chain = 1; chain < CHAINS; ++chain) add(sum, sums[chain][s][n]);
             *(float2*)to = {sum[0], sum[2]};
             *(float2*)(to + SUM_STRIDE) = {sum[1], sum[3]};
           }
