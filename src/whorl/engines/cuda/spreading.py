@@ -45,14 +45,14 @@ class Spread:
     wide: bool = False
     """Forward: four warps multiply together, by instructions that read states, and weights past `resident`, from shared
     memory; on compute capability 9.0 alone."""
+    cluster: int = 1
+    """Forward: blocks of a cluster, each of which takes some sequences' states from L2 for all of them."""
     parts: int = 1
     """In which a part of the sequences' words arrive."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
     """As in `Size`."""
-
-    cluster = 1
 
     @property
     def blocks(self) -> int:
@@ -66,12 +66,12 @@ class Spread:
 
     def at_once(self, chip: Chip) -> int:
         """Groups of rows, in one direction or both, that run at once."""
-        return chip.multiprocessors // self.blocks
+        return chip.resident(self.cluster) * self.cluster // self.blocks
 
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False,
+    parts: int = 1, wide: bool = False, cluster: int = 1,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
@@ -86,7 +86,9 @@ def forward(
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
+    if blocks % cluster:
+        return None
+    arriving = 4 * -(-(-(-rows // (cluster * warps)) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles * (not wide)
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
@@ -98,10 +100,14 @@ def forward(
     states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
+    if cluster > 1:  # and a barrier for each part
+        states = subs * (states + 2)
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
     if shared > limit:
         return None
-    return Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, exact=size.exact)
+    return Spread(
+        units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, cluster, parts, exact=size.exact
+    )
 
 
 def backward(
