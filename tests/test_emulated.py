@@ -167,7 +167,16 @@ def test_layers_spread_over_blocks_that_exchange(
     [
         ("LSTM", 70, 11, 5, (32, 1, 1, 8, 8), 2, 1, dict(bidirectional=True)),
         ("LSTM", 37, 37, 36, (16, 2, 2, 8, 4), None, 1, {}),  # four warps share the depth with the other four
-        ("GRU", 45, 19, 4, (16, 3, 1, 8, 4), 0, 1, dict(num_layers=2)),  # a warp without rows; nothing stays in registers
+        (
+            "GRU",
+            45,
+            19,
+            4,
+            (16, 3, 1, 8, 4),
+            0,
+            1,
+            dict(num_layers=2),
+        ),  # a warp without rows; nothing stays in registers
         ("LSTM", 61, 37, 36, (16, 2, 2, 8, 4), 1, 2, dict(bidirectional=True)),  # clusters share what they take
         ("GRU", 61, 19, 5, (16, 3, 1, 8, 4), None, 4, {}),
         ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, 1, {}),  # two strips of a warp

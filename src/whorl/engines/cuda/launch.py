@@ -45,10 +45,11 @@ class _Frame:
         self.values = ctypes.create_string_buffer(kernel.layout.size)
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(block=(kernel.block, 1, 1), shared=kernel.shared)
-        wanted = [(_CLUSTER_DIMENSION, (kernel.cluster, 1, 1))] if kernel.cluster > 1 else []
-        wanted += [(_COOPERATIVE, (1,))] if kernel.together else []
-        wanted += [(_PROGRAMMATIC, (1,))] if kernel.early else []
-        self._kept = (_Attribute * len(wanted))(*(_Attribute(which, 0, value) for which, value in wanted))
+        cluster = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
+        wanted = [cluster] * (kernel.cluster > 1)
+        wanted += [_Attribute(_COOPERATIVE, 0, (1,))] * kernel.together
+        wanted += [_Attribute(_PROGRAMMATIC, 0, (1,))] * kernel.early
+        self._kept = (_Attribute * len(wanted))(*wanted)
         if wanted:
             self.config.attributes, self.config.count = self._kept, len(wanted)
         self.reference = ctypes.byref(self.config)

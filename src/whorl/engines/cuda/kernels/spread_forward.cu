@@ -249,11 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
   keep(weights_at), keep(arrived_at), keep(partial_to), keep(partial_from);
   const long long ahead = AHEAD * row_step * GATES * UNITS;
-#if WARPGROUPS
-  const unsigned rows_at = operand_at(shared_address(memory + of_warp(warp / 4) * STREAMED * 512), 1024);
-  const int first_word = SPLITS > 1 ? of_warp(split) * DEPTHS * 8 : 0;
-  const unsigned columns_at = operand_at(shared_address(states + state_at(0, first_word)), STRIDE * 4);
-#else
+#if !WARPGROUPS
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
 #endif
 
@@ -325,15 +321,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       GatePair next[OWN][GATES];
       {
 #if WARPGROUPS
-        float sums[CHAINS][SHARE][TILES][4] = {};
+        float sums[CHAINS][SHARE][TILES][4];
+        // found anew at each step, or the compiler would find all that follow before the first, and spill them
+        const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
+        const unsigned columns_at = operand_at(shared_address(states) + of_warp(split) * DEPTHS * 2 * STRIDE * 4, STRIDE * 4);
         begin_products();
 #pragma unroll
         for (int i = 0; i < SHARE * DEPTHS; ++i) {
           const unsigned columns = columns_at + ((CLUSTER > 1 ? sub : 0) * STATE_WORDS + i / SHARE * 2 * STRIDE) / 4;
           if (Weights::streamed(i))
-            multiply_shared(sums[i / SHARE % CHAINS][i % SHARE], rows_at + Weights::before(i) * (2048 / 16), columns);
+            multiply_shared(sums[i / SHARE % CHAINS][i % SHARE], rows_at + Weights::before(i) * (2048 / 16), columns, i >= SHARE * CHAINS);
           else
-            multiply_columns(sums[i / SHARE % CHAINS][i % SHARE], resident[Weights::resident(i)], columns);
+            multiply_columns(sums[i / SHARE % CHAINS][i % SHARE], resident[Weights::resident(i)], columns, i >= SHARE * CHAINS);
         }
         end_products();
         if (t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);

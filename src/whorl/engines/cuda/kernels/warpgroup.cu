@@ -39,33 +39,33 @@ __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_grou
 #define WIDE_NAMES_2 WIDE_NAMES_1 ", %4, %5, %6, %7"
 #define WIDE_NAMES_3 WIDE_NAMES_2 ", %8, %9, %10, %11"
 #define WIDE_NAMES_4 WIDE_NAMES_3 ", %12, %13, %14, %15"
-#define WIDE_PRODUCT(tiles, columns, a0, a1, a2, a3, b)                                                         \
-  "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n" WIDE_MMA(columns) "{" WIDE_NAMES_##tiles "}, {%" #a0 ", %" #a1 ", %" #a2 \
-  ", %" #a3 "}, %" #b ", p, 1, 1, 0;\n}"                                                                          \
-      : WIDE_SUMS_##tiles                                                                                         \
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(described(columns_at))
-#define WIDE_PRODUCT_FROM_SHARED(tiles, columns, a, b)                                                              \
-  "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n" WIDE_MMA(columns) "{" WIDE_NAMES_##tiles "}, %" #a ", %" #b              \
-  ", p, 1, 1, 0, 0;\n}"                                                                                           \
-      : WIDE_SUMS_##tiles                                                                                         \
-      : "l"(described(rows_at)), "l"(described(columns_at))
+#define WIDE_PRODUCT(tiles, columns, a0, a1, a2, a3, b, adds)                                                          \
+  "{\n.reg .pred p;\nsetp.ne.u32 p, %" #adds ", 0;\n" WIDE_MMA(columns) "{" WIDE_NAMES_##tiles "}, {%" #a0 ", %" #a1  \
+  ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 0;\n}"                                                                    \
+      : WIDE_SUMS_##tiles                                                                                             \
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(described(columns_at)), "r"((unsigned)add)
+#define WIDE_PRODUCT_FROM_SHARED(tiles, columns, a, b, adds)                                                            \
+  "{\n.reg .pred p;\nsetp.ne.u32 p, %" #adds ", 0;\n" WIDE_MMA(columns) "{" WIDE_NAMES_##tiles "}, %" #a ", %" #b         \
+  ", p, 1, 1, 0, 0;\n}"                                                                                               \
+      : WIDE_SUMS_##tiles                                                                                             \
+      : "l"(described(rows_at)), "l"(described(columns_at)), "r"((unsigned)add)
 
-// sums[TILES][4] += the warp's 16 rows of weights x the columns at an operand, 8 words deep
-__device__ __forceinline__ void multiply_columns(float (&sums)[TILES][4], const uint4& a, unsigned columns_at) {
+// sums[TILES][4] are, or with `add` are added, the warp's 16 rows of weights x the columns at an operand, 8 words deep
+__device__ __forceinline__ void multiply_columns(float (&sums)[TILES][4], const uint4& a, unsigned columns_at, bool add) {
   float(*const to)[4] = sums;
-  if constexpr (TILES == 1) asm volatile(WIDE_PRODUCT(1, 8, 4, 5, 6, 7, 8));
-  if constexpr (TILES == 2) asm volatile(WIDE_PRODUCT(2, 16, 8, 9, 10, 11, 12));
-  if constexpr (TILES == 3) asm volatile(WIDE_PRODUCT(3, 24, 12, 13, 14, 15, 16));
-  if constexpr (TILES == 4) asm volatile(WIDE_PRODUCT(4, 32, 16, 17, 18, 19, 20));
+  if constexpr (TILES == 1) asm volatile(WIDE_PRODUCT(1, 8, 4, 5, 6, 7, 8, 9));
+  if constexpr (TILES == 2) asm volatile(WIDE_PRODUCT(2, 16, 8, 9, 10, 11, 12, 13));
+  if constexpr (TILES == 3) asm volatile(WIDE_PRODUCT(3, 24, 12, 13, 14, 15, 16, 17));
+  if constexpr (TILES == 4) asm volatile(WIDE_PRODUCT(4, 32, 16, 17, 18, 19, 20, 21));
 }
 
 // the same with the four warps' weights at an operand
-__device__ __forceinline__ void multiply_shared(float (&sums)[TILES][4], unsigned rows_at, unsigned columns_at) {
+__device__ __forceinline__ void multiply_shared(float (&sums)[TILES][4], unsigned rows_at, unsigned columns_at, bool add) {
   float(*const to)[4] = sums;
-  if constexpr (TILES == 1) asm volatile(WIDE_PRODUCT_FROM_SHARED(1, 8, 4, 5));
-  if constexpr (TILES == 2) asm volatile(WIDE_PRODUCT_FROM_SHARED(2, 16, 8, 9));
-  if constexpr (TILES == 3) asm volatile(WIDE_PRODUCT_FROM_SHARED(3, 24, 12, 13));
-  if constexpr (TILES == 4) asm volatile(WIDE_PRODUCT_FROM_SHARED(4, 32, 16, 17));
+  if constexpr (TILES == 1) asm volatile(WIDE_PRODUCT_FROM_SHARED(1, 8, 4, 5, 6));
+  if constexpr (TILES == 2) asm volatile(WIDE_PRODUCT_FROM_SHARED(2, 16, 8, 9, 10));
+  if constexpr (TILES == 3) asm volatile(WIDE_PRODUCT_FROM_SHARED(3, 24, 12, 13, 14));
+  if constexpr (TILES == 4) asm volatile(WIDE_PRODUCT_FROM_SHARED(4, 32, 16, 17, 18));
 }
 
 // waits for all that were begun
