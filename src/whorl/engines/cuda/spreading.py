@@ -198,7 +198,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
-_CLUSTERS = (1,)
+_CLUSTERS = (1, 2)
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -264,7 +264,7 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         if tile.wide:
             at_once = min(tile.at_once(chip), directions * -(-batch // tile.rows))
             part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.57 * (tile.parts - 1)
-            part += 0.225 * at_once * tile.blocks * states / 2**20 / tile.cluster
+            part += 0.225 * at_once * tile.blocks * states / 2**20 / tile.cluster + 0.15 * (tile.cluster > 1)
             return launches(chip, batch, directions, tile) * (1.34 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
