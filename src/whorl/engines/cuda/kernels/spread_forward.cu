@@ -8,6 +8,7 @@
 //
 // The product's rows are the block's units times gates, 16 in each strip; warp (group, split) owns SHARE strips and, of
 // the depth, the DEPTHS x 8 words from split x DEPTHS x 8 on.  The partial sums of all splits meet in shared memory.
+// With WARPGROUPS the four warps of neighbouring groups multiply together (warpgroup.cu).
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
