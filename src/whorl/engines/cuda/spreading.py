@@ -198,7 +198,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
-_CLUSTERS = (1, 2)
+_CLUSTERS = (1,)
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
