@@ -39,10 +39,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return result;
 }
 
-#ifndef CLUSTER  // a kernel that knows of none
-#define CLUSTER 1
-#endif
-
 namespace host {
 
 constexpr size_t STACK = 256 << 10, SHARED = 232448;
@@ -247,11 +243,8 @@ inline float emulated_fast_tanh(float v) { return std::tanh(v); }
 inline float emulated_fast_exp(float v) { return std::exp(v); }
 inline float emulated_fast_log(float v) { return std::log(v); }
 inline float emulated_reciprocal(float v) { return 1.f / v; }
-inline unsigned emulated_rank_in_cluster() { return host::now->block->rank % CLUSTER; }
-inline unsigned emulated_at_rank(unsigned address, unsigned rank) {
-  const unsigned first = host::now->block->rank / CLUSTER * CLUSTER;  // of a launch whose blocks all run at once
-  return (address & 0xfffff) | (first + rank + 1) << 20;
-}
+inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
+inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
 inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::cluster.size())); }
 inline void emulated_start_barrier(unsigned barrier) { host::barrier_at(barrier) = host::Barrier(); }
 inline void emulated_barriers_started() {}

@@ -82,11 +82,6 @@ def test_without_clusters_there_is_no_attribute(listener: Listener) -> None:
     assert listener.attributes == {}
 
 
-def test_clusters_that_run_at_once_are_two_attributes(listener: Listener) -> None:
-    launch.Kernel(b"code", "twice", 0, 256, 0, 2, "QQif", together=True)(0, 8, 1, 0, 0, 0, 0.0)
-    assert listener.launches[0][8] == [(4, 2, 1, 1), (2, 1, 0, 0)]
-
-
 def test_large_blocks_and_clusters_are_allowed_beforehand(listener: Listener) -> None:
     make()
     assert listener.attributes == {8: 50_000}

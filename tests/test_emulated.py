@@ -163,34 +163,23 @@ def test_layers_spread_over_blocks_that_exchange(
 
 
 @pytest.mark.parametrize(
-    "kind, units, batch, time, ahead, resident, cluster, options",
+    "kind, units, batch, time, ahead, resident, options",
     [
-        ("LSTM", 70, 11, 5, (32, 1, 1, 8, 8), 2, 1, dict(bidirectional=True)),
-        ("LSTM", 37, 37, 36, (16, 2, 2, 8, 4), None, 1, {}),  # four warps share the depth with the other four
-        (
-            "GRU",
-            45,
-            19,
-            4,
-            (16, 3, 1, 8, 4),
-            0,
-            1,
-            dict(num_layers=2),
-        ),  # a warp without rows; nothing stays in registers
-        ("LSTM", 61, 37, 36, (16, 2, 2, 8, 4), 1, 2, dict(bidirectional=True)),  # clusters share what they take
-        ("GRU", 61, 19, 5, (16, 3, 1, 8, 4), None, 4, {}),
-        ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, 1, {}),  # two strips of a warp
+        ("LSTM", 70, 11, 5, (32, 1, 1, 8, 8), 2, dict(bidirectional=True)),
+        ("LSTM", 37, 37, 36, (16, 2, 2, 8, 4), None, {}),  # four warps share the depth with the other four
+        ("GRU", 45, 19, 4, (16, 3, 1, 8, 4), 0, dict(num_layers=2)),  # nothing stays in registers
+        ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, {}),  # two strips of a warp
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_four_warps(
     kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], resident: int | None,
-    cluster: int, options: dict[str, Any], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         if way == "backward":
             return spreading.backward(size, 16, 1, 1, 1, 8, chip.shared)
-        return spreading.forward(size, *ahead, chip.shared, resident, wide=True, cluster=cluster)
+        return spreading.forward(size, *ahead, chip.shared, resident, wide=True)
 
     monkeypatch.setattr(grid, "choose", chosen)
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)

@@ -85,18 +85,16 @@ def test_every_tile_is_right(cell: str, kind: str, precision: str, monkeypatch: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
-@pytest.mark.parametrize(
-    "tile, cluster", [((32, 1, 1, 8, 8), 1), ((16, 2, 2, 8, 4), 2), ((32, 4, 1, 8, 8), 2), ((16, 3, 1, 8, 4), 4)]
-)
+@pytest.mark.parametrize("tile", [(32, 1, 1, 8, 8), (16, 2, 2, 8, 4), (32, 4, 1, 8, 8), (16, 3, 1, 8, 4)])
 def test_products_of_four_warps(
-    tile: tuple[int, ...], cluster: int, cell: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, ...], cell: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few weights in registers, and clusters that share what they take."""
+    """With few weights in registers."""
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Any:
         if way == "backward":
             return spreading.choose(size, chip, batch, directions, way)
-        return spreading.forward(size, *tile, chip.shared, 2, wide=True, cluster=cluster)
+        return spreading.forward(size, *tile, chip.shared, 2, wide=True)
 
     monkeypatch.setattr(layers, "_prepared", {})
     monkeypatch.setattr(grid, "choose", chosen)

@@ -45,13 +45,13 @@ class _Frame:
         self.values = ctypes.create_string_buffer(kernel.layout.size)
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(block=(kernel.block, 1, 1), shared=kernel.shared)
-        cluster = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
-        wanted = [cluster] * (kernel.cluster > 1)
-        wanted += [_Attribute(_COOPERATIVE, 0, (1,))] * kernel.together
-        wanted += [_Attribute(_PROGRAMMATIC, 0, (1,))] * kernel.early
-        self._kept = (_Attribute * len(wanted))(*wanted)
-        if wanted:
-            self.config.attributes, self.config.count = self._kept, len(wanted)
+        self._kept = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
+        if kernel.together:
+            self._kept = _Attribute(_COOPERATIVE, 0, (1,))
+        if kernel.early:
+            self._kept = _Attribute(_PROGRAMMATIC, 0, (1,))
+        if kernel.cluster > 1 or kernel.together or kernel.early:
+            self.config.attributes, self.config.count = ctypes.pointer(self._kept), 1
         self.reference = ctypes.byref(self.config)
 
 
@@ -78,7 +78,7 @@ class Kernel:
         self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
         together: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
-        assert not (early and (together or cluster > 1)), "as they are never wanted"
+        assert not (early and (together or cluster > 1)), "a launch has one attribute"
         self.early = early
         self.name, self.block, self.shared, self.cluster, self.together = name, block, shared, cluster, together
         self.layout = struct.Struct(layout)

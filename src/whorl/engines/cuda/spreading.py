@@ -45,14 +45,14 @@ class Spread:
     wide: bool = False
     """Forward: four warps multiply together, by instructions that read states, and weights past `resident`, from shared
     memory; on compute capability 9.0 alone."""
-    cluster: int = 1
-    """Forward: blocks of a cluster, each of which takes some sequences' states from L2 for all of them."""
     parts: int = 1
     """In which a part of the sequences' words arrive."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
     """As in `Size`."""
+
+    cluster = 1
 
     @property
     def blocks(self) -> int:
@@ -66,12 +66,12 @@ class Spread:
 
     def at_once(self, chip: Chip) -> int:
         """Groups of rows, in one direction or both, that run at once."""
-        return chip.resident(self.cluster) * self.cluster // self.blocks
+        return chip.multiprocessors // self.blocks
 
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, cluster: int = 1,
+    parts: int = 1, wide: bool = False,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
@@ -86,9 +86,7 @@ def forward(
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    if blocks % cluster:
-        return None
-    arriving = 4 * -(-(-(-rows // (cluster * warps)) * -(-size.units // (128 * words))) // parts)
+    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles * (not wide)
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
@@ -100,14 +98,10 @@ def forward(
     states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
-    if cluster > 1:  # and a barrier for each part
-        states = subs * (states + 2)
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
     if shared > limit:
         return None
-    return Spread(
-        units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, cluster, parts, exact=size.exact
-    )
+    return Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, exact=size.exact)
 
 
 def backward(
@@ -187,9 +181,9 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         yield from _first(found, chip)
     if chip.capability != (9, 0) or size.element != 2 or size.bits or size.masks:
         return
-    for units, tiles, cluster in product(slices, (1, 2, 3, 4), _CLUSTERS):
-        given = size, units, tiles, 1, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
-        found = (forward(*given, parts=parts, wide=True, cluster=cluster) for parts in (1, 2))
+    for units, shape in product(slices, _WIDE_SHAPES):
+        given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
+        found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
         yield from _first(found, chip)
 
 
@@ -198,7 +192,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
-_CLUSTERS = (1,)
+_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -263,8 +257,8 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         products = share * tile.depths * tile.tiles * tile.warps / 4
         if tile.wide:
             at_once = min(tile.at_once(chip), directions * -(-batch // tile.rows))
-            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.57 * (tile.parts - 1)
-            part += 0.225 * at_once * tile.blocks * states / 2**20 / tile.cluster + 0.15 * (tile.cluster > 1)
+            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1)
+            part += 0.225 * at_once * tile.blocks * states / 2**20
             return launches(chip, batch, directions, tile) * (1.34 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
@@ -274,6 +268,8 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
             taken = tile.subs * part * (2.1 if size.exact else 1)
             return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
+        if tile.subs > 2 and tile.blocks > 64:  # 2,048 units at batch 64 took 17.9 us, GRU 11.1
+            part *= 0.75
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
     strips, depths = (
         -(-size.units // (16 * tile.gathered)),

@@ -75,20 +75,6 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-struct Stored {  // where what has come goes: to the block's own shared memory
-  unsigned* at;
-  __device__ __forceinline__ void put(int words, const uint4& data) const { *(uint4*)(at + words) = data; }
-};
-#if CLUSTER > 1
-struct Sent {  // or to the same place in each block of the cluster, whose barriers count it
-  unsigned at, barrier;
-  __device__ __forceinline__ void put(int words, const uint4& data) const {
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) send(at_rank(at, rank) + words * 4, at_rank(barrier, rank), data);
-  }
-};
-#endif
-
 // Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between those
 // of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
 // rows there are from it on, `phase` that of the step.  They travel in PARTS, the first of which is asked for beforehand;
@@ -126,8 +112,7 @@ struct Arrival {
   }
 
   // all that has been asked for, and the rest
-  template <class Place>
-  __device__ __forceinline__ void settle(Place to, const unsigned* from, int left, int lane, unsigned phase) {
+  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       if (part > 0) look_at(from, left, lane, phase, part);
@@ -144,7 +129,7 @@ struct Arrival {
 #pragma unroll
       for (int k = 0; k < WIDE; ++k) {
         const int i = (part * WIDE + k) / ACROSS, j = (part * WIDE + k) % ACROSS;
-        if (is_there(left, lane, part * WIDE + k)) to.put(i * DOWNWARDS + j * SIDEWARDS, data[k]);
+        if (is_there(left, lane, part * WIDE + k)) *(uint4*)(to + i * DOWNWARDS + j * SIDEWARDS) = data[k];
       }
     }
   }

@@ -513,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-        arrival.settle(Stored{place_for(sub)}, from, rows_left(sub), lane, phase_of(t));
+        arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
         if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
         __syncthreads();
         product(t, sub);

@@ -31,10 +31,7 @@ constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
 constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : WORDS + 4;
 constexpr int SUM_STRIDE = STRIPS * 16 + 4;
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-// a cluster's other blocks may send the states of the next part while this one is multiplied
-constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : ROWS) * STRIDE, STATE_PARTS = CLUSTER > 1 ? SUBS : 1;
-constexpr int BARRIER_WORDS = CLUSTER > 1 ? SUBS * 2 : 0;
-constexpr int PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
+constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : ROWS) * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
@@ -42,8 +39,7 @@ constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for 
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-constexpr int ALL_STATES = STATE_PARTS * STATE_WORDS;
-static_assert(4 * (WEIGHT_WORDS + ALL_STATES + PARTIAL_WORDS + MASK_WORDS + BARRIER_WORDS) == SHARED, "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) == SHARED, "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
 constexpr bool EVEN = APIECE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
@@ -55,10 +51,7 @@ static_assert(!WARPGROUPS || (GROUPS % 4 == 0 && WARPS == 8 && !GATEWISE), "four
 __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
-constexpr int TAKEN = ROWS / CLUSTER;  // sequences of a part that a block takes from L2
-static_assert(CLUSTER == 1 || (WARPGROUPS && ROWS % CLUSTER == 0 && BLOCKS % CLUSTER == 0), "a cluster has no part of its own");
-static_assert((BLOCKS - 1) * SLICE < UNITS, "nobody would wait for a block without units");
-typedef Arrival<TAKEN, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS> States;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -98,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
   unsigned* const states = memory + WEIGHT_WORDS;
-  float* const partial = (float*)(states + ALL_STATES);  // [split, sequence, SUM_STRIDE]
+  float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
@@ -128,18 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool reverse = direction == 1;
   const int first_step = reverse && time > 0 ? time - 1 : 0;
 
-  for (int i = threadIdx.x; i < ALL_STATES; i += THREADS) states[i] = 0;
+  for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < MASK_WORDS; i += THREADS) {
       const int its = i % 32, place = row0 + i / 32 % (SUBS * TILES) * 8 + its / 4, depth = i / 32 / (SUBS * TILES);
       masks[i] = gate_bits(a, place, (depth * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
-#if CLUSTER > 1
-  const unsigned barriers = shared_address(masks + MASK_WORDS);  // of each part
-  if (threadIdx.x < SUBS) start_barrier(barriers + threadIdx.x * 8);
-  barriers_started();
-  cluster_barrier();
-#endif
 #if WARPGROUPS
   show_products();  // weights, and zeros
 #endif
@@ -147,8 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
   const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
-  const int own_left = has_first ? batch - row0 - own_row : 0;
-  const int taken = rank_in_cluster() * TAKEN + warp, left = batch - row0 - taken;  // the first sequence that the warp takes
+  const int own_left = has_first ? batch - row0 - own_row : 0, left = batch - row0 - warp;
   const auto is_there = [&](int sub, int j) {
     return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
@@ -236,15 +222,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // the ring: what this thread reads and writes; the places of the step before, which is read, and of this step
   const long long buffer = (long long)batch * PITCH;
   unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
-  const unsigned *first_seen = ring + (long long)taken * PITCH + lane * 4, *seen = first_seen;
+  const unsigned *first_seen = ring + (long long)warp * PITCH + lane * 4, *seen = first_seen;
   unsigned* sent = ring + (long long)own_row * PITCH + unit / WORD_ELEMENTS;
   long long sent_at = 0;
   const bool comes_round = ELEMENT_BYTES == 2 && time > RING;
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
-    return TAKEN % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, TAKEN - warp);
+    return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
   States arrival;
-  int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(taken, lane * 4);
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
   int partial_from = own_row * SUM_STRIDE + pair * 4;
   keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
@@ -290,15 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       if (t > 0) {
-#if CLUSTER > 1
-        const unsigned barrier = barriers + sub * 8;
-        if (threadIdx.x == 0) expect(barrier, max(0, min(batch - row0 - sub * ROWS, ROWS)) * CHUNKS * 16);
-        const Sent to = {shared_address(states + sub * STATE_WORDS + arrived_at), barrier};
-        arrival.settle(to, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
-        wait(barrier, (t - 1) % 2);
-#else
-        arrival.settle(Stored{states + arrived_at}, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
-#endif
+        arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
       } else if (a.initial[0] != nullptr || RESET_TO) {
         for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
           const int place = row0 + sub * ROWS + i / PITCH, column = i % PITCH * WORD_ELEMENTS;
@@ -308,9 +286,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             return there && unit < UNITS ? first_operand(a, sequence, unit, direction, first_step) : Element{};
           };
 #if ELEMENT_BYTES == 2
-          states[(CLUSTER > 1 ? sub : 0) * STATE_WORDS + state_at(i / PITCH, i % PITCH)] = joined(value(column), value(column + 1));
+          states[state_at(i / PITCH, i % PITCH)] = joined(value(column), value(column + 1));
 #else
-          states[(CLUSTER > 1 ? sub : 0) * STATE_WORDS + state_at(i / PITCH, i % PITCH)] = operand(value(column));
+          states[state_at(i / PITCH, i % PITCH)] = operand(value(column));
 #endif
         }
       }
@@ -329,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         begin_products();
 #pragma unroll
         for (int i = 0; i < SHARE * DEPTHS; ++i) {
-          const unsigned columns = columns_at + ((CLUSTER > 1 ? sub : 0) * STATE_WORDS + i / SHARE * 2 * STRIDE) / 4;
+          const unsigned columns = columns_at + i / SHARE * 2 * STRIDE / 4;
           if (Weights::streamed(i))
             multiply_shared(sums[i / SHARE % CHAINS][i % SHARE], rows_at + Weights::before(i) * (2048 / 16), columns, i >= SHARE * CHAINS);
           else
