@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
   const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
   const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
   const Element* const weights = a.weights[direction];
@@ -308,10 +309,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int i = 0; i < SHARE * DEPTHS; ++i) {
           const unsigned columns = columns_at + i / SHARE * 2 * STRIDE / 4;
+          const bool adds = i >= SHARE * CHAINS;
+          float(&to)[TILES][4] = sums[i / SHARE % CHAINS][i % SHARE];
           if (Weights::streamed(i))
-            multiply_shared(sums[i / SHARE % CHAINS][i % SHARE], rows_at + Weights::before(i) * (2048 / 16), columns, i >= SHARE * CHAINS);
+            multiply_shared(to, rows_at + Weights::before(i) * (2048 / 16), columns, adds);
           else
-            multiply_columns(sums[i / SHARE % CHAINS][i % SHARE], resident[Weights::resident(i)], columns, i >= SHARE * CHAINS);
+            multiply_columns(to, resident[Weights::resident(i)], columns, adds);
         }
         end_products();
         if (t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);

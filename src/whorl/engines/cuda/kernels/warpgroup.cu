@@ -15,8 +15,8 @@ static_assert(ELEMENT_BYTES == 2, "products of four warps are of two bytes");
 // a number that is the same for all threads of a warp, in a register of the warp
 __device__ __forceinline__ int of_warp(int number) { return __shfl_sync(0xffffffffu, number, 0); }
 
-// An operand in shared memory: `across` bytes to the next 16 bytes of the same rows, 128 to the next 8
-// rows.  It may be moved on by 16 bytes at a time.
+// An operand in shared memory: `across` bytes to the next 16 bytes of the same rows, 128 to the next 8 rows.  It may be
+// moved on by 16 bytes at a time.
 __device__ __forceinline__ unsigned operand_at(unsigned address, int across) {
   return address >> 4 | across >> 4 << 16;
 }
