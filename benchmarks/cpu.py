@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py                 every case, with torch's number of threads
     python benchmarks/cpu.py --out FILE      and the results as JSON, beside those of the same commit that are there
-    python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options
+    python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options, cells
     python benchmarks/cpu.py --only LSTM     the cases with this in their name
 
 Both run in turns, each first in every other turn.  A ratio is the median over the turns of torch's time over whorl's,
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import whorl
-from whorl import compiler
+from whorl import compiler, sigmoid, softplus, tanh
 
 GRID = [
     (1, 1, 30, 128), (1, 32, 30, 128), (1, 32, 30, 512), (1, 128, 30, 128), (1, 128, 30, 512), (1, 32, 30, 1024),
@@ -140,7 +140,56 @@ def options() -> Iterator[Case]:
         yield f"option {name}, LSTM (1, 32, 30, 128), train", train(lambda x: plain(x)[0], x, grad, plain), with_option
 
 
-GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options}
+def leaky(out: Callable[[Any], Any]) -> whorl.Cell:
+    """A user's cell, with as many gates as the LSTM."""
+
+    @whorl.cell(gates="i f g o", states="h c")
+    def step(x: Any, r: Any, s: Any) -> dict[str, Any]:
+        kept = sigmoid(x.f + r.f)
+        c = kept * s.c + (1 - kept) * sigmoid(x.i + r.i) * tanh(x.g + r.g)
+        return dict(h=sigmoid(x.o + r.o) * out(c), c=c)
+
+    return step
+
+
+def cells() -> Iterator[Case]:
+    """Layer norm beside a loop in plain torch; a user's cell beside the LSTM, with no check, as `options`."""
+    x, grad = torch.randn(30, 32, 128), torch.randn(30, 32, 128)
+    normed = whorl.LSTM(128, 128, layer_norm=True, engine="cpu")
+    for name, weight in normed.named_parameters():
+        if "vector" in name:
+            nn.init.uniform_(weight, 0.5, 1.5)
+
+    def loop(x: Tensor) -> Tensor:
+        held = dict(normed.named_parameters())
+        vectors = {name[7:-3]: weight for name, weight in held.items() if name.startswith("vector")}
+        gain_x, shift_x, gain_r, shift_r = (
+            torch.cat([vectors[f"{kind}_{gate}"] for gate in "ifgo"])
+            for kind in ("x_gain", "x_shift", "r_gain", "r_shift")
+        )
+        projected = nn.functional.linear(x, held["weight_ih_l0"], held["bias_ih_l0"])
+        projected = nn.functional.layer_norm(projected, (512,), gain_x, shift_x)
+        h = c = x.new_zeros(x.shape[1], 128)
+        outs = []
+        for now in projected.unbind(0):
+            part = nn.functional.linear(h, held["weight_hh_l0"], held["bias_hh_l0"])
+            i, f, g, o = (now + nn.functional.layer_norm(part, (512,), gain_r, shift_r)).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * nn.functional.layer_norm(c, (128,), vectors["c_gain"], vectors["c_shift"]).tanh()
+            outs.append(h)
+        return torch.stack(outs)
+
+    both = train(loop, x, grad, normed), train(lambda x: normed(x)[0], x, grad, normed)
+    yield "LSTM with layer norm, (1, 32, 30, 128), beside a loop in torch, train", *both
+
+    plain = whorl.LSTM(128, 128, engine="cpu")
+    for name, out in (("tanh", tanh), ("softplus", softplus)):
+        user = whorl.Recurrent(leaky(out), 128, 128, engine="cpu")
+        both = train(lambda x: plain(x)[0], x, grad, plain), train(lambda x, user=user: user(x)[0], x, grad, user)
+        yield f"option: a user's cell of four gates with {name}, LSTM (1, 32, 30, 128), train", *both
+
+
+GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options, "cells": cells}
 
 
 def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str, Any]:

@@ -154,8 +154,8 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
   k.dr = cell.dr_is_dx ? k.dx : make<store>(compact * cell.recurrent * k.units);
   store** dp = make<store*>(cell.products);
   for (int p = 0; p < cell.products; ++p) dp[p] = make<store>(compact * k.units);
-  real** dv = make<real*>(cell.vectors);
-  for (int v = 0; v < cell.vectors; ++v) dv[v] = make<real>(k.batch * k.units);
+  const int64_t of_vectors = k.batch * cell.vectors * k.units;
+  real* dv = make<real>(of_vectors);
   real** de = make<real*>(cell.extras);
   for (int e = 0; e < cell.extras; ++e) de[e] = make<real>(rows * k.units);
   k.dp = dp, k.dv = dv, k.de = de;
@@ -170,7 +170,7 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
     count(dstates[s], size_t(k.batch * width_of(s)) * sizeof(real));
     count(sequences[s], size_t(rows * width_of(s)) * sizeof(store));
   }
-  for (int v = 0; v < cell.vectors; ++v) count(dv[v], size_t(k.batch * k.units) * sizeof(real));
+  count(dv, size_t(of_vectors) * sizeof(real));
   for (int e = 0; e < cell.extras; ++e) count(de[e], size_t(rows * k.units) * sizeof(real));
   release();
   return made;
@@ -193,13 +193,13 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, Thread
   p.bias_ih = draw<real>(x_wide), p.bias_hh = draw<real>(wide), p.y = make<store>(rows * k.units);
   p.saved = make<real>(rows * (cell.saved * k.units + cell.saved_means));
   p.within = within, p.x = within && !cell.vectors ? nullptr : make<real>(rows * k.x_stride);  // with vectors steps may read x
-  real **vectors = make<real*>(cell.vectors), **dv = make<real*>(cell.vectors), **to_vectors = make<real*>(cell.vectors);
+  real **vectors = make<real*>(cell.vectors), **to_vectors = make<real*>(cell.vectors);
   int64_t* sums = make<int64_t>(cell.vectors);
   for (int v = 0; v < cell.vectors; ++v) {
-    vectors[v] = draw<real>(k.units), dv[v] = make<real>(all), to_vectors[v] = make<real>(k.units);
+    vectors[v] = draw<real>(k.units), to_vectors[v] = make<real>(k.units);
     sums[v] = v - v % 2;
   }
-  p.vectors = vectors, p.dv = dv, p.sums = sums, p.to_vectors = to_vectors;
+  p.vectors = vectors, p.dv = make<real>(cell.vectors * all), p.sums = sums, p.to_vectors = to_vectors;
   for (int s = 0; s < cell.states; ++s) p.finals[s] = make<real>(all);
   for (int s = 0; s < cell.states && initial; ++s) p.starts[s] = draw<real>(all);
   whorl_plain_forward(&k, &p, way.threads);
@@ -268,7 +268,7 @@ uint64_t products(int64_t threads) {
   store* d = draw<store>(rows * outputs);
   whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads);
   for (int64_t add = 0; add < 2; ++add)
-    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, threads);
+    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, nullptr, nullptr, 0, threads);
   uint64_t made = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
   made = digest(made, out, size_t(outputs * inputs) * sizeof(real));
   made = digest(made, sums, size_t(outputs) * sizeof(real));

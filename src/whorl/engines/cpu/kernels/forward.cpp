@@ -12,7 +12,8 @@ static void project_ahead(const Group& g, const Own& own, int64_t step, int64_t 
       const int64_t r = g.rows[i], t = k.reverse ? k.time - 1 - next : next;
       if (t >= g.length(r) || !g.counts(g.outer(t, r))) continue;
       const int64_t o = g.outer(t, r);
-      own.ahead_a[n] = k.input + o * k.inputs, own.ahead_c[n] = at(next, i, o), ++n;
+      own.ahead_a[n] = k.input + (k.input_step ? t * k.input_step + r * k.input_row : o * k.inputs);
+      own.ahead_c[n] = at(next, i, o), ++n;
     }
   g.team.wait();
   g.multiply(g.w.input, n, own.ahead_a, own.ahead_c);
@@ -87,6 +88,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
       row.scratch = scratch + j * g.scratch_apart(cell.forward), row.padded = g.padded;
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
+      for (int64_t at = 0; k.saved && at < row_saved; at += LANES) __builtin_prefetch(row.saved + at, 1);
       row.means = own.means + j * cell.forward.means;
       row.v = k.vectors;
       extras_of(g, o, room + j * cell.extras * g.padded, own.extras + j * cell.extras);

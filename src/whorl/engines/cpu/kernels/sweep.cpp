@@ -36,6 +36,7 @@ struct Sweep {
   int64_t x_stride;
   const store* input;      // [outer rows, inputs]: what forward makes it of; null: it is there
   int64_t inputs;
+  int64_t input_step, input_row;  // from one of its steps and sequences to the next; 0: as outer rows lie
   const store* ih;         // [gates x units, inputs]
   const real* bias_ih;     // [gates x units]; null: zero
   const store* hh;         // [recurrent gates x units, width]
@@ -72,9 +73,11 @@ struct Sweep {
   store* dx;              // [compact rows, gates x units]
   store* dr;              // [compact rows, recurrent gates x units]; not read where the cell has dr_is_dx
   store* const* dp;       // of each product of the step, [compact rows, units]
-  real* const* dv;        // [batch, units]
+  // of the vectors in each sequence, [batch, vectors, units]; the other way round a row has all in one set of a cache
+  real* dv;
   real* const* de;        // [outer rows, units], added to
   store* dprojected;      // [compact rows, width]
+  int64_t ih_turned, hh_turned;  // ih and hh lie the other way round: [inputs, gates x units], as Keras has them
   int64_t unread;         // nobody reads the gradients of the initial states, and no state is reset
 };
 
