@@ -194,6 +194,38 @@ inline uint4 load_matrices(unsigned address, int count) {
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
 inline void emulated_prefetch(const void*) {}
+// Products of four warps are computed when they are waited for, not before; each warp has its own 16 rows of them.
+struct Product { float (*sums)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
+static std::map<host::Fiber*, std::vector<Product>> products;
+inline unsigned word_at(unsigned operand, int row, int word) {
+  const unsigned address = (operand & 0x3fff) << 4, across = (operand >> 16 & 0x3fff) << 4;
+  return *(unsigned*)host::at(address + word / 4 * across + row * 16 + word % 4 * 4);
+}
+template <int TILES>
+inline void emulated_multiply_columns(float (&sums)[TILES][4], const uint4& a, unsigned columns, bool add) {
+  products[host::now].push_back({sums, TILES, false, add, a, 0, columns});
+}
+template <int TILES>
+inline void emulated_multiply_shared(float (&sums)[TILES][4], unsigned rows, unsigned columns, bool add) {
+  products[host::now].push_back({sums, TILES, true, add, {}, rows, columns});
+}
+inline void emulated_show_products() {}
+inline void emulated_begin_products() {}
+inline void emulated_end_products() {}
+inline void emulated_multiplied() {
+  const int lane = host::lane(), row = (int)host::now->thread.x / 32 % 4 * 16 + lane / 4, word = lane % 4;
+  for (const Product& made : products[host::now]) {
+    uint4 a = made.a;
+    if (made.shared)
+      a = {word_at(made.rows, row, word), word_at(made.rows, row + 8, word), word_at(made.rows, row, word + 4),
+           word_at(made.rows, row + 8, word + 4)};
+    if (!made.add) memset(made.sums, 0, 16 * made.tiles);
+    for (int n = 0; n < made.tiles; ++n)
+      emulated_multiply_words(made.sums[n], a, {word_at(made.columns, n * 8 + lane / 4, word),
+                                                word_at(made.columns, n * 8 + lane / 4, word + 4)});
+  }
+  products[host::now].clear();
+}
 // They arrive when they are waited for, not before.
 struct Copy { unsigned char *to, data[16]; int bytes; };
 static std::map<host::Fiber*, std::vector<Copy>> copies;

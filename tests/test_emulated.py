@@ -162,6 +162,37 @@ def test_layers_spread_over_blocks_that_exchange(
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
 
+@pytest.mark.parametrize(
+    "kind, units, batch, time, ahead, resident, options",
+    [
+        ("LSTM", 70, 11, 5, (32, 1, 1, 8, 8), 2, dict(bidirectional=True)),
+        ("LSTM", 37, 37, 36, (16, 2, 2, 8, 4), None, {}),  # four warps share the depth with the other four
+        ("GRU", 45, 19, 4, (16, 3, 1, 8, 4), 0, dict(num_layers=2)),  # nothing stays in registers
+        ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, {}),  # two strips of a warp
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_four_warps(
+    kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], resident: int | None,
+    options: dict[str, Any], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "backward":
+            return spreading.backward(size, 16, 1, 1, 1, 8, chip.shared)
+        return spreading.forward(size, *ahead, chip.shared, resident, wide=True)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+    torch.manual_seed(1)
+    layer = getattr(whorl, kind)(6, units, **options).to(dtype)
+    x = torch.randn(time, batch, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
 @pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])
 def test_each_way_may_be_of_another_regime(
     kind: str, units: int, folder: Path, monkeypatch: pytest.MonkeyPatch

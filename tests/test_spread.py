@@ -83,6 +83,24 @@ def test_every_tile_is_right(cell: str, kind: str, precision: str, monkeypatch: 
         assert_right(layer, 5, 75)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("tile", [(32, 1, 1, 8, 8), (16, 2, 2, 8, 4), (32, 4, 1, 8, 8), (16, 3, 1, 8, 4)])
+def test_products_of_four_warps(
+    tile: tuple[int, ...], cell: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few weights in registers."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Any:
+        if way == "backward":
+            return spreading.choose(size, chip, batch, directions, way)
+        return spreading.forward(size, *tile, chip.shared, 2, wide=True)
+
+    monkeypatch.setattr(layers, "_prepared", {})
+    monkeypatch.setattr(grid, "choose", chosen)
+    assert_right(build(cell, 250, dtype, inputs=9, bidirectional=True), 70, 75)
+
+
 @pytest.mark.parametrize("precision", ["two bytes", "tf32", "float32"])
 @pytest.mark.parametrize("seed", range(24))
 def test_it_is_right_at_random_sizes(spread: None, seed: int, precision: str) -> None:

@@ -215,6 +215,7 @@ def _source(
         "APART": len(saves.apart), "INPUTS": len(graph.inputs), **own,
     }  # fmt: skip
     inside = _stages(kind, graph, tile) if staged(graph) else []
+    wide = isinstance(tile, Spread) and tile.wide
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     words = [
@@ -226,6 +227,7 @@ def _source(
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
         f"#define EXACT {int(tile.exact)}",
         f"#define OPTIONS {int(has_options(graph, features))}",
+        f"#define WARPGROUPS {int(wide)}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
         "#define MOST(count) ((count) > 0 ? (count) : 1)",
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
@@ -235,6 +237,7 @@ def _source(
         *inside,
         _text("ptx.cu"),
         _text("weights.cu"),
+        *([_text("warpgroup.cu")] if wide else []),
         *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([_text("means.cu")] if inside else []),
         step,

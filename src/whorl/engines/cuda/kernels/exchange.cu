@@ -75,11 +75,11 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-// Rows of CHUNKS x 16 bytes, PITCH words apart in L2 and STRIDE in shared memory, on their way from the one to the other:
-// row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
+// Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between those
+// of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
 // rows there are from it on, `phase` that of the step.  They travel in PARTS, the first of which is asked for beforehand;
 // more than one take more time and fewer registers.
-template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int STRIDE, int PARTS>
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS>
 struct Arrival {
   static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS;
   static constexpr int WIDE = (COUNT + PARTS - 1) / PARTS;
@@ -129,7 +129,7 @@ struct Arrival {
 #pragma unroll
       for (int k = 0; k < WIDE; ++k) {
         const int i = (part * WIDE + k) / ACROSS, j = (part * WIDE + k) % ACROSS;
-        if (is_there(left, lane, part * WIDE + k)) *(uint4*)(to + i * WARPS * STRIDE + j * 128) = data[k];
+        if (is_there(left, lane, part * WIDE + k)) *(uint4*)(to + i * DOWNWARDS + j * SIDEWARDS) = data[k];
       }
     }
   }

@@ -54,7 +54,7 @@ static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, STRIDE, PARTS> Gathered;
+typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, WARPS * STRIDE, 128, PARTS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them

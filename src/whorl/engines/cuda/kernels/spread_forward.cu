@@ -8,6 +8,7 @@
 //
 // The product's rows are the block's units times gates, 16 in each strip; warp (group, split) owns SHARE strips and, of
 // the depth, the DEPTHS x 8 words from split x DEPTHS x 8 on.  The partial sums of all splits meet in shared memory.
+// With WARPGROUPS the four warps of neighbouring groups multiply together (warpgroup.cu).
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
@@ -26,10 +27,11 @@ constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, SPLITS 
 constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
 constexpr int STRIPS = (RECURRENT * SLICE + 15) / 16, SHARE = (STRIPS + GROUPS - 1) / GROUPS;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
+// of a sequence's states, or of 16 bytes of all sequences': 8 times 16 bytes are in 32 different banks
+constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : WORDS + 4;
 constexpr int SUM_STRIDE = STRIPS * 16 + 4;
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
+constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : ROWS) * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
@@ -44,7 +46,12 @@ constexpr bool EVEN = APIECE && SHARE * 16 % SLICE == 0;  // the gates of a warp
 static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of more than two gates");
 static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, STRIDE, PARTS> States;
+static_assert(!WARPGROUPS || (GROUPS % 4 == 0 && WARPS == 8 && !GATEWISE), "four warps have one depth");
+// where a word of a sequence's states lies
+__device__ constexpr int state_at(int row, int word) {
+  return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
+}
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -87,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
   const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
   const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
   const Element* const weights = a.weights[direction];
@@ -102,8 +110,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool there = m < RECURRENT * SLICE && unit < UNITS;
     bring(to, weights + ((long long)gate * UNITS + unit) * UNITS + column, there ? UNITS - column : 0);
   };
-  bring_operands<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[Weights::resident(i)] = words; });
+  const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
+#if WARPGROUPS
+  bring_resident<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+  bring_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
+#else
+  bring_operands<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+#endif
   // steps of the longest of these sequences
   const int time = LENGTHS ? longest(a, row0, SUBS * ROWS) : (int)a.time;
   const bool reverse = direction == 1;
@@ -115,6 +128,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int its = i % 32, place = row0 + i / 32 % (SUBS * TILES) * 8 + its / 4, depth = i / 32 / (SUBS * TILES);
       masks[i] = gate_bits(a, place, (depth * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
+#if WARPGROUPS
+  show_products();  // weights, and zeros
+#endif
   __syncthreads();
 
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
@@ -215,13 +231,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
   States arrival;
-  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
   int partial_from = own_row * SUM_STRIDE + pair * 4;
   keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
   keep(weights_at), keep(arrived_at), keep(partial_to), keep(partial_from);
   const long long ahead = AHEAD * row_step * GATES * UNITS;
+#if !WARPGROUPS
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
+#endif
 
   // what of two words of the product's operand the mask of gate `first_gate` + `gate` leaves
   const int first_gate = EVEN ? group * (SHARE * 16 / SLICE) : 0;
@@ -269,16 +287,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             return there && unit < UNITS ? first_operand(a, sequence, unit, direction, first_step) : Element{};
           };
 #if ELEMENT_BYTES == 2
-          states[i / PITCH * STRIDE + i % PITCH] = joined(value(column), value(column + 1));
+          states[state_at(i / PITCH, i % PITCH)] = joined(value(column), value(column + 1));
 #else
-          states[i / PITCH * STRIDE + i % PITCH] = operand(value(column));
+          states[state_at(i / PITCH, i % PITCH)] = operand(value(column));
 #endif
         }
       }
+#if WARPGROUPS
+      show_products();
+#endif
       __syncthreads();
 
       GatePair next[OWN][GATES];
       {
+#if WARPGROUPS
+        float sums[CHAINS][SHARE][TILES][4];
+        // found anew at each step, or the compiler would find all that follow before the first, and spill them
+        const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
+        const unsigned columns_at = operand_at(shared_address(states) + of_warp(split) * DEPTHS * 2 * STRIDE * 4, STRIDE * 4);
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < SHARE * DEPTHS; ++i) {
+          const unsigned columns = columns_at + i / SHARE * 2 * STRIDE / 4;
+          const bool adds = i >= SHARE * CHAINS;
+          float(&to)[TILES][4] = sums[i / SHARE % CHAINS][i % SHARE];
+          if (Weights::streamed(i))
+            multiply_shared(to, rows_at + Weights::before(i) * (2048 / 16), columns, adds);
+          else
+            multiply_columns(to, resident[Weights::resident(i)], columns, adds);
+        }
+        end_products();
+        if (t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
+        multiplied();
+#pragma unroll
+        for (int i = 0; i < CHAINS * SHARE * TILES * 4; ++i)
+          keep(sums[i / (SHARE * TILES * 4)][i / (TILES * 4) % SHARE][i / 4 % TILES][i % 4]);
+#else
         float sums[CHAINS][SHARE][TILES][4] = {};
         int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
         if constexpr (GATEWISE && !APIECE) keep(row_gate);  // else the weights of each gate alone are made before the loop, and spilled
@@ -328,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               }
             }
         }
+#endif
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
           if (STRIPS % GROUPS != 0 && group * SHARE + s >= STRIPS) break;
@@ -335,7 +380,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int n = 0; n < TILES; ++n) {
             float* const to = partial + partial_to + n * 8 * SUM_STRIDE + s * 16;
             float(&sum)[4] = sums[0][s][n];
-            if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][s][n]);
+#pragma unroll
+            for (int chain = 1; chain < CHAINS; ++chain) add(sum, sums[chain][s][n]);
             *(float2*)to = {sum[0], sum[2]};
             *(float2*)(to + SUM_STRIDE) = {sum[1], sum[3]};
           }

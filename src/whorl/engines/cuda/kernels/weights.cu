@@ -76,7 +76,7 @@ struct Columns {
 //
 // All threads of the block have to come; after it, memory behind the streamed operands may be written.
 template <class KEPT, class LAYOUT, int COUNT, int STREAMED, int WARPS, class Ask, class Keep>
-__device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int lane, Ask ask, Keep keep) {
+__device__ __forceinline__ void bring_resident(unsigned* memory, int warp, int lane, Ask ask, Keep keep) {
   constexpr int RESIDENT = COUNT - STREAMED, HELD = SHARED / (512 * WARPS);
   constexpr int ROOM = HELD > LEAST_ROOM ? HELD : LEAST_ROOM;
   unsigned* const room = memory + warp * ROOM * 128;
@@ -96,6 +96,12 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
     __syncwarp();
   }
   __syncthreads();
+}
+
+// and those that are streamed
+template <class KEPT, class LAYOUT, int COUNT, int STREAMED, int WARPS, class Ask, class Keep>
+__device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int lane, Ask ask, Keep keep) {
+  bring_resident<KEPT, LAYOUT, COUNT, STREAMED, WARPS>(memory, warp, lane, ask, keep);
   unsigned* const streamed = memory + warp * STREAMED * 128;
 #pragma unroll 1
   for (int i = 0; i < COUNT; ++i)
@@ -108,6 +114,16 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
     __syncwarp();
     *(uint4*)(streamed + i * 128 + lane * 4) = words;
   }
+}
+
+// Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].
+template <class KEPT, int COUNT, int STREAMED, class Ask>
+__device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int lane, Ask ask) {
+  unsigned* const to = memory + warp / 4 * STREAMED * 512 + lane / 16 * 256 + warp % 4 * 64 + lane % 16 * 4;
+#pragma unroll 1
+  for (int i = 0; i < COUNT; ++i)
+    if (KEPT::streamed(i)) ask(i, to + KEPT::before(i) * 512);
+  copies_done();
 }
 
 // The first RESIDENT operands stay in registers.
