@@ -17,10 +17,12 @@ from emulation import emulated
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
 from whorl.cells import library, wrappers
-from whorl.engines.cuda import grid, source
+from whorl.engines.cuda import grid, source, spreading
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.prepare import flags, size_of
-from whorl.engines.cuda.staged import staged, steps
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import spreadable, staged, steps
+from whorl.engines.cuda.tiling import Chip, Size
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -75,6 +77,74 @@ def test_options_of_a_cell_with_products(form: str, folder: Path) -> None:
         assert_agrees("persistent", STAGED["gru_before"], case, DTYPES[len(form) % 3])
 
 
+SPREADABLE = [name for name in STAGED if spreadable(STAGED[name])]
+TILES = [  # forward and backward, as `spreading` takes them: one or two groups of rows, parts in turn, rows by rows
+    ((16, 1, 1, 8, 1), (16, 1, 1, 1, 8)),
+    ((8, 2, 1, 8, 2), (16, 2, 1, 2, 8)),
+    ((32, 3, 1, 8, 1), (16, 3, 3, 1, 12)),
+    ((16, 1, 2, 8, 4), (64, 1, 2, 2, 8)),
+]
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], back: tuple[int, ...]) -> None:
+    """Every layer is spread over blocks that exchange through L2, as layers that no cluster holds."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread:
+        given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
+        made = make(size, *given, chip.shared)
+        assert made is not None
+        return made
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)  # several launches
+
+
+def test_steps_with_means_alone_are_spread() -> None:
+    assert {"layer_norm_lstm", "layer norm", "all of LSTM's layer norm"} <= {*SPREADABLE}
+    assert not {"reset before", "layer norm and a product", "together", "lstm"} & {*SPREADABLE}
+
+
+@needs_compiler
+@pytest.mark.parametrize("place, name", [*enumerate(SPREADABLE)])
+def test_a_step_with_means_where_blocks_exchange_through_l2(
+    place: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[place % 4])
+    case = Case(dict(directions=2), time=5, batch=27, units=(37, 45, 70)[place % 3])
+    with emulated(folder):
+        assert_agrees("persistent", STAGED[name], case, DTYPES[place % 3])
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", range(4))
+def test_means_come_round_in_their_places(place: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps than the ring of states has buffers."""
+    spread(monkeypatch, *TILES[place])
+    with emulated(folder):
+        assert_agrees("persistent", STAGED["layer_norm_lstm"], Case(time=35, batch=9, units=67), torch.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "form, changes",
+    [
+        ("given, by gate", {}),
+        ("given, by step, packed", {}),
+        ("recurrent dropout by gate", dict(zoneout=(0.3, 0.2))),
+        ("reset to", dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout=(0.3, 0.0))),
+        ("mask and lengths", dict(zoneout=(0.1, 0.3))),
+        ("layers", {}),
+    ],
+)
+def test_options_of_a_cell_with_means_where_blocks_exchange_through_l2(
+    form: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[0])
+    case = replace(FORMS[form], time=4, form=FORMS[form].form | changes)
+    with emulated(folder):
+        assert_agrees("persistent", STAGED["layer_norm_lstm"], case, DTYPES[len(form) % 3])
+
+
 def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -> None:
     made = steps(STAGED["all of LSTM's layer norm"])
     assert (made.forward.exchanges, made.backward.exchanges) == (2, 2)
@@ -117,10 +187,11 @@ def test_what_is_exchanged_together_counts_once() -> None:
     assert (made.leaves, len(made.forward.rounds), made.forward.exchanges) == (0, 2, 1)
 
 
-def test_what_one_cluster_does_not_hold_has_no_tile() -> None:
-    size = size_of(STAGED["all of LSTM's layer norm"], 512, 2)
-    assert grid.fits(size, H200, "backward")
-    assert not grid.fits(size._replace(units=1024), H200, "backward")
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_what_one_cluster_does_not_hold_is_spread_where_means_alone_are_inside(kind: str) -> None:
+    size = size_of(STAGED["all of LSTM's layer norm"], 1024, 2)
+    assert isinstance(grid.choose(size, H200, 32, 1, kind), Spread)
+    assert not grid.fits(size_of(STAGED["reset before"], 1024, 2), H200, kind)
 
 
 def test_a_mean_of_other_squares_is_no_variance() -> None:

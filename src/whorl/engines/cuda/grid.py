@@ -14,9 +14,14 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 @lru_cache(maxsize=1024)
 def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
-    if size.staged is not None:
-        return bool(staging.fitting(size.staged, size, chip, kind))
-    return tiling.fits(size, chip, kind) or spreading.fits(size, chip, kind)
+    return bool(_near(size, chip, 1, 1, kind)) or spreading.fits(size, chip, kind)
+
+
+def _near(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
+    """Tiles of a cluster or a block, the one that is estimated to be the fastest first."""
+    if size.staged is None:
+        return tiling.likely(size, chip, batch, directions, kind)
+    return staging.likely(size.staged, size, chip, batch, directions, kind)
 
 
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
@@ -29,17 +34,20 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
     In two bytes a layer that a cluster holds is spread too where its steps are estimated to take much less time so.
-    Cells whose step has several stages are not spread.  Nor are masks by gate, which double the product of what is
-    spread: a train step of 512 units at batch 128 and 100 steps took 1,232 us with forward spread on an H200, and 1,203
-    without, of which 131 were copies that are made in one pass now.
+    Masks by gate are not, which double the product of what is spread: a train step of 512 units at batch 128 and 100
+    steps took 1,232 us with forward spread on an H200, and 1,203 without, of which 131 were copies that are made in
+    one pass now.
     """
     where = (size, chip, batch, directions, kind)
-    if size.staged is not None:
-        return next(iter(staging.likely(size.staged, *where)), None)
-    tile, spread = tiling.choose(*where), spreading.choose(*where)
+    spread = spreading.choose(*where)
+    tile = next(iter(_near(*where)), None)
     if tile is None or spread is None:
         return spread if tile is None else tile
-    faster = tiling.step_time(*where, tile) > _MUCH[kind] * spreading.step_time(*where)
+    if size.staged is None:
+        near, much = tiling.step_time(*where, tile), _MUCH[kind]
+    else:
+        near, much = staging.step_time(size.staged, *where, tile), _MUCH_STAGED[kind]
+    faster = near > much * spreading.step_time(*where)
     return spread if faster and size.element == 2 and not (size.bits or size.masks) else tile
 
 
@@ -48,6 +56,9 @@ _MUCH = {"forward": 1.1, "backward": 1.6}
 batch 1, 32 and 128 took 62 and 50, 63 and 58, 114 and 88 us, 650 units at batch 20 106 and 74, 768 at 16 93 and 64.
 Backward, where the estimate is too low by up to 1.46 for what is spread, 67 and 99, 80 and 109, 143 and 159, 123 and
 128, 110 and 125."""
+
+_MUCH_STAGED = {"forward": 1.1, "backward": 1.6}
+"""Of a step with means, not measured yet: as of others."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
@@ -66,10 +77,9 @@ def likely(
     Args:
         each: how many of each regime; None: all.
     """
-    if size.staged is not None:
-        return [*staging.likely(size.staged, size, chip, batch, directions, kind)[:each]]
-    found: list[Tile | Spread] = [*tiling.likely(size, chip, batch, directions, kind)[:each]]
-    return [*found, *spreading.likely(size, chip, batch, directions, kind)[:each]]
+    where = (size, chip, batch, directions, kind)
+    found: list[Tile | Spread] = [*_near(*where)[:each]]
+    return [*found, *spreading.likely(*where)[:each]]
 
 
 def described(tile: Tile | Spread) -> str:

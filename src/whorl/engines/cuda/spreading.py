@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 
+from whorl.engines.cuda.staged import spreadable, steps
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
@@ -89,7 +90,7 @@ def forward(
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
-    live += _extra(size, _FORWARD_EXTRA, tiles)
+    live += _extra(size, _FORWARD_EXTRA, tiles) + _inside(size, "forward")
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
@@ -122,6 +123,7 @@ def backward(
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    live += _inside(size, "backward")
     live += 4 * chunk * tiles * (size.bits or bool(size.masks))
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
@@ -144,24 +146,44 @@ def _extra(size: Size, base: int, tiles: int) -> int:
     return base + 8 * (size.element == 4) + (16 + 4 * (tiles - 1)) * size.exact
 
 
+def _inside(size: Size, kind: str) -> int:
+    """Registers of what means between the stages of a step take: what compiles with few spills."""
+    if size.staged is None:
+        return 0
+    made = steps(size.staged)
+    if kind == "forward":
+        return 8 + 2 * made.forward.kept + 2 * len(made.forward.reductions)
+    return made.backward.kept + 2 * len(made.backward.reductions)
+
+
+def _means(size: Size, tile: Spread, kind: str) -> int:
+    """Words of a sequence of what means are made of, as spread_means.cu lays them out."""
+    if size.staged is None:
+        return 0
+    own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
+    couples = -(-size.units // (2 * tile.slice))
+    return sum(4 * couples * -(-own.numbers(stage) // 2) for stage in range(own.stages))
+
+
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
+    means = 2 * directions * batch * _means(size, tile, kind)
     if kind == "forward":
-        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4
+        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4 + means
     ring = buffers(size.element) * tile.blocks * size.recurrent * tile.slice * size.element // 4 * (tile.gathered > 1)
-    return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice)
+    return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice) + means
 
 
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     """Every tile of a kind ("forward" or "backward") that fits the chip, of those worth a look."""
     least = -(-size.units // max(1, chip.multiprocessors))
-    if least > 64:  # more than any block holds
+    if least > 64 or (size.staged is not None and not spreadable(size.staged)):  # more than any block holds
         return
     found: Iterator[Spread | None]
     counts_of_parts = (1,) if size.element == 2 else (1, 2, 4)  # in two bytes one part fits
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
-        for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
+        for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
             counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
             for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
@@ -169,10 +191,15 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
                     found = (backward(*given, parts=parts) for parts in counts_of_parts)
                     yield from _first(found, chip)
         return
-    slices = sorted({max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)})
-    for units, (tiles, subs), groups in product(slices, _SHAPES, (1, 2, 4)):
+    slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
+    for units, (tiles, subs), groups in product(_of(size, slices), _SHAPES, (1, 2, 4)):
         found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in counts_of_parts)
         yield from _first(found, chip)
+
+
+def _of(size: Size, slices: set[int]) -> list[int]:
+    """Those with which a size may be cut: for means the threads of a warp have whole sequences."""
+    return sorted(units for units in slices if size.staged is None or units & (units - 1) == 0)
 
 
 def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
@@ -229,6 +256,25 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
     forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
+    exchanges = _inside_time(size, kind, tile) * launches(chip, batch, directions, tile)
+    return _plain_time(size, chip, batch, directions, kind, tile) + exchanges
+
+
+def _inside_time(size: Size, kind: str, tile: Spread) -> float:
+    """Of the exchanges of means inside a step."""
+    if size.staged is None:
+        return 0.0
+    own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
+    at_once = 32 * tile.warps // (tile.slice // 2)  # sequences of which all threads make means
+    return own.exchanges * tile.subs * -(-8 * tile.tiles // at_once) * _EXCHANGE
+
+
+_EXCHANGE = 1.1
+"""Microseconds of one exchange of means, not measured: each of many blocks waiting for the flags of all others took 0.8
+to 1.3 on an H200."""
+
+
+def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Spread) -> float:
     rows, strips = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16)
     if kind == "forward":
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)

@@ -64,9 +64,13 @@ class Pass:
     kept: int
     """Values that a later stage reads, at most, between any two stages."""
 
+    def numbers(self, stage: int) -> int:
+        """That a block sends for each sequence after a stage."""
+        return sum(made.floats for made in self.reductions if made.stage == stage)
+
     def packs(self, stage: int) -> int:
-        """16 bytes that a block sends for each sequence after a stage."""
-        return -(-sum(made.floats for made in self.reductions if made.stage == stage) // 4)
+        """16 bytes that these take."""
+        return -(-self.numbers(stage) // 4)
 
     @property
     def exchanges(self) -> int:
@@ -267,6 +271,12 @@ def by_link(made: Steps, cell: Graph) -> list[Link]:
     """Links, where they are other than one product of each recurrent gate with the first state."""
     plain = [(gate, 0) for gate in range(len(cell.recurrent))]
     return [] if [*made.links] == plain else [*made.links]
+
+
+@lru_cache(maxsize=256)
+def spreadable(cell: Graph) -> bool:
+    """Whether blocks that exchange through L2 can run the step: means are all that it has between its stages."""
+    return bool(cell.recurrent) and not cell.products and not by_link(steps(cell), cell)
 
 
 class _Printer:
