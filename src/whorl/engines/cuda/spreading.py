@@ -152,7 +152,7 @@ def _inside(size: Size, kind: str) -> int:
         return 0
     made = steps(size.staged)
     if kind == "forward":
-        return 8 + 2 * made.forward.kept + 2 * len(made.forward.reductions)
+        return 16 + 2 * made.forward.kept + 2 * len(made.forward.reductions)
     return made.backward.kept + 2 * len(made.backward.reductions)
 
 
@@ -180,7 +180,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64 or (size.staged is not None and not spreadable(size.staged)):  # more than any block holds
         return
     found: Iterator[Spread | None]
-    counts_of_parts = (1,) if size.element == 2 else (1, 2, 4)  # in two bytes one part fits
+    counts_of_parts = (1, 2, 4) if size.element == 4 else (1, 2) if size.staged else (1,)  # in two bytes one part fits
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
