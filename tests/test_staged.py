@@ -207,7 +207,12 @@ def test_a_mean_of_other_squares_is_no_variance() -> None:
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize(
     "name, units, batch",
-    [("layer norm of r and c", 512, 128), ("layer norm of r and c", 256, 32), ("reset before", 512, 128)],
+    [
+        ("layer norm of r and c", 512, 128),
+        ("layer norm of r and c", 256, 32),
+        ("layer norm of r and c", 1024, 32),
+        ("reset before", 512, 128),
+    ],
 )
 def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     name: str, units: int, batch: int, kind: str, tmp_path: Path
@@ -224,4 +229,5 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     lines = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
-    assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
+    # where blocks exchange through L2 all threads fence once in a while (exchange.cu), at one place
+    assert sum("MEMBAR" in line for line in loop) == isinstance(tile, Spread)
