@@ -52,17 +52,18 @@ def test_a_step_of_several_stages(name: str, folder: Path) -> None:
         assert_agrees("persistent", STAGED[name], Case(dict(directions=2), time=4, batch=9, units=37), dtype)
 
 
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("given, by gate", {}),
+    ("given, by step, packed", {}),
+    ("recurrent dropout by gate", dict(zoneout=(0.3, 0.2))),
+    ("reset to", dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout=(0.3, 0.0))),
+    ("mask and lengths", dict(zoneout=(0.1, 0.3))),
+    ("layers", {}),
+]
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "form, changes",
-    [
-        ("given, by gate", {}),
-        ("given, by step, packed", {}),
-        ("recurrent dropout by gate", dict(zoneout=(0.3, 0.2))),
-        ("reset to", dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout=(0.3, 0.0))),
-        ("layers", {}),
-    ],
-)
+@pytest.mark.parametrize("form, changes", OPTIONS)
 def test_options_of_a_cell_with_means(form: str, changes: dict[str, Any], folder: Path) -> None:
     case = replace(FORMS[form], time=4, form=FORMS[form].form | changes)
     with emulated(folder):
@@ -125,17 +126,7 @@ def test_means_come_round_in_their_places(place: int, folder: Path, monkeypatch:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "form, changes",
-    [
-        ("given, by gate", {}),
-        ("given, by step, packed", {}),
-        ("recurrent dropout by gate", dict(zoneout=(0.3, 0.2))),
-        ("reset to", dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout=(0.3, 0.0))),
-        ("mask and lengths", dict(zoneout=(0.1, 0.3))),
-        ("layers", {}),
-    ],
-)
+@pytest.mark.parametrize("form, changes", OPTIONS)
 def test_options_of_a_cell_with_means_where_blocks_exchange_through_l2(
     form: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

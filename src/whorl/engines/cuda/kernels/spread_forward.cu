@@ -380,6 +380,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
           }
           float entering[2];
+          const auto read_unit = [&](int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+          };
 #if STAGED
           Values values[2];
           float m[MOST(MEANS)];
@@ -392,12 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
               float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-#pragma unroll
-              for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-#pragma unroll
-              for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
-#pragma unroll
-              for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+              read_unit(u, v, e, before);
               run_stage(stage, given[j][u], r[j][u], before, v, e, m, values[u], to[u], operand, after[j][u]);
             }
             if (numbers(stage) == 0) continue;
@@ -413,12 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+            read_unit(u, v, e, before);
 #if !STAGED
             step(given[j][u], r[j][u], before, v, e, after[j][u]);
 #endif
