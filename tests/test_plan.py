@@ -313,17 +313,23 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
         (torch.float32, 1, 511, "onednn", "onednn"), (torch.float32, 1, 512, "cpu", "cpu"),
         (torch.float32, 32, 1024, "cpu", "cpu"), (torch.bfloat16, 32, 1024, "cpu", "onednn"),
         (torch.bfloat16, 1, 128, "cpu", "cpu"), (torch.bfloat16, 20, 511, "onednn", "onednn"),
+        (torch.float32, 32, 127, "onednn", "cpu"), (torch.float32, 33, 127, "onednn", "onednn"),
+        (torch.float32, 32, 128, "onednn", "onednn"), (torch.bfloat16, 32, 127, "onednn", "onednn"),
     ],
 )  # fmt: skip
 def test_the_lstm_of_a_cpu_runs_on_the_engine_that_was_measured_to_be_faster(
     dtype: torch.dtype, batch: int, units: int, trained: str, inferred: str
 ) -> None:
     device = replace(CPU, bfloat16=True, compiler="c++")
-    asked = replace(PLAIN, form=replace(LSTM, units=units), dtype=dtype, batch=batch, device=device, gradient=True)
+    form = replace(LSTM, units=units)
+    asked = replace(PLAIN, form=form, dtype=dtype, time=30, batch=batch, device=device, gradient=True)
     for gradient, engine, what in ((True, trained, "training of"), (False, inferred, "inference of")):
         made = decide(replace(asked, gradient=gradient))
         assert made.engine == engine
         assert engine == "cpu" or what in str(made.refusals[-1])
+    constant = replace(asked, constants=("x",))
+    assert decide(constant).engine == ("cpu" if dtype == torch.float32 else trained)
+    assert decide(replace(constant, time=29)).engine == trained
     assert decide(asked, "cpu").engine == "cpu"
     assert decide(replace(asked, packed=True)).engine == "cpu"
     assert decide(replace(asked, device=replace(device, compiler=""))).engine == "onednn"

@@ -39,16 +39,17 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     one pass now.
     """
     where = (size, chip, batch, directions, kind)
-    spread = spreading.choose(*where)
-    tile = next(iter(_near(*where)), None)
-    if tile is None or spread is None:
-        return spread if tile is None else tile
+    tile = tiling.choose(*where) if size.staged is None else next(iter(_near(*where)), None)
+    if tile is None:
+        return spreading.choose(*where)
     if size.staged is None:
-        near, much = tiling.step_time(*where, tile), _MUCH[kind]
+        worth = tiling.step_time(*where, tile) / _MUCH[kind]
     else:
-        near, much = staging.step_time(size.staged, *where, tile), _MUCH_STAGED[kind]
-    faster = near > much * spreading.step_time(*where)
-    return spread if faster and size.element == 2 and not (size.bits or size.masks) else tile
+        worth = staging.step_time(size.staged, *where, tile) / _MUCH_STAGED[kind]
+    if size.element == 4 or size.bits or size.masks or worth <= spreading.LEAST[kind]:
+        return tile  # without a look at what is spread, of which there are hundreds of candidates
+    spread = spreading.choose(*where)
+    return tile if spread is None or worth <= spreading.step_time(*where) else spread
 
 
 _MUCH = {"forward": 1.1, "backward": 1.6}

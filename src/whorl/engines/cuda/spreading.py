@@ -96,8 +96,9 @@ def forward(
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
-    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, parts, exact=size.exact)
-    return made if shared <= limit else None
+    if shared > limit:
+        return None
+    return Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, parts, exact=size.exact)
 
 
 def backward(
@@ -130,10 +131,11 @@ def backward(
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
-    made = Spread(
+    if shared > limit:
+        return None
+    return Spread(
         units, sources, gathered, tiles, subs, warps, resident, shared, parts=parts, chunk=chunk, exact=size.exact
     )
-    return made if shared <= limit else None
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
@@ -310,4 +312,6 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
     return launches(chip, batch, directions, tile) * (0.66 * (1 + (tile.gathered > 1)) + tile.subs * part)
 
 
+LEAST = {"forward": 1.08, "backward": 0.85}
+"""Microseconds of a step in two bytes that the estimate above never falls below."""
 _BEGIN = 1.0  # a launch loads its weights anew: about 30 us, over 30 steps
