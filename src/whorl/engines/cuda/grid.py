@@ -34,9 +34,8 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
     In two bytes a layer that a cluster holds is spread too where its steps are estimated to take much less time so.
-    Masks by gate are not, which double the product of what is spread: a train step of 512 units at batch 128 and 100
-    steps took 1,232 us with forward spread on an H200, and 1,203 without, of which 131 were copies that are made in
-    one pass now.
+    Not, where a cluster holds them, layers whose masks by gate are given: where blocks exchange through L2, they are
+    read from there at each step.
     """
     where = (size, chip, batch, directions, kind)
     tile = tiling.choose(*where) if size.staged is None else next(iter(_near(*where)), None)
@@ -46,7 +45,7 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
         worth = tiling.step_time(*where, tile) / _MUCH[kind]
     else:
         worth = staging.step_time(size.staged, *where, tile) / _MUCH_STAGED[kind]
-    if size.element == 4 or size.bits or size.masks or worth <= spreading.LEAST[kind]:
+    if size.element == 4 or size.masks or worth <= spreading.LEAST[kind]:
         return tile  # without a look at what is spread, of which there are hundreds of candidates
     spread = spreading.choose(*where)
     return tile if spread is None or worth <= spreading.step_time(*where) else spread

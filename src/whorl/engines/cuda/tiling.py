@@ -148,7 +148,7 @@ def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resid
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
-    used += 8 * bool(size.back) + 6 * chunk * tiles * (size.bits or bool(size.masks))
+    used += 8 * bool(size.back) + 4 * chunk * tiles * (size.bits or bool(size.masks))
     room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, tiles))
     if room is None:
         return None
