@@ -162,8 +162,8 @@ def _means(size: Size, tile: Spread, kind: str) -> int:
     if size.staged is None:
         return 0
     own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
-    couples = -(-size.units // (2 * tile.slice))
-    return sum(4 * couples * -(-own.numbers(stage) // 2) for stage in range(own.stages))
+    members = -(-size.units // tile.slice)
+    return sum(2 * members * -(-own.numbers(stage) // 2) for stage in range(own.stages))
 
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:

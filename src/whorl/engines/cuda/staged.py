@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
-from whorl.cells.graphs import merged, rewritten
+from whorl.cells.graphs import at_once, merged, rewritten
 from whorl.cells.lower import CUDA, Stage, Value, identifier, stages
 
 
@@ -157,7 +157,7 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     def from_saved(node: Expr, made: Expr) -> Expr:
         return var(names[node.digest]) if node.digest in names else made
 
-    named = dict(zip(named, rewritten(list(named.values()), from_saved), strict=True))
+    named = dict(zip(named, at_once(rewritten(list(named.values()), from_saved)), strict=True))
     made = _lean(stages(named, CUDA), topological(named.values()))
     kinds = {"x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs, "d": graph.states}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind, row in kinds.items() for i, name in enumerate(row)}

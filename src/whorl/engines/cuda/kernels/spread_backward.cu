@@ -81,7 +81,7 @@ struct Arguments {
   static constexpr Options o = {};
 #endif
   // ones: [directions, RING, batch, PITCH] if GATHERED > 1, [directions, 2, SOURCES, batch, SUM_PITCH], and for means
-  // [directions, 2, batch, MEAN_PITCH]
+  // [directions, 2, MEAN_LINES, batch, 2]
   unsigned* ring;
   long long first_row, first_direction, directions;
 };
@@ -260,8 +260,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* const sums_at = a.ring + (GATHERED > 1 ? a.directions * RING * buffer : 0) +
                              direction * 2 * SOURCES * plane + (long long)row0 * SUM_PITCH;
 #if STAGED
+  const long long line = 2 * (long long)batch;
   unsigned* means_at = a.ring + a.directions * ((GATHERED > 1 ? RING : 0) * buffer + 2 * SOURCES * plane) +
-                       (direction * 2 * (long long)batch + row0 + own_row) * MEAN_PITCH;
+                       direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
   keep(means_at);
 #endif
   unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair * (2 / WORD_ELEMENTS);
@@ -354,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       float m[MOST(MEANS)];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
-      unsigned* const means = means_at + (t % 2 * (long long)batch + sub * ROWS + j * PASS) * MEAN_PITCH;
+      unsigned* const means = means_at + t % 2 * MEAN_LINES * line + (sub * ROWS + j * PASS) * 2;
       const bool member = row_there && rank < MEMBERS;
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
@@ -375,8 +376,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (numbers(stage) == 0) continue;
         float data[4 * MOST(PACKS)] = {};
         summarise(stage, to, unit < UNITS, unit + 1 < UNITS, units_of(rank), lane, data);
-        if (pair == 0 && member) give_means(stage, data, means + rank * 2, t / 2 % 2);
-        take_means(stage, means, t / 2 % 2, member, lane, m);
+        if (pair == 0 && member) give_means(stage, data, means, line, rank, t / 2 % 2);
+        take_means(stage, means, line, t / 2 % 2, member, lane, m);
       }
 #endif
 #pragma unroll

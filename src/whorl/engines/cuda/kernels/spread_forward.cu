@@ -68,7 +68,7 @@ struct Arguments {
 #else
   static constexpr Options o = {};
 #endif
-  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for means [directions, 2, batch, MEAN_PITCH]
+  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for means [directions, 2, MEAN_LINES, batch, 2]
   long long first_row, first_direction, directions;
 };
 
@@ -220,7 +220,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
 #if STAGED
-  unsigned* means_at = a.ring + a.directions * RING * buffer + (direction * 2 * (long long)batch + row0 + own_row) * MEAN_PITCH;
+  const long long line = 2 * (long long)batch;
+  unsigned* means_at = a.ring + a.directions * RING * buffer + direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
   float* levels_at = a.levels[direction] + first * MEANS;
   keep(means_at);
 #endif
@@ -408,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           Values values[2];
           float m[MOST(MEANS)];
           const int at = sub * ROWS + j * PASS;
-          unsigned* const means = means_at + (t % 2 * (long long)batch + at) * MEAN_PITCH;
+          unsigned* const means = means_at + t % 2 * MEAN_LINES * line + at * 2;
           const bool row_there = batch - row0 - own_row > at;
 #pragma unroll
           for (int stage = 0; stage < STAGES; ++stage) {
@@ -422,8 +423,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if (numbers(stage) == 0) continue;
             float data[4 * MOST(PACKS)] = {};
             summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
-            if (pair == 0 && row_there) give_means(stage, data, means + rank * 2, t / 2 % 2);
-            take_means(stage, means, t / 2 % 2, row_there, lane, m);
+            if (pair == 0 && row_there) give_means(stage, data, means, line, rank, t / 2 % 2);
+            take_means(stage, means, line, t / 2 % 2, row_there, lane, m);
           }
           if (SAVED && rank == 0 && pair == 0 && (PACKED ? stepper.within(items[sub][j], step_now) : row_there))
 #pragma unroll
