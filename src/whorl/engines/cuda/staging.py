@@ -76,7 +76,7 @@ def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warp
     each, chunk = -(-groups * tiles * splits // warps), min(2, -(-cluster * groups // warps))
     summed, held = size.gates + size.apart + size.vectors, 2 // splits
     item = (size.gates + size.apart) * size.gate // 2 + size.element + 2 * (size.states - 1)
-    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + len(own.reductions)
+    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links + len(own.reductions)) + made.levels
     used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
     used += 6 * chunk * tiles * (size.bits or bool(size.masks))
     return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
