@@ -113,10 +113,12 @@ def sweeps(layer: torch.nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTM with layer norm"])
 def test_the_number_of_threads_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
     """Nor does what lies beside a sequence in its batch."""
-    layer = getattr(whorl, kind)(40, 65, bidirectional=True, zoneout=0.1, dtype=dtype, engine="cpu")
+    name, _, normed = kind.partition(" with ")
+    options = {"layer_norm": True} if normed else {"zoneout": 0.1}
+    layer = getattr(whorl, name)(40, 65, bidirectional=True, **options, dtype=dtype, engine="cpu")
     x, lengths = torch.randn(9, 13, 40, dtype=dtype), torch.randint(0, 10, (13,))
     found = []
     for count in (1, 2, 3):
