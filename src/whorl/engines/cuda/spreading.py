@@ -69,14 +69,14 @@ class Spread:
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1,
+    parts: int = 1, spilled: int = 0,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
     Args:
         units: of a block, even.
         limit: bytes of shared memory of a block.
-        resident: operands in registers; None takes as many as registers allow.
+        resident: operands in registers; None takes as many as registers allow, and `spilled` more.
     """
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // size.element
     if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
@@ -91,7 +91,7 @@ def forward(
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
     live += _extra(size, _FORWARD_EXTRA, tiles) + 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
-    fits = (registers(warps) - live) // 4
+    fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
@@ -103,7 +103,7 @@ def forward(
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1,
+    parts: int = 1, spilled: int = 0,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
@@ -125,7 +125,7 @@ def backward(
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
-    fits = (registers(warps) - live) // 4
+    fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
     words += size.bits * strips * subs * tiles * 32
@@ -181,7 +181,10 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64 or (size.staged is not None and not spreadable(size.staged)):  # more than any block holds
         return
     found: Iterator[Spread | None]
-    counts_of_parts = (1, 2, 4) if size.element == 4 else (1, 2) if size.staged else (1,)  # in two bytes one part fits
+    # in two bytes one part fits; in four, blocks of half the units take longer than some operands that are spilled
+    ways = [(parts, 0) for parts in ((1, 2, 4) if size.element == 4 else (1, 2) if size.staged else (1,))]
+    if size.staged and size.element == 4:
+        ways += [(4, spilled) for spilled in (2, 4, 8)]
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
@@ -189,12 +192,13 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
                     given = size, units, gathered, tiles, subs, warps, chip.shared
-                    found = (backward(*given, parts=parts) for parts in counts_of_parts)
+                    found = (backward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
                     yield from _first(found, chip)
         return
     slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
     for units, (tiles, subs), groups in product(_of(size, slices), _SHAPES, (1, 2, 4)):
-        found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in counts_of_parts)
+        given = size, units, tiles, subs, 8, groups, chip.shared
+        found = (forward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
         yield from _first(found, chip)
 
 

@@ -34,6 +34,7 @@ __device__ __forceinline__ void give_means(
 // The means of one sequence after a stage.  `from`, `line`: as above; `wanted`: it is there, and the block has units.
 __device__ __forceinline__ void take_means(
     int stage, const unsigned* from, long long line, unsigned phase, bool wanted, int lane, float (&m)[MOST(MEANS)]) {
+  __syncwarp();  // one thread of a sequence may have given: apart, each shuffle would take the warp hundreds of cycles
   if constexpr (EACH > 1) keep(lane);  // else what each source counts is made before the loop over time, and kept, or spilled
   uint2 words[EACH][MOST_HALVES];
   const auto member = [&](int i) { return lane % LANES + i * LANES; };
@@ -47,14 +48,15 @@ __device__ __forceinline__ void take_means(
       words[i][half] = {phase, phase};
       if (wanted && half < halves(stage) && member(i) < MEMBERS) look_at(i, half);
     }
-  for (;;) {
+  for (;;) {  // all threads of a warp leave together
     bool all = true;
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
 #pragma unroll
       for (int half = 0; half < MOST_HALVES; ++half)
-        if (((words[i][half].x ^ phase) | (words[i][half].y ^ phase)) & 1u) look_at(i, half), all = false;
-    if (all) break;
+        if (half < halves(stage) && ((words[i][half].x ^ phase) | (words[i][half].y ^ phase)) & 1u)
+          look_at(i, half), all = false;
+    if (__all_sync(0xffffffffu, all)) break;
   }
   int count[EACH];
 #pragma unroll
