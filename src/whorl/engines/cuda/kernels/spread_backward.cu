@@ -569,7 +569,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
-      if (t > 0) arrive(t, sub);
+      if (t > 0) {
+        arrive(t, sub);
+        // else threads that leave the wait one by one go on one by one: LSTM in bfloat16, 1024 units at batch 32, took
+        // 3.68 us a step on an H200, not 3.18
+        __syncwarp();
+      }
       compute(t, sub);
       if (GATHERED == 1 && goes_on) {
         __syncthreads();
