@@ -125,6 +125,16 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, int apart) { return sh
 inline float __shfl_xor_sync(unsigned, float value, int apart) {
   return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
 }
+inline bool __all_sync(unsigned, bool value) {
+  const unsigned word = value;
+  const bool result = host::together(&word, 1, [](host::Warp& w) {
+    unsigned all = 1;
+    for (int l = 0; l < 32; ++l) all &= w.given[l][0];
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = all;
+  })[0];
+  __syncwarp();
+  return result;
+}
 inline unsigned __shfl_sync(unsigned, unsigned value, int from) { return shuffle_words(value, host::lane() ^ from); }
 inline int __shfl_sync(unsigned, int value, int from) { return shuffle_words(value, host::lane() ^ from); }
 inline float __shfl_sync(unsigned, float value, int from) {

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ from emulation import emulated
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
 from whorl.cells import library, wrappers
-from whorl.engines.cuda import grid, source
+from whorl.cells.expr import Expr, var
+from whorl.cells.graphs import Evaluator, at_once
+from whorl.cells.lower import CUDA, stages
+from whorl.engines.cuda import grid, source, spreading
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.prepare import flags, size_of
-from whorl.engines.cuda.staged import staged, steps
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import spreadable, staged, steps
+from whorl.engines.cuda.tiling import Chip, Size
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -50,17 +56,18 @@ def test_a_step_of_several_stages(name: str, folder: Path) -> None:
         assert_agrees("persistent", STAGED[name], Case(dict(directions=2), time=4, batch=9, units=37), dtype)
 
 
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("given, by gate", {}),
+    ("given, by step, packed", {}),
+    ("recurrent dropout by gate", dict(zoneout=(0.3, 0.2))),
+    ("reset to", dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout=(0.3, 0.0))),
+    ("mask and lengths", dict(zoneout=(0.1, 0.3))),
+    ("layers", {}),
+]
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "form, changes",
-    [
-        ("given, by gate", {}),
-        ("given, by step, packed", {}),
-        ("recurrent dropout by gate", dict(zoneout=(0.3, 0.2))),
-        ("reset to", dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout=(0.3, 0.0))),
-        ("layers", {}),
-    ],
-)
+@pytest.mark.parametrize("form, changes", OPTIONS)
 def test_options_of_a_cell_with_means(form: str, changes: dict[str, Any], folder: Path) -> None:
     case = replace(FORMS[form], time=4, form=FORMS[form].form | changes)
     with emulated(folder):
@@ -75,10 +82,92 @@ def test_options_of_a_cell_with_products(form: str, folder: Path) -> None:
         assert_agrees("persistent", STAGED["gru_before"], case, DTYPES[len(form) % 3])
 
 
+SPREADABLE = [name for name in STAGED if spreadable(STAGED[name])]
+TILES = [  # forward and backward, as `spreading` takes them: one or two groups of rows, parts in turn, rows by rows
+    ((16, 1, 1, 8, 1), (16, 1, 1, 1, 8)),
+    ((8, 2, 1, 8, 2), (16, 2, 1, 2, 8)),
+    ((32, 3, 1, 8, 1), (16, 3, 3, 1, 12)),
+    ((16, 1, 2, 8, 4), (64, 1, 2, 2, 8)),
+]
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], back: tuple[int, ...]) -> None:
+    """Every layer is spread over blocks that exchange through L2, as layers that no cluster holds."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread:
+        given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
+        made = make(size, *given, chip.shared)
+        assert made is not None
+        return made
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)  # several launches
+
+
+def test_steps_with_means_alone_are_spread() -> None:
+    assert {"layer_norm_lstm", "layer norm", "all of LSTM's layer norm"} <= {*SPREADABLE}
+    assert not {"reset before", "layer norm and a product", "together", "lstm"} & {*SPREADABLE}
+
+
+@needs_compiler
+@pytest.mark.parametrize("place, name", [*enumerate(SPREADABLE)])
+def test_a_step_with_means_where_blocks_exchange_through_l2(
+    place: int, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[place % 4])
+    case = Case(dict(directions=2), time=5, batch=27, units=(37, 45, 70)[place % 3])
+    with emulated(folder):
+        assert_agrees("persistent", STAGED[name], case, DTYPES[place % 3])
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", range(4))
+def test_means_come_round_in_their_places(place: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps than the ring of states has buffers."""
+    spread(monkeypatch, *TILES[place])
+    with emulated(folder):
+        assert_agrees("persistent", STAGED["layer_norm_lstm"], Case(time=35, batch=9, units=67), torch.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form, changes", OPTIONS)
+def test_options_of_a_cell_with_means_where_blocks_exchange_through_l2(
+    form: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[0])
+    case = replace(FORMS[form], time=4, form=FORMS[form].form | changes)
+    with emulated(folder):
+        assert_agrees("persistent", STAGED["layer_norm_lstm"], case, DTYPES[len(form) % 3])
+
+
 def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -> None:
     made = steps(STAGED["all of LSTM's layer norm"])
-    assert (made.forward.exchanges, made.backward.exchanges) == (2, 2)
+    assert (made.forward.exchanges, made.backward.exchanges) == (2, 1)
     assert [it.moments for it in made.forward.reductions] == [True] * 3
+
+
+def test_means_of_what_is_affine_in_means_are_found_at_once() -> None:
+    a, b = var("x.a"), var("x.b")
+    first = whorl.mean(a * b)
+    second = whorl.mean([b * first - a, whorl.where(a < b, first / b, 3.0 * b) + first])
+    third = whorl.mean((second * a - b * first) * b + second)
+    squared = whorl.mean(first * third * a)  # not affine: left as it is
+    outputs = [a * second, third - b, squared]
+    torch.manual_seed(2)
+    values = {name: torch.rand(3, 5, dtype=torch.float64) + 0.2 for name in ("x.a", "x.b")}
+
+    def computed(graph: Sequence[Expr]) -> list[torch.Tensor]:
+        made = Evaluator(graph)
+        return made(values, made.constants(values["x.a"]))
+
+    for one, other in zip(computed(outputs), computed(at_once(outputs)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+    def exchanges(graph: Sequence[Expr]) -> int:
+        return len(stages({str(place): node for place, node in enumerate(graph)}, CUDA)) - 1
+
+    assert (exchanges(outputs[:2]), exchanges(at_once(outputs[:2]))) == (3, 1)
+    assert (exchanges(outputs), exchanges(at_once(outputs))) == (4, 2)
 
 
 SOURCES = """
@@ -117,10 +206,11 @@ def test_what_is_exchanged_together_counts_once() -> None:
     assert (made.leaves, len(made.forward.rounds), made.forward.exchanges) == (0, 2, 1)
 
 
-def test_what_one_cluster_does_not_hold_has_no_tile() -> None:
-    size = size_of(STAGED["all of LSTM's layer norm"], 512, 2)
-    assert grid.fits(size, H200, "backward")
-    assert not grid.fits(size._replace(units=1024), H200, "backward")
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_what_one_cluster_does_not_hold_is_spread_where_means_alone_are_inside(kind: str) -> None:
+    size = size_of(STAGED["all of LSTM's layer norm"], 1024, 2)
+    assert isinstance(grid.choose(size, H200, 32, 1, kind), Spread)
+    assert not grid.fits(size_of(STAGED["reset before"], 1024, 2), H200, kind)
 
 
 def test_a_mean_of_other_squares_is_no_variance() -> None:
@@ -136,7 +226,12 @@ def test_a_mean_of_other_squares_is_no_variance() -> None:
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize(
     "name, units, batch",
-    [("layer norm of r and c", 512, 128), ("layer norm of r and c", 256, 32), ("reset before", 512, 128)],
+    [
+        ("layer norm of r and c", 512, 128),
+        ("layer norm of r and c", 256, 32),
+        ("layer norm of r and c", 1024, 32),
+        ("reset before", 512, 128),
+    ],
 )
 def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     name: str, units: int, batch: int, kind: str, tmp_path: Path
@@ -153,4 +248,8 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     lines = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
-    assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
+    # through L2 a warp waits for means together: threads apart take hundreds of cycles for each shuffle after
+    assert any("VOTE" in line for line in loop) == (isinstance(tile, Spread) and name != "reset before")
+    # where blocks exchange through L2 all threads fence once in a while (exchange.cu), at one place
+    rings = isinstance(tile, Spread) and (kind == "forward" or tile.gathered > 1)
+    assert sum("MEMBAR" in line for line in loop) == rings

@@ -1,5 +1,6 @@
 """Steps with means and products inside on engine `persistent`, on an NVIDIA GPU: the error rule, in every form."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,11 @@ from comparison import error
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
-from whorl.engines.cuda.staged import staged
+from whorl.engines.cuda import grid, layers, spreading
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import spreadable, staged
+from whorl.engines.cuda.tiling import Chip, Size
 
 pytestmark = pytest.mark.gpu
 STAGED = {name: graph for name, graph in {**CELLS, **WRAPPED}.items() if staged(graph)}
@@ -36,6 +41,61 @@ def test_every_cell(name: str, dtype: torch.dtype) -> None:
 def test_sizes(name: str, units: int, batch: int, time: int) -> None:
     case = Case(dict(layers=1 + (units < 100)), time=time, batch=batch, units=units)
     assert_agrees("persistent", STAGED[name], case, torch.bfloat16, "cuda")
+
+
+@pytest.fixture
+def spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer is spread over blocks that exchange through L2."""
+    monkeypatch.setattr(grid, "choose", lambda *given: spreading.choose(*given))
+    monkeypatch.setattr(layers, "_prepared", {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in STAGED if spreadable(STAGED[name])])
+def test_every_cell_with_means_through_l2(spread: None, name: str, dtype: torch.dtype) -> None:
+    assert_agrees("persistent", STAGED[name], Case(dict(directions=2), time=37, batch=20, units=130), dtype, "cuda")
+
+
+@pytest.mark.parametrize("units, batch, time", [(2, 1, 1), (16, 8, 3), (97, 131, 5), (512, 300, 4), (512, 24, 40)])
+def test_sizes_through_l2(spread: None, units: int, batch: int, time: int) -> None:
+    case = Case(dict(layers=1 + (units < 100)), time=time, batch=batch, units=units)
+    assert_agrees("persistent", STAGED["all of LSTM's layer norm"], case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    "units, batch, time, dtype",
+    [
+        (650, 20, 35, torch.bfloat16),
+        (1024, 32, 9, torch.bfloat16),
+        (1024, 128, 4, torch.float16),
+        (1500, 20, 18, torch.bfloat16),
+        (2048, 9, 3, torch.bfloat16),
+        (1024, 40, 4, torch.float32),
+    ],
+)
+def test_large_layers(units: int, batch: int, time: int, dtype: torch.dtype) -> None:
+    case = Case(time=time, batch=batch, units=units)
+    assert_agrees("persistent", STAGED["layer_norm_lstm"], case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_every_tile_through_l2(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the estimate would choose: parts of the batch in turn, gathered blocks, several launches."""
+    size = size_of(STAGED["layer_norm_lstm"], 200, 2)
+    for tile in random.Random(1).sample([*spreading.candidates(size, Chip((9, 0), 132), kind)], 10):
+
+        def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, tile: Any = tile) -> Spread | None:
+            return tile if way == kind else spreading.choose(size, chip, batch, directions, way)
+
+        monkeypatch.setattr(layers, "_prepared", {})
+        monkeypatch.setattr(grid, "choose", chosen)
+        case = Case(dict(directions=2), time=11, batch=40, units=200)
+        assert_agrees("persistent", STAGED["layer_norm_lstm"], case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("form", ["reset to", "given, by gate", "given, by step, packed", "recurrent dropout by step"])
+def test_options_of_a_cell_with_means_through_l2(spread: None, form: str) -> None:
+    assert_agrees("persistent", STAGED["layer norm"], FORMS[form], DTYPES[len(form) % 3], "cuda")
 
 
 @pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
@@ -67,16 +127,24 @@ def test_options_of_a_cell_with_products(form: str) -> None:
     assert_agrees("persistent", STAGED["reset before"], case, dtype, "cuda")
 
 
-def test_two_runs_give_the_same_bits() -> None:
-    form, call = Case(time=30, batch=70, units=250).build(STAGED["all of LSTM's layer norm"])
+@pytest.mark.parametrize("units", [250, 1000])
+def test_two_runs_give_the_same_bits(units: int) -> None:
+    form, call = Case(time=30, batch=70, units=units).build(STAGED["all of LSTM's layer norm"])
     call = moved(in_dtype(call, torch.bfloat16), "cuda")
     first, second = (results(form, call, "persistent", False) for _ in range(2))
     assert {name: None for name in first if not torch.equal(first[name], second[name])} == {}
 
 
-@pytest.mark.parametrize("kind, arguments", [("LSTM", dict(layer_norm=True)), ("GRU", dict(reset_after=False))])
-def test_a_graph_replays_with_new_input_and_weights(kind: str, arguments: dict[str, Any]) -> None:
-    made = getattr(whorl, kind)(24, 130, device="cuda", dtype=torch.bfloat16, engine="persistent", **arguments)
+@pytest.mark.parametrize(
+    "kind, units, arguments",
+    [
+        ("LSTM", 130, dict(layer_norm=True)),
+        ("LSTM", 800, dict(layer_norm=True)),
+        ("GRU", 130, dict(reset_after=False)),
+    ],
+)
+def test_a_graph_replays_with_new_input_and_weights(kind: str, units: int, arguments: dict[str, Any]) -> None:
+    made = getattr(whorl, kind)(24, units, device="cuda", dtype=torch.bfloat16, engine="persistent", **arguments)
     x = torch.randn(9, 40, 24, device="cuda", dtype=torch.bfloat16)
 
     def step() -> list[torch.Tensor]:

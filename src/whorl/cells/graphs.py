@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
 
-from whorl.cells.expr import COLLECTIVES, OPS, Expr, mean, topological
+from whorl.cells.expr import COLLECTIVES, OPS, Expr, add, const, mean, topological, where
 
 
 def _mean_gradient(g: Expr, y: Expr, *parts: Expr) -> tuple[Expr, ...]:
@@ -77,6 +78,68 @@ def _distance(node: Expr) -> tuple[Expr, Expr] | None:
     if node.op != "mul" or node.args[0].digest != node.args[1].digest or node.args[0].op != "sub":
         return None
     return node.args[0].args
+
+
+def at_once(outputs: Sequence[Expr]) -> list[Expr]:
+    """The graph with means of pointwise values alone, wherever a mean is of values that are affine in other means.
+
+    A mean is the same for all units, so mean(a + m b) = mean(a) + m mean(b): all of these can be found in one exchange.
+    Gradients of means are such values, however many means lie between them.
+    """
+    parts: dict[str, dict[str, Expr] | None] = {}
+    for node in topological(outputs):
+        parts[node.digest] = _affine(node, [parts[arg.digest] for arg in node.args if isinstance(arg, Expr)])
+    means = {"": const(1.0)}
+
+    def change(node: Expr, made: Expr) -> Expr:
+        if node.op != "mean":
+            return made
+        rows = [own for own in (parts[arg.digest] for arg in node.args) if own is not None]
+        if len(rows) == len(node.args) and any(row.keys() != {""} for row in rows):
+            terms = [means[name] * mean(whole) for name, whole in reduce(_sum, rows).items()]
+            made = reduce(add, terms) / float(len(rows)) if len(rows) > 1 else reduce(add, terms)
+        means[node.digest] = made
+        return made
+
+    return rewritten(outputs, change)
+
+
+def _affine(node: Expr, args: Sequence[dict[str, Expr] | None]) -> dict[str, Expr] | None:
+    """What a node has of each mean, by its digest, and beside them, by ""; None where it is not affine in means.
+
+    Args:
+        args: the same of the node's arguments.
+    """
+    if node.op == "mean":
+        return {node.digest: const(1.0)}
+    if node.op in COLLECTIVES:
+        return None
+    pointwise = [own is not None and own.keys() == {""} for own in args]
+    if all(pointwise):
+        return {"": node}
+    rows = [own for own in args if own is not None]
+    if len(rows) < len(args):
+        return None
+    if node.op == "neg":
+        return {name: -factor for name, factor in rows[0].items()}
+    if node.op == "sub":
+        return _sum(rows[0], {name: -factor for name, factor in rows[1].items()})
+    if node.op == "add":
+        return _sum(*rows)
+    if node.op == "mul" and pointwise[0]:
+        return {name: node.args[0] * factor for name, factor in rows[1].items()}
+    if node.op == "mul" and pointwise[1]:
+        return {name: factor * node.args[1] for name, factor in rows[0].items()}
+    if node.op == "div" and pointwise[1]:
+        return {name: factor / node.args[1] for name, factor in rows[0].items()}
+    if node.op == "where" and pointwise[0]:
+        names = dict.fromkeys([*rows[1], *rows[2]])
+        return {name: where(node.args[0], rows[1].get(name, 0.0), rows[2].get(name, 0.0)) for name in names}
+    return None
+
+
+def _sum(first: dict[str, Expr], second: dict[str, Expr]) -> dict[str, Expr]:
+    return first | {name: first[name] + factor if name in first else factor for name, factor in second.items()}
 
 
 class Evaluator:

@@ -14,9 +14,14 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 @lru_cache(maxsize=1024)
 def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
-    if size.staged is not None:
-        return bool(staging.fitting(size.staged, size, chip, kind))
-    return tiling.fits(size, chip, kind) or spreading.fits(size, chip, kind)
+    return bool(_near(size, chip, 1, 1, kind)) or spreading.fits(size, chip, kind)
+
+
+def _near(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
+    """Tiles of a cluster or a block, the one that is estimated to be the fastest first."""
+    if size.staged is None:
+        return tiling.likely(size, chip, batch, directions, kind)
+    return staging.likely(size.staged, size, chip, batch, directions, kind)
 
 
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
@@ -29,16 +34,17 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
     In two bytes a layer that a cluster holds is spread too where its steps are estimated to take much less time so.
-    Cells whose step has several stages are not spread, nor, where a cluster holds them, layers whose masks by gate are
-    given: where blocks exchange through L2, they are read from there at each step.
+    Not, where a cluster holds them, layers whose masks by gate are given: where blocks exchange through L2, they are
+    read from there at each step.
     """
     where = (size, chip, batch, directions, kind)
-    if size.staged is not None:
-        return next(iter(staging.likely(size.staged, *where)), None)
-    tile = tiling.choose(*where)
+    tile = tiling.choose(*where) if size.staged is None else next(iter(_near(*where)), None)
     if tile is None:
         return spreading.choose(*where)
-    worth = tiling.step_time(*where, tile) / _MUCH[kind]
+    if size.staged is None:
+        worth = tiling.step_time(*where, tile) / _MUCH[kind]
+    else:
+        worth = staging.step_time(size.staged, *where, tile) / _MUCH_STAGED[kind]
     if size.element == 4 or size.masks or worth <= spreading.LEAST[kind]:
         return tile  # without a look at what is spread, of which there are hundreds of candidates
     spread = spreading.choose(*where)
@@ -50,6 +56,9 @@ _MUCH = {"forward": 1.1, "backward": 1.6}
 batch 1, 32 and 128 took 62 and 50, 63 and 58, 114 and 88 us, 650 units at batch 20 106 and 74, 768 at 16 93 and 64.
 Backward, where the estimate is too low by up to 1.46 for what is spread, 67 and 99, 80 and 109, 143 and 159, 123 and
 128, 110 and 125."""
+
+_MUCH_STAGED = {"forward": 1.1, "backward": 1.6}
+"""Of a step with means, not measured yet: as of others."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
@@ -68,10 +77,9 @@ def likely(
     Args:
         each: how many of each regime; None: all.
     """
-    if size.staged is not None:
-        return [*staging.likely(size.staged, size, chip, batch, directions, kind)[:each]]
-    found: list[Tile | Spread] = [*tiling.likely(size, chip, batch, directions, kind)[:each]]
-    return [*found, *spreading.likely(size, chip, batch, directions, kind)[:each]]
+    where = (size, chip, batch, directions, kind)
+    found: list[Tile | Spread] = [*_near(*where)[:each]]
+    return [*found, *spreading.likely(*where)[:each]]
 
 
 def described(tile: Tile | Spread) -> str:

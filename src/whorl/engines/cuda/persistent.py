@@ -18,7 +18,7 @@ from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
 from whorl.engines.cuda.prepare import Numbers, codes, size_of
 from whorl.engines.cuda.source import Features
-from whorl.engines.cuda.staged import staged
+from whorl.engines.cuda.staged import spreadable, staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
@@ -55,7 +55,8 @@ class Persistent(Engine):
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             what += ", with options," * source.has_options(cell, features)
             together = "one cluster" if device.capability >= (9, 0) else "one block"
-            room = together if staged(cell) else f"the {device.multiprocessors} multiprocessors"
+            spread = not staged(cell) or spreadable(cell)
+            room = f"the {device.multiprocessors} multiprocessors" if spread else together
             found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 

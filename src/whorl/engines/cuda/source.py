@@ -126,12 +126,11 @@ def forward(
 ) -> str:
     """The source of the forward kernel."""
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
-    if staged(graph):
-        assert isinstance(tile, Tile), "they are not spread"
-        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
-        return _source("forward", graph, units, dtype, tile, own, steps(graph).forward.text, features)
     own |= _spread(tile) | {"GROUPS": tile.groups} if isinstance(tile, Spread) else {"SPLITS": tile.splits}
-    return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
+    if not staged(graph):
+        return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
+    own |= {"GROUPS": tile.slice // 16} if isinstance(tile, Tile) else {}
+    return _source("forward", graph, units, dtype, tile, own, steps(graph).forward.text, features)
 
 
 def backward(
@@ -141,8 +140,7 @@ def backward(
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
     own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered} if isinstance(tile, Spread) else {}
     if staged(graph):
-        assert isinstance(tile, Tile), "they are not spread"
-        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
+        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16} if isinstance(tile, Tile) else {}
         return _source("backward", graph, units, dtype, tile, own, steps(graph).backward.text, features)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
@@ -216,6 +214,7 @@ def _source(
     }  # fmt: skip
     inside = _stages(kind, graph, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide
+    beside = "spread" if isinstance(tile, Spread) else "cluster"
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     words = [
@@ -226,6 +225,7 @@ def _source(
         f"#define FORWARD {int(kind == 'forward')}",
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
         f"#define EXACT {int(tile.exact)}",
+        f"#define STAGED {int(staged(graph))}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define WARPGROUPS {int(wide)}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
@@ -239,7 +239,7 @@ def _source(
         _text("weights.cu"),
         *([_text("warpgroup.cu")] if wide else []),
         *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
-        *([_text("means.cu")] if inside else []),
+        *(map(_text, ("means.cu", f"{beside}_means.cu")) if inside else []),
         step,
     ]
     way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
@@ -256,16 +256,22 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
         "ROUNDS": len(own.rounds), "EXCHANGES": bool(made.leaves) + own.exchanges, "REDUCTIONS": len(reductions),
         "VALUES": most(values), "PACKS": most(map(own.packs, range(own.stages))), "LEVELS": made.levels,
         "MEANS": 2 * len(reductions) + made.levels * (kind == "backward"),
-        "MEAN_WORDS": mean_words(own, tile.slice, tile.cluster, tile.rows),
     }  # fmt: skip
+    offsets: list[int] = []
+    if isinstance(tile, Spread):
+        numbers |= {"LANES": tile.slice // 2, "AWAY": 1, "PART": tile.slice}
+    else:
+        numbers |= {"LANES": 8, "AWAY": 4, "PART": 16}
+        numbers["MEAN_WORDS"] = mean_words(own, tile.slice, tile.cluster, tile.rows)
+        offsets = [mean_words(own, tile.slice, tile.cluster, tile.rows, stage) for stage in range(own.stages)]
     lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
-    offsets = [mean_words(own, tile.slice, tile.cluster, tile.rows, stage) for stage in range(own.stages)]
     lines += [
         _table("reduction_stage", (it.stage for it in reductions), "after which a mean is made"),
         _table("reduction_first", (it.first for it in reductions), "of the values that it is made of"),
         _table("reduction_count", (it.values for it in reductions), "how many they are"),
         _table("reduction_place", (it.place for it in reductions), "among the means of a step"),
         _table("reduction_moments", (it.moments for it in reductions), "whether a variance comes after it"),
+        _table("numbers", map(own.numbers, range(own.stages)), "that are sent of a sequence after a stage"),
         _table("packs", map(own.packs, range(own.stages)), "16 bytes that a warp sends of a sequence after a stage"),
         _table("mean_offset", offsets, "words before a stage's slots"),
         _table("round_stage", (-1, *(it.stage for it in own.rounds)), "after which its operand is known"),

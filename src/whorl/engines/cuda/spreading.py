@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 
+from whorl.engines.cuda.staged import spreadable, steps
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
@@ -71,14 +72,14 @@ class Spread:
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False,
+    parts: int = 1, wide: bool = False, spilled: int = 0,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
     Args:
         units: of a block, even.
         limit: bytes of shared memory of a block.
-        resident: operands in registers; None takes as many as registers allow.
+        resident: operands in registers; None takes as many as registers allow, and `spilled` more.
     """
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // size.element
     if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
@@ -92,8 +93,8 @@ def forward(
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
-    live += _extra(size, _FORWARD_EXTRA, tiles) + 8 * tiles * (size.bits or bool(size.masks))
-    fits = (registers(warps) - live) // 4
+    live += _extra(size, _FORWARD_EXTRA, tiles) + 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
+    fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
@@ -106,7 +107,7 @@ def forward(
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1,
+    parts: int = 1, spilled: int = 0,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
@@ -127,8 +128,8 @@ def backward(
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
-    live += 6 * chunk * tiles * (size.bits or bool(size.masks))
-    fits = (registers(warps) - live) // 4
+    live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
+    fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
     words += size.bits * strips * subs * tiles * 32
@@ -150,41 +151,70 @@ def _extra(size: Size, base: int, tiles: int) -> int:
     return base + 8 * (size.element == 4) + (16 + 4 * (tiles - 1)) * size.exact
 
 
+def _inside(size: Size, kind: str) -> int:
+    """Registers of what means between the stages of a step take: what compiles with few spills."""
+    if size.staged is None:
+        return 0
+    made = steps(size.staged)
+    if kind == "forward":
+        return 16 + 2 * made.forward.kept + 2 * len(made.forward.reductions)
+    return made.backward.kept + 2 * len(made.backward.reductions)
+
+
+def _means(size: Size, tile: Spread, kind: str) -> int:
+    """Words of a sequence of what means are made of, as spread_means.cu lays them out."""
+    if size.staged is None:
+        return 0
+    own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
+    members = -(-size.units // tile.slice)
+    return sum(2 * members * -(-own.numbers(stage) // 2) for stage in range(own.stages))
+
+
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
+    means = 2 * directions * batch * _means(size, tile, kind)
     if kind == "forward":
-        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4
+        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4 + means
     ring = buffers(size.element) * tile.blocks * size.recurrent * tile.slice * size.element // 4 * (tile.gathered > 1)
-    return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice)
+    return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice) + means
 
 
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     """Every tile of a kind ("forward" or "backward") that fits the chip, of those worth a look."""
     least = -(-size.units // max(1, chip.multiprocessors))
-    if least > 64:  # more than any block holds
+    if least > 64 or (size.staged is not None and not spreadable(size.staged)):  # more than any block holds
         return
     found: Iterator[Spread | None]
-    counts_of_parts = (1,) if size.element == 2 else (1, 2, 4)  # in two bytes one part fits
+    # in two bytes one part fits; in four, blocks of half the units take longer than some operands that are spilled
+    ways = [(parts, 0) for parts in ((1, 2, 4) if size.element == 4 else (1, 2) if size.staged else (1,))]
+    if size.staged and size.element == 4:
+        ways += [(4, spilled) for spilled in (2, 4, 8)]
     if kind == "backward":
         smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
-        for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
+        for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
             counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
             for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
                     given = size, units, gathered, tiles, subs, warps, chip.shared
-                    found = (backward(*given, parts=parts) for parts in counts_of_parts)
+                    found = (backward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
                     yield from _first(found, chip)
         return
-    slices = sorted({max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)})
-    for units, (tiles, subs), groups in product(slices, _SHAPES, (1, 2, 4)):
-        found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in counts_of_parts)
+    slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
+    for units, (tiles, subs), groups in product(_of(size, slices), _SHAPES, (1, 2, 4)):
+        given = size, units, tiles, subs, 8, groups, chip.shared
+        found = (forward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
         yield from _first(found, chip)
-    if chip.capability != (9, 0) or size.element != 2 or size.bits or size.masks:
+    if chip.capability != (9, 0) or size.element != 2 or size.bits or size.masks or size.staged is not None:
         return
-    for units, shape in product(slices, _WIDE_SHAPES):
+    for units, shape in product(sorted(slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
         found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
         yield from _first(found, chip)
+
+
+def _of(size: Size, slices: set[int]) -> list[int]:
+    """Those with which a size may be cut: for means the threads of a warp have whole sequences."""
+    return sorted(units for units in slices if size.staged is None or units & (units - 1) == 0)
 
 
 def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
@@ -245,6 +275,25 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
     forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
+    exchanges = _inside_time(size, kind, tile) * launches(chip, batch, directions, tile)
+    return _plain_time(size, chip, batch, directions, kind, tile) + exchanges
+
+
+def _inside_time(size: Size, kind: str, tile: Spread) -> float:
+    """Of the exchanges of means inside a step."""
+    if size.staged is None:
+        return 0.0
+    own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
+    at_once = 32 * tile.warps // (tile.slice // 2)  # sequences of which all threads make means
+    return own.exchanges * tile.subs * -(-8 * tile.tiles // at_once) * _EXCHANGE[kind]
+
+
+_EXCHANGE = {"forward": 1.1, "backward": 2.5}
+"""Microseconds of one exchange of means, and of what it makes a step compute more.  LSTM with layer norm of r and c in
+bfloat16 on an H200, 512 and 1024 units at batch 32: 0.9 and 1.2, backward, where it is of 8 numbers, 2.1 and 2.9."""
+
+
+def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Spread) -> float:
     rows, strips = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16)
     if kind == "forward":
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)

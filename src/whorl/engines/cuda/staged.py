@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
-from whorl.cells.graphs import merged, rewritten
+from whorl.cells.graphs import at_once, merged, rewritten
 from whorl.cells.lower import CUDA, Stage, Value, identifier, stages
 
 
@@ -64,9 +64,13 @@ class Pass:
     kept: int
     """Values that a later stage reads, at most, between any two stages."""
 
+    def numbers(self, stage: int) -> int:
+        """That a block sends for each sequence after a stage."""
+        return sum(made.floats for made in self.reductions if made.stage == stage)
+
     def packs(self, stage: int) -> int:
-        """16 bytes that a block sends for each sequence after a stage."""
-        return -(-sum(made.floats for made in self.reductions if made.stage == stage) // 4)
+        """16 bytes that these take."""
+        return -(-self.numbers(stage) // 4)
 
     @property
     def exchanges(self) -> int:
@@ -153,7 +157,7 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     def from_saved(node: Expr, made: Expr) -> Expr:
         return var(names[node.digest]) if node.digest in names else made
 
-    named = dict(zip(named, rewritten(list(named.values()), from_saved), strict=True))
+    named = dict(zip(named, at_once(rewritten(list(named.values()), from_saved)), strict=True))
     made = _lean(stages(named, CUDA), topological(named.values()))
     kinds = {"x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs, "d": graph.states}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind, row in kinds.items() for i, name in enumerate(row)}
@@ -267,6 +271,12 @@ def by_link(made: Steps, cell: Graph) -> list[Link]:
     """Links, where they are other than one product of each recurrent gate with the first state."""
     plain = [(gate, 0) for gate in range(len(cell.recurrent))]
     return [] if [*made.links] == plain else [*made.links]
+
+
+@lru_cache(maxsize=256)
+def spreadable(cell: Graph) -> bool:
+    """Whether blocks that exchange through L2 can run the step: means are all that it has between its stages."""
+    return bool(cell.recurrent) and not cell.products and not by_link(steps(cell), cell)
 
 
 class _Printer:

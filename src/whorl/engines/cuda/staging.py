@@ -76,7 +76,7 @@ def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warp
     each, chunk = -(-groups * tiles * splits // warps), min(2, -(-cluster * groups // warps))
     summed, held = size.gates + size.apart + size.vectors, 2 // splits
     item = (size.gates + size.apart) * size.gate // 2 + size.element + 2 * (size.states - 1)
-    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + len(own.reductions)
+    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + 3 * len(own.reductions) // 2
     used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
     used += 6 * chunk * tiles * (size.bits or bool(size.masks))
     return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
@@ -117,11 +117,11 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
 def likely(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
     """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
     found = fitting(graph, size, chip, kind)
-    return sorted(found, key=lambda tile: _time(graph, size, chip, batch, directions, kind, tile))
+    return sorted(found, key=lambda tile: step_time(graph, size, chip, batch, directions, kind, tile))
 
 
-def _time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
-    """Microseconds of a step: that of a plain cell, and of each exchange inside the step.
+def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+    """Microseconds of a step, estimated: that of a plain cell, and of each exchange inside the step.
 
     Of LSTM with layer norm of r and c, and of GRU with the reset before the product, bfloat16 on an H200, 256 and 512
     units at batch 32 and 128, it chose what was the fastest of two to four tiles, or within a tenth of it.
@@ -134,7 +134,7 @@ def _time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kin
         inside += 0.35 * -(-2 * tile.tiles // tile.splits)
     elif own.reductions:
         cells = tile.slice // 16 * tile.tiles
-        inside += 1.2 / tile.splits * -(-cells * tile.splits // tile.warps)
+        inside += 1.2 / tile.splits**0.5 * -(-cells * tile.splits // tile.warps)
         used = _backward_registers(graph, size, tile.cluster, tile.tiles, tile.warps, tile.splits)
-        inside += 0.02 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
+        inside += 0.05 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
     return plain + tiling.rounds(chip, batch, directions, tile) * inside

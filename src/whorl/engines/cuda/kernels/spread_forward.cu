@@ -16,7 +16,8 @@
 //   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
 //              states, final states; the ring of states
 //
-// What options add stands in options.cu; a kernel without them has none of it.
+// What options add stands in options.cu; a kernel without them has none of it.  Of a cell with means over the units
+// (STAGED) the threads of a sequence make them between the stages of its step, as spread_means.cu says.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for all others that own the same sequences, so the launch must be cooperative.
@@ -64,13 +65,17 @@ struct Arguments {
   Element* y;                      // [time, batch, directions x UNITS]
   Gate* apart[2];                  // [time, batch, APART x UNITS]: r of gates that are not a sum
   float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
+#if STAGED
+  float* levels[2];      // [time, batch, MEANS]: means of each step
+  Element* operands[2];  // as staged_forward.cu has it: of nothing here
+#endif
   long long time, batch;
 #if OPTIONS
   Options o;
 #else
   static constexpr Options o = {};
 #endif
-  unsigned* ring;  // [directions, RING, batch, PITCH], ones
+  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for means [directions, 2, MEAN_LINES, batch, 2]
   long long first_row, first_direction, directions;
 };
 
@@ -230,6 +235,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
+#if STAGED
+  const long long line = 2 * (long long)batch;
+  unsigned* means_at = a.ring + a.directions * RING * buffer + direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
+  float* levels_at = a.levels[direction] + first * MEANS;
+  keep(means_at);
+#endif
   States arrival;
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
@@ -432,16 +443,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
           }
           float entering[2];
-#pragma unroll
-          for (int u = 0; u < 2; ++u) {
-            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+          const auto read_unit = [&](int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
 #pragma unroll
             for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
 #pragma unroll
             for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+          };
+#if STAGED
+          Values values[2];
+          float m[MOST(MEANS)];
+          const int at = sub * ROWS + j * PASS;
+          unsigned* const means = means_at + t % 2 * MEAN_LINES * line + at * 2;
+          const bool row_there = batch - row0 - own_row > at;
+#pragma unroll
+          for (int stage = 0; stage < STAGES; ++stage) {
+            float to[2][MOST(VALUES)], operand[MOST(ROUNDS)];
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+              float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+              read_unit(u, v, e, before);
+              run_stage(stage, given[j][u], r[j][u], before, v, e, m, values[u], to[u], operand, after[j][u]);
+            }
+            if (numbers(stage) == 0) continue;
+            float data[4 * MOST(PACKS)] = {};
+            summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
+            if (pair == 0 && row_there) give_means(stage, data, means, line, rank, t / 2 % 2);
+            take_means(stage, means, line, t / 2 % 2, row_there, lane, m);
+          }
+          if (SAVED && rank == 0 && pair == 0 && (PACKED ? stepper.within(items[sub][j], step_now) : row_there))
+#pragma unroll
+            for (int i = 0; i < MEANS; ++i) levels_at[further_on(sub, j) * MEANS + i] = m[i];
+#endif
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+            read_unit(u, v, e, before);
+#if !STAGED
             step(given[j][u], r[j][u], before, v, e, after[j][u]);
+#endif
             stepper.end(items[sub][j], u, step_now, before, after[j][u], state[sub][j], output[j][u], entering[u]);
           }
           if (t + 1 < time && is_there(sub, j))
@@ -513,6 +554,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
+#if STAGED
+    levels_at += row_step * MEANS;
+#endif
     apart_at += row_step * APART * UNITS;
     states_at += row_step * UNITS;
     if constexpr (BEFORE) before_at += row_step * UNITS;

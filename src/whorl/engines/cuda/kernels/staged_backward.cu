@@ -570,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
 #pragma unroll
             for (int b = 0; b < PER; ++b)
-              merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy)), place_of(j, b), lane,
+              receive(stage, (const float4*)((const char*)slots + slots_at(stage, copy)), place_of(j, b), lane,
                     item[j].m[b]);
           }
         }

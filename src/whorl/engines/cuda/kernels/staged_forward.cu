@@ -512,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           const int item = min(position + j * SPLITS, ITEMS - 1);
-          merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy)), place_of(item), lane, m[j]);
+          receive(stage, (const float4*)((const char*)slots + slots_at(stage, copy)), place_of(item), lane, m[j]);
         }
       }
 #pragma unroll

@@ -1,0 +1,54 @@
+// Means in a cluster: a warp sends what it makes of its 16 units to every block.
+//
+//   slots  [source, pack of 4 floats, sequence] for each stage: the four sequences of a warp's item lie side by side, and
+//          four packs after them keep two sources in different banks
+
+constexpr int SOURCES = CLUSTER * GROUPS, BESIDE = 8 * TILES + 4;
+// Bytes of the slots of one sequence, by its place among the cluster's, of the first pack of a source.
+__device__ __forceinline__ int slot_of(int stage, int source, int place) {
+  return (source * packs(stage) * BESIDE + place) * 16;
+}
+
+// To the slots of every block.  `slot`: of this sequence and source, as bytes from the start of shared memory.
+__device__ __forceinline__ void send_means(
+    int stage, const float (&data)[4 * MOST(PACKS)], int slot, unsigned* memory, unsigned barrier, int lane) {
+#pragma unroll
+  for (int pack = 0; pack < PACKS; ++pack) {
+    if (pack >= packs(stage)) break;
+    const float* const of = data + 4 * pack;
+    const uint4 words = {__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]),
+                         __float_as_uint(of[3])};
+#if CLUSTER > 1
+#pragma unroll
+    for (int p = 0; p < (CLUSTER + 7) / 8; ++p) {
+      const int target = lane / 4 + p * 8;
+      if (target < CLUSTER) {
+        const unsigned there = at_rank(shared_address(memory), target);
+        send(there + slot + pack * BESIDE * 16, there + barrier, words);
+      }
+    }
+#else
+    if (lane / 4 == 0) *(uint4*)((char*)memory + slot + pack * BESIDE * 16) = words;
+#endif
+  }
+}
+
+// The means of one sequence, of what has come for it into the slots of a stage.
+__device__ __forceinline__ void receive(int stage, const float4* slots, int place, int lane, float (&m)[MOST(MEANS)]) {
+  constexpr int EACH = (SOURCES + 7) / 8;
+  float4 packed[EACH][MOST(PACKS)];
+  int count[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int source = lane / 4 + i * 8;
+    count[i] = source < SOURCES ? units_of(source) : 0;
+#pragma unroll
+    for (int pack = 0; pack < PACKS; ++pack)
+      packed[i][pack] = pack < packs(stage) && count[i] > 0 ? slots[(source * packs(stage) + pack) * BESIDE + place] : float4{};
+  }
+  const auto value = [&](int i, int at) {
+    const float4 pack = packed[i][at / 4];
+    return at % 4 == 0 ? pack.x : at % 4 == 1 ? pack.y : at % 4 == 2 ? pack.z : pack.w;
+  };
+  merge(stage, count, value, [&](int at) { return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4]; }, m);
+}
