@@ -62,9 +62,12 @@ static Meeting of_cluster;
 static unsigned threads;
 
 inline void yield() { swapcontext(&now->context, &scheduler); }
+inline void come(Meeting& at, int wanted) {
+  if (++at.came == wanted) at.came = 0, ++at.turn;
+}
 inline void meet(Meeting& at, int wanted) {
   const unsigned turn = at.turn;
-  if (++at.came == wanted) at.came = 0, ++at.turn;
+  come(at, wanted);
   while (at.turn == turn) yield();
 }
 inline int lane() { return now->thread.x % 32; }
@@ -193,13 +196,20 @@ inline uint4 emulated_load_columns(unsigned address) { return load_matrices(addr
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
 inline void emulated_prefetch(const void*) {}
 inline void emulated_named_barrier(int id, int count) { host::meet(host::now->block->meetings[id], count); }
+inline void emulated_arrive_at_barrier(int id, int count) { host::come(host::now->block->meetings[id], count); }
 inline float emulated_fast_tanh(float v) { return std::tanh(v); }
 inline float emulated_fast_exp(float v) { return std::exp(v); }
 inline float emulated_reciprocal(float v) { return 1.f / v; }
 inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
 inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
 inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::cluster.size())); }
-inline void emulated_start_barrier(unsigned barrier) { host::barrier_at(barrier) = host::Barrier(); }
+inline void emulated_start_barrier(unsigned barrier, unsigned arrivals) {
+  host::barrier_at(barrier) = host::Barrier{(int)arrivals, (int)arrivals};
+}
+inline void emulated_arrive_here(unsigned barrier) {
+  --host::barrier_at(barrier).pending;
+  host::settle(host::barrier_at(barrier));
+}
 inline void emulated_barriers_started() {}
 inline void emulated_expect(unsigned barrier, unsigned bytes) {
   host::Barrier& b = host::barrier_at(barrier);

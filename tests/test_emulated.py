@@ -14,9 +14,9 @@ from comparison import error, flat, weighted
 from emulation import emulated
 from option_draws import drawn
 from whorl.bench.baseline import TF32_EPS
-from whorl.engines.cuda import grid, spreading
+from whorl.engines.cuda import grid, spreading, tiling
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.tiling import Chip, Size
+from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -112,6 +112,34 @@ def test_layers_spread_over_blocks_that_exchange(
     dtype = torch.bfloat16
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize(
+    "kind, units, batch, ahead, back, options",
+    [  # a warp has items of one sub-tile, of several, of none
+        ("LSTM", 40, 19, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
+        ("GRU", 33, 14, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
+        ("RNN", 130, 29, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
+        ("LSTM", 70, 33, (4, 4, 4, 2), (4, 6, 4, 3), dict(recurrent_dropout=0.3, recurrent_dropout_mode="gate")),
+    ],
+)
+def test_sub_tiles_that_travel_while_others_are_computed(
+    kind: str, units: int, batch: int, ahead: tuple[int, ...], back: tuple[int, ...], options: dict[str, Any],
+    folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
+        given, make = (ahead, tiling.forward) if way == "forward" else (back, tiling.backward)
+        return make(size, *given[:3], chip.shared, subs=given[3])
+
+    monkeypatch.setattr(tiling, "choose", chosen)
+    torch.manual_seed(1)
+    dtype = torch.bfloat16
+    layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder)
     plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}

@@ -120,7 +120,10 @@ def forward(
 ) -> str:
     """The source of the forward kernel."""
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
-    own |= _spread(tile) | {"GROUPS": tile.groups} if isinstance(tile, Spread) else {"SPLITS": tile.splits}
+    if isinstance(tile, Spread):
+        own |= _spread(tile) | {"GROUPS": tile.groups}
+    else:
+        own |= {"SPLITS": tile.splits, "SUBS": tile.subs}
     return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
 
 
@@ -129,7 +132,10 @@ def backward(
 ) -> str:
     """The source of the backward kernel."""
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
-    own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered} if isinstance(tile, Spread) else {}
+    if isinstance(tile, Spread):
+        own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered}
+    else:
+        own |= {"SUBS": tile.subs}
     steps = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(steps), features)
 

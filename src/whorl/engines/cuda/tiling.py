@@ -81,6 +81,8 @@ class Tile:
     """Depths of the product (forward), or strips times depths (backward), whose weights stay in registers."""
     shared: int
     warps: int
+    subs: int = 1
+    """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
     splits: int = 0
     """Forward: warps that share the depth of the product of 16 units."""
     depths: int = 0
@@ -95,63 +97,75 @@ class Tile:
         return 8 * self.tiles
 
 
-def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None) -> Tile | None:
+def forward(
+    size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None, subs: int = 1
+) -> Tile | None:
     """The forward kernel's numbers for a cluster, a number of row tiles and a split of the depth, if they fit.
 
     Args:
         limit: bytes of shared memory of a block.
         resident: depths in registers; None takes as many as registers allow.
+        subs: sub-tiles of the rows; each has its items in whole rounds of the warps of a split, or they in it.
     """
+    part, items = tiles // subs, 2 * tiles // subs
+    if subs > 1 and (tiles % subs or cluster == 1 or (items % splits and splits % items)):
+        return None
     words = 4 // size.element
-    part = _slice(size.units, cluster)
-    groups, depths = part // 16, -(-cluster * part // (8 * words * splits))
+    units = _slice(size.units, cluster)
+    groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
     warps = groups * splits
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
         return None
     own = -(-2 * tiles // splits)
-    used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
+    used = size.recurrent * part * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += (
-        4 * tiles
+        4 * part
         + 2 * size.recurrent
         + 2 * size.vectors
         + 8 * bool(size.ahead)
-        + 10 * tiles * (size.bits or bool(size.masks))
+        + 10 * part * (size.bits or bool(size.masks))
     )
-    room = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, tiles))
+    room = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, part))
     if room is None:
         return None
     resident = min(depths, room // (4 * size.recurrent)) if resident is None else resident
     states = 8 * tiles * (splits * depths * 8 + 4)
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
-    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial + masks) + 16
-    if shared > limit:
+    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial + masks) + 16 * subs
+    if shared > limit or groups * subs > 15:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact)
+    return Tile(cluster, units, tiles, resident, shared, warps, subs, splits, depths, exact=size.exact)
 
 
-def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None) -> Tile | None:
+def backward(
+    size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None, subs: int = 1
+) -> Tile | None:
     """The backward kernel's numbers for a cluster, a number of row tiles and of warps, where they fit."""
+    part = tiles // subs
+    if subs > 1 and (tiles % subs or cluster == 1):
+        return None
     words = 4 // size.element
-    part = _slice(size.units, cluster)
-    groups = part // 16
-    cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
+    units = _slice(size.units, cluster)
+    groups = units // 16
+    cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
     chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
-    used += 8 * bool(size.back) + 6 * chunk * tiles * (size.bits or bool(size.masks))
-    room = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, tiles))
+    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
+    used += 8 * bool(size.back) + 6 * chunk * part * (size.bits or bool(size.masks))
+    room = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, part))
     if room is None:
         return None
     resident = min(share * depths, room // 4) if resident is None else resident
     gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
-    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients + masks) + 16
+    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients + masks)
+    shared += 32 * subs if subs > 1 else 16
     if shared > limit:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, chunk=chunk, exact=size.exact)
+    return Tile(cluster, units, tiles, resident, shared, warps, subs, chunk=chunk, exact=size.exact)
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills

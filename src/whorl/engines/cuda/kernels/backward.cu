@@ -10,9 +10,12 @@
 // The cell is computed in CELLS items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has
 // two neighbouring units of two neighbouring sequences of each.
 //
+// The rows are taken in SUBS sub-tiles: while the sums of one travel, and the warps that have its items compute them,
+// the others multiply the gradients of the one before it.
+//
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next step), arrived
-//              sums twice, two barriers, more weights
+//              sums twice, two barriers (of each sub-tile, and two more of those that multiply it), more weights
 //   global     gates, saved states, y and its gradient in; gradients of the gates out
 //
 // What options add stands in options.cu; a kernel without them has none of it.
@@ -21,9 +24,12 @@
 //
 // Arrived sums are added up before the block's gradients are made, those are multiplied after a barrier of the block, and
 // what is made of them is sent: who overwrites sums of step t, by sending at step t + 1, has waited for all of that.
+// With sub-tiles a warp may begin step t + 1 while another multiplies at step t, but not step t + 2, since for that every
+// block has sent what it made at step t + 1 of the sums that all warps sent at step t; hence two of everything.
 
 // @generated
 
+constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
 constexpr int ROWS = 8 * TILES, GROUPS = SLICE / 16, CELLS = GROUPS * TILES, OWN = (CELLS + WARPS - 1) / WARPS;
 constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
@@ -31,7 +37,8 @@ constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
-constexpr unsigned ARRIVING = SUM_WORDS * 4;
+constexpr int PART_CELLS = GROUPS * PART;
+constexpr unsigned ARRIVING = SUM_WORDS / SUBS * 4;
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
@@ -39,8 +46,9 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STRIPS * TILES * 128 / WORD_ELEMENTS
                                                     : 0;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS) + 16 == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS) + (SUBS > 1 ? 32 * SUBS : 16) == SHARED,
               "tiling and kernel disagree");
+static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1), "no such sub-tiles");
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -154,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
-  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) / TILES * 16 + lane / 4 * 2; };
+  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) % GROUPS * 16 + lane / 4 * 2; };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
   };
@@ -222,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), place = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2;
+    const int unit = unit_of(j), place = cluster * ROWS + (warp + j * WARPS) / GROUPS * 8 + lane % 4 * 2;
     const bool own = warp + j * WARPS < CELLS;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -264,27 +272,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
   }
 
+  // the items that the warp has of a sub-tile are some of those from `first_item` to `last_item`
+  const auto first_item = [](int sub) { return SUBS == 1 ? 0 : sub * PART_CELLS / WARPS; };
+  const auto last_item = [](int sub) { return SUBS == 1 ? OWN : ((sub + 1) * PART_CELLS - 1) / WARPS + 1; };
+  const auto has = [&](int sub, int j) {
+    return (OWN * WARPS == CELLS || warp + j * WARPS < CELLS) && (SUBS == 1 || (warp + j * WARPS) / PART_CELLS == sub);
+  };
 #if CLUSTER > 1
+  const unsigned made = barriers + 16 * SUBS;  // of sub-tiles: whether their gradients are in shared memory
   if (threadIdx.x == 0) {
-    start_barrier(barriers);
-    start_barrier(barriers + 8);
+    for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
+    for (int i = 0; i < 2 * SUBS && SUBS > 1; ++i) start_barrier(made + 8 * i, PART_CELLS);
     barriers_started();
-    expect(barriers, ARRIVING);
-    expect(barriers + 8, ARRIVING);
+    for (int i = 0; i < 2 * SUBS; ++i) expect(barriers + 8 * i, ARRIVING);
   }
   cluster_barrier();
 #endif
 
-  const auto arrive = [&](int t, long long was) {  // t: steps done before; the rows of the last of them begin at `was`
+  const auto arrive = [&](int sub, int t, long long was) {  // t: steps done before; the last one's rows begin at `was`
 #if CLUSTER > 1
-    wait(barriers + 8 * (t % 2), (t - 1) / 2 % 2);
-    if (threadIdx.x == 0) expect(barriers + 8 * (t % 2), ARRIVING);
+    const unsigned barrier = barriers + 8 * (2 * sub + t % 2);
+    if (SUBS == 1 || warp == sub * PART_CELLS % WARPS || (warp + WARPS - sub * PART_CELLS % WARPS) % WARPS < PART_CELLS) {
+      wait(barrier, (t - 1) / 2 % 2);
+      if (lane == 0 && warp == sub * PART_CELLS % WARPS) expect(barrier, ARRIVING);
+    }
 #else
     __syncthreads();
 #endif
 #pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-      if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+    for (int j = first_item(sub); j < last_item(sub); ++j) {
+      if (!has(sub, j)) continue;
       const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + lane;
       float4 sum = from[0];
 #pragma unroll
@@ -320,15 +337,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   long long rows_before = rows;
   for (int t = 0; t < time; ++t) {
-    if (t > 0) arrive(t, rows_before);
+    const long long rows_arriving = rows_before;
     rows_before = rows;
     const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
 
     float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT], to_inputs[OWN][2][MOST(INPUTS)], to_zones[OWN][2][STATES];
     Pair entered[OWN][2];
-    if (warp < CELLS) {  // the same for the whole warp
+    const bool goes_on = t + 1 < time || wants_initial;
+    const auto read_on = [&](int sub) {  // what the next step needs
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
+        gates_at[j] += row_step * GATES * UNITS;
+        outputs_at[j] += row_step * width;
+        apart_at[j] += row_step * APART * UNITS;
+        states_at[j] += row_step * UNITS;
+        load(j, next, t + 2 == time);
+      }
+    };
+    const auto leave = [&](int sub) {  // what nobody waits for
+#pragma unroll
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
+          const auto beyond = away(j, b);
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            store_pair(gradients_at[j] + (beyond * GATES + g) * UNITS, dx[j][b][g].x, dx[j][b][g].y, first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_pair(apart_gradients_at[j] + (beyond * APART + i) * UNITS, dr[j][b][apart(i)].x,
+                       dr[j][b][apart(i)].y, first, second);
+          if constexpr (OPTIONS) {
+            const long long from = (rows + sequence[j][b]) * UNITS + unit_of(j);
+            if constexpr (NOISE && !GATEWISE) {
+              const float2 pair = wide_pair(entered[j][b]);
+              store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
+            }
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+                store_wide_pair(a.o.zoneout_gradients[direction][s] + from, to_zones[j][b][s].x, to_zones[j][b][s].y,
+                                first, second);
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i)
+              store_wide_pair(a.o.input_gradients[direction][i] + from, to_inputs[j][b][i].x, to_inputs[j][b][i].y,
+                              first, second);
+            if (t + 1 < time) load_options(j, b, next, next_rows);
+          }
+          if (t + 1 + AHEAD < time && first && !PACKED) {
+            const auto far = AHEAD * row_step + beyond;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
+#pragma unroll
+            for (int i = 0; i < APART; ++i)
+              prefetch(a.apart[direction] + apart_at[j] + (far * APART + i) * UNITS);
+            if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + far * width);
+            if constexpr (BEFORE)
+              prefetch(a.o.before[direction] + states_at[j] + far * UNITS);
+            else
+              prefetch(a.y + outputs_at[j] + far * width);
+#pragma unroll
+            for (int s = 1; s < STATES; ++s)
+              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + far * UNITS);
+          }
+        }
+        gradients_at[j] += row_step * GATES * UNITS;
+        apart_gradients_at[j] += row_step * APART * UNITS;
+      }
+    };
+    const auto compute = [&](int sub) {  // the gradients of a sub-tile's items, into shared memory too
+      if (t > 0) arrive(sub, t, rows_arriving);
+#pragma unroll
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           const float2 output = wide_pair(item[j].y_gradient[b]), h = wide_pair(item[j].before[b]);
@@ -422,9 +506,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        const int group = (warp + j * WARPS) / TILES, tile = (warp + j * WARPS) % TILES;
-        if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (!has(sub, j)) continue;
+        const int group = (warp + j * WARPS) % GROUPS, tile = (warp + j * WARPS) / GROUPS;
 #pragma unroll
         for (int b = 0; b < 2; ++b)
 #pragma unroll
@@ -438,38 +522,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
           }
       }
-    }
-    const bool goes_on = t + 1 < time || wants_initial;
-    if (goes_on) __syncthreads();
-    if (warp < CELLS && t + 1 < time) {
+#if CLUSTER > 1
+      if constexpr (SUBS > 1) {
+        __syncwarp();
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        gates_at[j] += row_step * GATES * UNITS;
-        outputs_at[j] += row_step * width;
-        apart_at[j] += row_step * APART * UNITS;
-        states_at[j] += row_step * UNITS;
-        load(j, next, t + 2 == time);
+        for (int j = first_item(sub); j < last_item(sub); ++j)
+          if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + t % 2));
+        if (t + 1 < time) read_on(sub);
+        leave(sub);
       }
-    }
+#endif
+    };
 
-    if (goes_on) {
+    const auto multiply_and_send = [&](int sub) {
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
+        float sums[CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
-          uint4 b[TILES];
+          uint4 b[PART];
 #pragma unroll
-          for (int n = 0; n < TILES; ++n) {
-            const unsigned at = columns + (unsigned)(t % 2) * GRADIENT_WORDS * 4 + (n * 8 * STRIDE + d * 8) * 4;
+          for (int n = 0; n < PART; ++n) {
+            const unsigned at = columns + (unsigned)(t % 2) * GRADIENT_WORDS * 4 +
+                                ((sub * PART + n) * 8 * STRIDE + d * 8) * 4;
             b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             if (d + half < DEPTHS) {
-              Right right[TILES];
+              Right right[PART];
 #pragma unroll
-              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+              for (int n = 0; n < PART; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
               for (int c = 0; c < CHUNK; ++c)
                 if (i0 + c < SHARE) {
@@ -477,12 +560,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                   const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
                                                            : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
 #pragma unroll
-                  for (int n = 0; n < TILES; ++n) {
+                  for (int n = 0; n < PART; ++n) {
                     multiply(sums[c][n], weight, right[n]);
                     if constexpr (GATEWISE)
                       if ((d + half + 1) % GATE_DEPTHS == 0) {
                         const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
-                        const int item = (strip * TILES + n) * 32 + lane;
+                        const int item = (strip * TILES + sub * PART + n) * 32 + lane;
                         const unsigned bits = NOISE == BY_GATE ? mask_bits[item] >> gate * 4 : 0u;
                         const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
 #pragma unroll
@@ -506,72 +589,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const unsigned target = at_rank(base, strip / GROUPS);
 #endif
 #pragma unroll
-          for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
+          for (int n = 0; n < PART; ++n) {  // the two units of one sequence, then of the next
             const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
-            const int slot = (((t + 1) % 2 * CELLS + strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + lane;
+            const int cell = (sub * PART + n) * GROUPS + strip % GROUPS;
+            const int slot = (((t + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + lane;
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                                 __float_as_uint(sum[3])};
-            send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * ((t + 1) % 2), data);
+            send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (t + 1) % 2), data);
 #else
             arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
 #endif
           }
         }
       }
-    }
+    };
 
-    if (warp < CELLS) {  // what nobody waits for
+    if constexpr (SUBS == 1) {
+      compute(0);
+      if (goes_on) __syncthreads();
+      if (warp < CELLS && t + 1 < time) read_on(0);
+      if (goes_on) multiply_and_send(0);
+      leave(0);
+#if CLUSTER > 1
+    } else {  // each is computed while others multiply the one before it
+      compute(0);
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
-          const auto beyond = away(j, b);
-#pragma unroll
-          for (int g = 0; g < GATES; ++g)
-            store_pair(gradients_at[j] + (beyond * GATES + g) * UNITS, dx[j][b][g].x, dx[j][b][g].y, first, second);
-#pragma unroll
-          for (int i = 0; i < APART; ++i)
-            store_pair(apart_gradients_at[j] + (beyond * APART + i) * UNITS, dr[j][b][apart(i)].x,
-                       dr[j][b][apart(i)].y, first, second);
-          if constexpr (OPTIONS) {
-            const long long from = (rows + sequence[j][b]) * UNITS + unit_of(j);
-            if constexpr (NOISE && !GATEWISE) {
-              const float2 pair = wide_pair(entered[j][b]);
-              store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
-            }
-#pragma unroll
-            for (int s = 0; s < STATES; ++s)
-              if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
-                store_wide_pair(a.o.zoneout_gradients[direction][s] + from, to_zones[j][b][s].x, to_zones[j][b][s].y,
-                                first, second);
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i)
-              store_wide_pair(a.o.input_gradients[direction][i] + from, to_inputs[j][b][i].x, to_inputs[j][b][i].y,
-                              first, second);
-            if (t + 1 < time) load_options(j, b, next, next_rows);
-          }
-          if (t + 1 + AHEAD < time && first && !PACKED) {
-            const auto far = AHEAD * row_step + beyond;
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
-#pragma unroll
-            for (int i = 0; i < APART; ++i)
-              prefetch(a.apart[direction] + apart_at[j] + (far * APART + i) * UNITS);
-            if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + far * width);
-            if constexpr (BEFORE)
-              prefetch(a.o.before[direction] + states_at[j] + far * UNITS);
-            else
-              prefetch(a.y + outputs_at[j] + far * width);
-#pragma unroll
-            for (int s = 1; s < STATES; ++s)
-              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + far * UNITS);
-          }
+      for (int sub = 0; sub < SUBS; ++sub) {
+        if (sub + 1 < SUBS) compute(sub + 1);
+        if (goes_on) {
+          wait(made + 8 * (2 * sub + t % 2), t / 2 % 2);
+          multiply_and_send(sub);
         }
-        gradients_at[j] += row_step * GATES * UNITS;
-        apart_gradients_at[j] += row_step * APART * UNITS;
       }
+#endif
     }
     if constexpr (OPTIONS) {
       rows = next_rows;
@@ -581,7 +632,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   }
 
   if (wants_initial) {
-    if (!LENGTHS || time > 0) arrive(time, rows_before);
+    if (!LENGTHS || time > 0)
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub) arrive(sub, time, rows_before);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -627,7 +680,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), tile = (warp + j * WARPS) % TILES;
+    const int unit = unit_of(j), tile = (warp + j * WARPS) / GROUPS;
     const bool own = warp + j * WARPS < CELLS && lane % 4 == 0;
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {

@@ -9,8 +9,12 @@
 // split x DEPTHS x 8 on.  Where there are several splits, their partial sums meet in shared memory; then each warp
 // computes the cell for some of the group's items.  An item is, for a thread: two neighbouring units of one sequence.
 //
+// The rows are taken in SUBS sub-tiles, one after the other, so that the states of one travel while the next are
+// multiplied; a warp that has no items of a sub-tile goes on to the next without waiting for those that have.
+//
 //   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
-//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers, more weights
+//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers for each sub-tile,
+//              more weights
 //   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
 //              states, final states
 //
@@ -27,9 +31,11 @@
 //   - States that were read at step t are overwritten by what is sent at step t + 1.  Who sends there has waited for
 //     the states that this block sent at step t, and a warp sends after the group's barrier (or of its own products), so
 //     that all warps of its group have read; every group sends.
+// All of it holds for each sub-tile by itself: each has its own states, partial sums and barriers.
 
 // @generated
 
+constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
 constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / SPLITS;
 constexpr int GROUPS = SLICE / 16, WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
@@ -41,10 +47,12 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-constexpr unsigned ARRIVING = ROWS * CLUSTER * SLICE * ELEMENT_BYTES;
+constexpr unsigned ARRIVING = 8 * PART * CLUSTER * SLICE * ELEMENT_BYTES;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
+static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
+static_assert(SUBS == 1 || 2 * PART % SPLITS == 0 || SPLITS % (2 * PART) == 0, "no round of items is of one sub-tile");
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -208,6 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // the thread's first item, and how many sequences further on the others are
   const int place = row0 + position / 2 * 8 + position % 2;
   const auto beyond = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
+  const auto takes = [&](int sub) {  // whether the warp has items of a sub-tile
+    if (SUBS == 1) return position < ITEMS;
+    return SPLITS <= 2 * PART || (position + sub * 2 * PART / SPLITS * SPLITS) / (2 * PART) == sub;
+  };
   const auto is_there = [&](int j) {
     return has_first && place + beyond(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
   };
@@ -314,11 +326,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
   const unsigned barrier_offset = barriers - shared_address(memory);
   if (threadIdx.x == 0) {
-    start_barrier(barriers);
-    start_barrier(barriers + 8);
+    for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
-    expect(barriers, ARRIVING);
-    expect(barriers + 8, ARRIVING);
+    for (int i = 0; i < 2 * SUBS; ++i) expect(barriers + 8 * i, ARRIVING);
   }
   cluster_barrier();
 #else
@@ -328,262 +338,270 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
   for (int t = 0; t < time; ++t) {
     const int now = t % 2;
+    const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub) {
 #if CLUSTER > 1
-    if (t > 0) {
-      wait(barriers + 8 * now, (t - 1) / 2 % 2);
-      if (threadIdx.x == 0) expect(barriers + 8 * now, ARRIVING);
-    }
+      if (t > 0) {
+        wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
+        if (threadIdx.x == 0) expect(barriers + 8 * (2 * sub + now), ARRIVING);
+      }
 #endif
 
-    float sums[RECURRENT][TILES][4];
+      float sums[RECURRENT][PART][4];
 #pragma unroll
-    for (int g = 0; g < RECURRENT; ++g)
+      for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        sums[g][n][0] = sums[g][n][1] = GATEWISE ? 0.f : bias[g][0];
-        sums[g][n][2] = sums[g][n][3] = GATEWISE ? 0.f : bias[g][1];
-      }
-    const unsigned from = columns + now * STATE_WORDS * 4;
-    const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
-#pragma unroll
-    for (int d = 0; d < DEPTHS; d += 2) {
-      uint4 b[TILES];
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
-        b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-      }
-      if constexpr (GATEWISE) {
-        unsigned bits[TILES][2];
-        if constexpr (NOISE == BY_GATE)
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) {
-            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + n) * 32 + lane;
-            bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
-          }
-#pragma unroll
-        for (int g = 0; g < RECURRENT; ++g) {
-          uint4 own[TILES];
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) {
-            if constexpr (NOISE == BY_GATE) {
-              own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
-                        passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
-            } else {
-              const unsigned at = masks_from + (g * STATE_WORDS + n * 8 * STRIDE + d * 8) * 4;
-              const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-              own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
-            }
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS) {
-              const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-              const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
-#pragma unroll
-              for (int n = 0; n < TILES; ++n)
-                multiply(sums[g][n], left_of(weight),
-                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
-            }
+        for (int n = 0; n < PART; ++n) {
+          sums[g][n][0] = sums[g][n][1] = GATEWISE ? 0.f : bias[g][0];
+          sums[g][n][2] = sums[g][n][3] = GATEWISE ? 0.f : bias[g][1];
         }
-        continue;
-      }
+      const unsigned from = columns + (now * STATE_WORDS + sub * 8 * PART * STRIDE) * 4;
+      const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (d + half < DEPTHS) {
-          Right right[TILES];
+      for (int d = 0; d < DEPTHS; d += 2) {
+        uint4 b[PART];
 #pragma unroll
-          for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+        for (int n = 0; n < PART; ++n) {
+          const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
+          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        }
+        if constexpr (GATEWISE) {
+          unsigned bits[PART][2];
+          if constexpr (NOISE == BY_GATE)
+#pragma unroll
+            for (int n = 0; n < PART; ++n) {
+              const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
+              bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
+            }
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            const int at = d + half;
-            const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-            const Left weight = left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far]);
+            uint4 own[PART];
 #pragma unroll
-            for (int n = 0; n < TILES; ++n)
-              multiply(sums[g][n], weight, right[n]);
+            for (int n = 0; n < PART; ++n) {
+              if constexpr (NOISE == BY_GATE) {
+                own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
+                          passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
+              } else {
+                const unsigned at = masks_from + (g * STATE_WORDS + (sub * PART + n) * 8 * STRIDE + d * 8) * 4;
+                const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+                own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
+              }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (d + half < DEPTHS) {
+                const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+                const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
+#pragma unroll
+                for (int n = 0; n < PART; ++n)
+                  multiply(sums[g][n], left_of(weight),
+                           right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
+              }
           }
+          continue;
         }
-    }
-
-    if constexpr (SPLITS > 1) {
 #pragma unroll
-      for (int item = 0; item < ITEMS; ++item) {
-        float* const to = partial + ((group * ITEMS + item) * SPLITS + split) * RECURRENT * 64;
-        const int n = item / 2, e = item % 2;
+        for (int half = 0; half < 2; ++half)
+          if (d + half < DEPTHS) {
+            Right right[PART];
 #pragma unroll
-        for (int g = 0; g + 1 < RECURRENT; g += 2)
-          *(float4*)(to + g * 64 + lane * 4) = {sums[g][n][e], sums[g][n][e + 2], sums[g + 1][n][e],
-                                                sums[g + 1][n][e + 2]};
-        if constexpr (RECURRENT % 2)
-          *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
-      }
-      named_barrier(1 + group, 32 * SPLITS);
-    }
-
-    const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
-    if (position < ITEMS) {  // the same for the whole warp
-      float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
-      float output[OWN][2], entering[OWN][2];
-#pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        const int item = min(position + j * SPLITS, ITEMS - 1);
-        if constexpr (SPLITS > 1) {
-#pragma unroll
-          for (int s = 0; s < SPLITS; ++s) {
-            const float* const part = partial + ((group * ITEMS + item) * SPLITS + s) * RECURRENT * 64;
+            for (int n = 0; n < PART; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g) {
-              float2 value;
-              if (g + 1 == RECURRENT && RECURRENT % 2) {
-                value = *(const float2*)(part + g * 64 + lane * 2);
-              } else {
-                const float4 two = *(const float4*)(part + g / 2 * 128 + lane * 4);
-                value = g % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
+              const int at = d + half;
+              const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+              const Left weight = left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far]);
+#pragma unroll
+              for (int n = 0; n < PART; ++n)
+                multiply(sums[g][n], weight, right[n]);
+            }
+          }
+      }
+
+      if constexpr (SPLITS > 1) {
+#pragma unroll
+        for (int i = 0; i < 2 * PART; ++i) {
+          float* const to = partial + ((group * ITEMS + sub * 2 * PART + i) * SPLITS + split) * RECURRENT * 64;
+          const int n = i / 2, e = i % 2;
+#pragma unroll
+          for (int g = 0; g + 1 < RECURRENT; g += 2)
+            *(float4*)(to + g * 64 + lane * 4) = {sums[g][n][e], sums[g][n][e + 2], sums[g + 1][n][e],
+                                                  sums[g + 1][n][e + 2]};
+          if constexpr (RECURRENT % 2)
+            *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
+        }
+        if (takes(sub))
+          named_barrier(1 + group * SUBS + sub, 32 * SPLITS);
+        else
+          arrive_at_barrier(1 + group * SUBS + sub, 32 * SPLITS);
+      }
+
+      // the thread's items of this sub-tile; `takes` is the same for the whole warp
+      const int first_item = sub * 2 * PART / SPLITS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / SPLITS + 1;
+      if (takes(sub)) {
+        float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
+        float output[OWN][2], entering[OWN][2];
+#pragma unroll
+        for (int j = first_item; j < last_item; ++j) {
+          const int item = min(position + j * SPLITS, ITEMS - 1);
+          if constexpr (SPLITS > 1) {
+#pragma unroll
+            for (int s = 0; s < SPLITS; ++s) {
+              const float* const part = partial + ((group * ITEMS + item) * SPLITS + s) * RECURRENT * 64;
+#pragma unroll
+              for (int g = 0; g < RECURRENT; ++g) {
+                float2 value;
+                if (g + 1 == RECURRENT && RECURRENT % 2) {
+                  value = *(const float2*)(part + g * 64 + lane * 2);
+                } else {
+                  const float4 two = *(const float4*)(part + g / 2 * 128 + lane * 4);
+                  value = g % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
+                }
+                r[j][0][g] = s == 0 ? value.x : r[j][0][g] + value.x;
+                r[j][1][g] = s == 0 ? value.y : r[j][1][g] + value.y;
               }
-              r[j][0][g] = s == 0 ? value.x : r[j][0][g] + value.x;
-              r[j][1][g] = s == 0 ? value.y : r[j][1][g] + value.y;
-            }
-          }
-        } else {
-#pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) {
-            r[j][0][g] = sums[g][j / 2][j % 2];
-            r[j][1][g] = sums[g][j / 2][j % 2 + 2];
-          }
-        }
-        if constexpr (GATEWISE)
-#pragma unroll
-          for (int g = 0; g < RECURRENT; ++g)
-#pragma unroll
-            for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
-#pragma unroll
-        for (int g = 0; g < GATES; ++g) {
-          const float2 value = wide_gates(x[j][g]);
-          given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
-          given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
-        }
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-#pragma unroll
-          for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-#pragma unroll
-          for (int i = 0; i < INPUTS; ++i) e[i] = half_of(inputs[j][i], u);
-#pragma unroll
-          for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
-          step(given[j][u], r[j][u], before, v, e, after[j][u]);
-#pragma unroll
-          for (int s = 0; s < STATES; ++s) {
-            if constexpr (OPTIONS) {
-              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
-              after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
-              if (MARKED && !valid[j]) after[j][u][s] = before[s];
-            }
-            state[j][s][u] = after[j][u][s];
-            if (RESET && cut[j]) state[j][s][u] = reset_state(j, s, u);
-          }
-          output[j][u] = after[j][u][0];
-          if constexpr (MASK) output[j][u] = held[j][u] = valid[j] ? after[j][u][0] : held[j][u];
-          if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
-          entering[j][u] = state[j][0][u];
-          if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
-          if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
-        }
-      }
-
-      if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
-        uint4 data[OWN];
-#pragma unroll
-        for (int j = 0; j < OWN; ++j)
-          data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
-#pragma unroll
-        for (int j = 0; j < OWN; ++j) {
-          const int item = position + j * SPLITS;
-          if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
-          const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
-          const unsigned offset = ((1 - now) * STATE_WORDS + (lane % 4 * 2 + item / 2 * 8 + item % 2) * STRIDE +
-                                   (rank * SLICE + chunk) / WORD_ELEMENTS) * 4;
-#if CLUSTER > 1
-#pragma unroll
-          for (int p = 0; p < PEERS; ++p)
-            if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
-              send(peer[p] + remote + offset, peer[p] + barrier_offset + 8 * (1 - now), data[j]);
-#else
-          if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
-#endif
-        }
-      }
-
-#pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
-        Gate* const now_at = gates_at + further(j) * GATES * UNITS;
-        if (t + 1 < time) {
-          const bool read = within(j, next), also = read && has_second;
-#pragma unroll
-          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
-        }
-        if (t + AHEAD < time && is_there(j) && !PACKED) {
-#pragma unroll
-          for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
-        }
-        store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
-        if constexpr (SEQUENCES) {
-          const bool shown = !LENGTHS || step_now < ends[j];
-#pragma unroll
-          for (int s = 0; s < STATES; ++s)
-            if (a.o.sequences[s] != nullptr)
-              store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
-                         shown ? after[j][1][s] : 0.f, first, second);
-        }
-        if constexpr (SAVED) {
-#pragma unroll
-          for (int g = 0; g < GATES; ++g)
-            if (sum_of(g) >= 0)
-              store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
-                          first, second);
-            else
-              store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
-#pragma unroll
-          for (int i = 0; i < APART; ++i)
-            store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
-                       second);
-          if constexpr (BEFORE) {
-            if (t + 1 < time) {
-              const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
-              store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
-#pragma unroll
-              for (int s = 1; s < STATES; ++s)
-                store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
-                                state[j][s][1], stored, also);
             }
           } else {
 #pragma unroll
-            for (int s = 1; s < STATES; ++s)
-              store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
-                              after[j][1][s], first, second);
+            for (int g = 0; g < RECURRENT; ++g) {
+              r[j][0][g] = sums[g][j / 2 - sub * PART][j % 2];
+              r[j][1][g] = sums[g][j / 2 - sub * PART][j % 2 + 2];
+            }
+          }
+          if constexpr (GATEWISE)
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+              for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) {
+            const float2 value = wide_gates(x[j][g]);
+            given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
+            given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
+          }
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(inputs[j][i], u);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
+            step(given[j][u], r[j][u], before, v, e, after[j][u]);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              if constexpr (OPTIONS) {
+                const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
+                after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
+                if (MARKED && !valid[j]) after[j][u][s] = before[s];
+              }
+              state[j][s][u] = after[j][u][s];
+              if (RESET && cut[j]) state[j][s][u] = reset_state(j, s, u);
+            }
+            output[j][u] = after[j][u][0];
+            if constexpr (MASK) output[j][u] = held[j][u] = valid[j] ? after[j][u][0] : held[j][u];
+            if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
+            entering[j][u] = state[j][0][u];
+            if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
+            if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
           }
         }
-        if (t + 1 == time) {
-          const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+
+        if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
+          uint4 data[OWN];
 #pragma unroll
-          for (int s = 0; s < STATES; ++s)
-            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
+          for (int j = first_item; j < last_item; ++j)
+            data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
+#pragma unroll
+          for (int j = first_item; j < last_item; ++j) {
+            const int item = position + j * SPLITS;
+            if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
+            const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
+            const unsigned offset = ((1 - now) * STATE_WORDS + (lane % 4 * 2 + item / 2 * 8 + item % 2) * STRIDE +
+                                     (rank * SLICE + chunk) / WORD_ELEMENTS) * 4;
+#if CLUSTER > 1
+#pragma unroll
+            for (int p = 0; p < PEERS; ++p)
+              if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
+                send(peer[p] + remote + offset, peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j]);
+#else
+            if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
+#endif
+          }
         }
-      }
-      if constexpr (OPTIONS) {
-        if (t + 1 < time) {  // what the next step reads, and of the one after it what enters
-          const int later = reverse ? next - 1 : next + 1;
-          const bool goes_on = t + 2 < time;
-          const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
+
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {
-            if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
-            if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
-            load_options(j, next, next_rows);
-            if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, later);
+        for (int j = first_item; j < last_item; ++j) {
+          const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
+          Gate* const now_at = gates_at + further(j) * GATES * UNITS;
+          if (t + 1 < time) {
+            const bool read = within(j, next), also = read && has_second;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
+          }
+          if (t + AHEAD < time && is_there(j) && !PACKED) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
+          }
+          store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
+          if constexpr (SEQUENCES) {
+            const bool shown = !LENGTHS || step_now < ends[j];
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (a.o.sequences[s] != nullptr)
+                store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
+                           shown ? after[j][1][s] : 0.f, first, second);
+          }
+          if constexpr (SAVED) {
+#pragma unroll
+            for (int g = 0; g < GATES; ++g)
+              if (sum_of(g) >= 0)
+                store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
+                            first, second);
+              else
+                store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
+#pragma unroll
+            for (int i = 0; i < APART; ++i)
+              store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
+                         second);
+            if constexpr (BEFORE) {
+              if (t + 1 < time) {
+                const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
+                store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
+#pragma unroll
+                for (int s = 1; s < STATES; ++s)
+                  store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
+                                  state[j][s][1], stored, also);
+              }
+            } else {
+#pragma unroll
+              for (int s = 1; s < STATES; ++s)
+                store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
+                                after[j][1][s], first, second);
+            }
+          }
+          if (t + 1 == time) {
+            const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
+          }
+        }
+        if constexpr (OPTIONS) {
+          if (t + 1 < time) {  // what the next step reads, and of the one after it what enters
+            const int later = reverse ? next - 1 : next + 1;
+            const bool goes_on = t + 2 < time;
+            const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
+#pragma unroll
+            for (int j = first_item; j < last_item; ++j) {
+              if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
+              if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
+              load_options(j, next, next_rows);
+              if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
+              if constexpr (DRAWS) draw(j, next, later);
+            }
           }
         }
       }

@@ -209,6 +209,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// For a warp that does not wait for the others.
+__device__ __forceinline__ void arrive_at_barrier(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ float logistic(float value) { return 1.f / (1.f + expf(-value)); }
 
 #if ELEMENT_BYTES == 2 && FORWARD  // good to 2^-11, which is finer than what is kept of the result
@@ -264,9 +269,12 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// An mbarrier that completes when `expect` was called once and so many bytes have arrived.
-__device__ __forceinline__ void start_barrier(unsigned barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// An mbarrier that completes when `expect` or `arrive_here` was called so often and so many bytes have arrived.
+__device__ __forceinline__ void start_barrier(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive_here(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barriers_started() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
