@@ -26,7 +26,9 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
-    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact)
+    # states that stay in [-1, 1] are multiplied as float16, scaled: those that options put in their place may not be
+    halves = element == 4 and not source.has_options(cell, features) and source.bounded(cell)
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, halves)
 
 
 def kernel(

@@ -65,7 +65,14 @@ class Size(NamedTuple):
     bits: bool = False
     """Such masks as bits."""
     exact: bool = False
-    """Products of float32 are as good as float32: each is three of TF32."""
+    """Products of float32 are as good as float32: each is three of less."""
+    halves: bool = False
+    """Forward multiplies float32 as float16, scaled, or (where products are exact) as two float16."""
+
+    @property
+    def planes(self) -> int:
+        """Of what enters forward's product."""
+        return 2 if self.halves and self.exact else 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class Tile:
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
     """As in `Size`."""
+    halves: bool = False
+    """As in `Size`; never backward."""
 
     @property
     def rows(self) -> int:
@@ -110,7 +119,7 @@ def forward(
     part, items = tiles // subs, 2 * tiles // subs
     if subs > 1 and (tiles % subs or cluster == 1 or (items % splits and splits % items)):
         return None
-    words = 4 // size.element
+    words = 2 if size.halves else 4 // size.element
     units = _slice(size.units, cluster)
     groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
     warps = groups * splits
@@ -119,8 +128,8 @@ def forward(
     own = -(-2 * tiles // splits)
     used = size.recurrent * part * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += (
-        4 * part
-        + 2 * size.recurrent
+        4 * part * size.planes
+        + 2 * size.recurrent * (1 + size.halves)
         + 2 * size.vectors
         + 8 * bool(size.ahead)
         + 10 * part * (size.bits or bool(size.masks))
@@ -128,14 +137,16 @@ def forward(
     room = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, part))
     if room is None:
         return None
-    resident = min(depths, room // (4 * size.recurrent)) if resident is None else resident
-    states = 8 * tiles * (splits * depths * 8 + 4)
+    resident = min(depths, room // (4 * size.planes * size.recurrent)) if resident is None else resident
+    states = size.planes * 8 * tiles * (splits * depths * 8 + 4)
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
-    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial + masks) + 16 * subs
+    streamed = warps * (depths - resident) * size.recurrent * size.planes * 128
+    shared = 4 * (streamed + 2 * states + partial + masks) + 16 * subs
     if shared > limit or groups * subs > 15:
         return None
-    return Tile(cluster, units, tiles, resident, shared, warps, subs, splits, depths, exact=size.exact)
+    made = (cluster, units, tiles, resident, shared, warps, subs, splits, depths)
+    return Tile(*made, exact=size.exact, halves=size.halves)
 
 
 def backward(
@@ -173,6 +184,8 @@ _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the ce
 
 def _extra(size: Size, base: int, tiles: int) -> int:
     """Of four bytes more, and where each operand is split into two."""
+    if size.halves:
+        return base + 4 + 8 * size.exact
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
 
 
@@ -188,8 +201,8 @@ def _room(size: Size, warps: int, used: int) -> int | None:
     """
     room = registers(warps) - used
     if size.element == 2 or size.ahead or size.back:  # with options a few are spilled
-        return min(max(0, room), 160 if size.element == 4 else MOST_REGISTERS)
-    return min(room, 160) if room >= 0 else None
+        return min(max(0, room), 160 if size.element == 4 and not size.halves else MOST_REGISTERS)
+    return min(room, MOST_REGISTERS if size.halves else 160) if room >= 0 else None
 
 
 def _slice(units: int, cluster: int) -> int:

@@ -557,8 +557,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int c = 0; c < CHUNK; ++c)
                 if (i0 + c < SHARE) {
                   const int i = (i0 + c) * DEPTHS + d + half;
-                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                           : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
+                  const Left weight = left_of({{i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                             : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]}});
 #pragma unroll
                   for (int n = 0; n < PART; ++n) {
                     multiply(sums[c][n], weight, right[n]);

@@ -41,13 +41,14 @@ constexpr int GROUPS = SLICE / 16, WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
 constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = DEPTHS - RESIDENT;
-constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
+constexpr int PLANE_WORDS = ROWS * STRIDE, STATE_WORDS = PLANES * PLANE_WORDS;
+constexpr int PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * PLANES * 128;
 // masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-constexpr unsigned ARRIVING = 8 * PART * CLUSTER * SLICE * ELEMENT_BYTES;
+constexpr unsigned ARRIVING = 8 * PART * CLUSTER * SLICE * OPERAND_BYTES * PLANES;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
@@ -76,7 +77,9 @@ struct Arguments {
 // one word of the weights of unit `row`, from element `column` on; zero outside
 __device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
   const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
-#if ELEMENT_BYTES == 2
+#if HALVES
+  return 0u;
+#elif ELEMENT_BYTES == 2
   return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
 #else
   return row < UNITS && column < UNITS ? operand(*at) : 0u;
@@ -111,7 +114,7 @@ __device__ __forceinline__ Element first_operand(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
-  uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]
+  uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, plane, lane]
   unsigned* const states = memory + WEIGHT_WORDS;
   float* const partial = (float*)(states + 2 * STATE_WORDS);  // [group, item, split, two gates, lane, gate, unit]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
@@ -126,19 +129,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
-  uint4 resident[MOST(RESIDENT)][RECURRENT];
+  Weights resident[MOST(RESIDENT)][RECURRENT];
+  float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #pragma unroll
   for (int d = 0; d < DEPTHS; ++d)
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g) {
       if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
       const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
-      const uint4 word = {weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
-                          weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)};
-      if (d < RESIDENT)
-        resident[d < RESIDENT ? d : 0][g] = word;
-      else
-        streamed[((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * 32 + lane] = word;
+#if HALVES
+      const auto weight = [&](int u, int at) {
+        return unit + u < UNITS && at < UNITS ? weights[((long long)g * UNITS + unit + u) * UNITS + at] : 0.f;
+      };
+      if (d == 0)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {  // the largest weight of the unit in this warp's depth decides
+          float most = 0.f;
+#pragma unroll 4
+          for (int i = lane % 4; i < DEPTHS * 16; i += 4) most = fmaxf(most, fabsf(weight(u, split * DEPTHS * 16 + i)));
+          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+          unscale[g][u] = unscale_of(most);
+        }
+      const auto word = [&](int u, int at) {
+        const float scale = scale_of(unscale[g][u]);
+        return float2{weight(u, at) * scale, weight(u, at + 1) * scale};
+      };
+      const float2 parts[4] = {word(0, column), word(1, column), word(0, next), word(1, next)};
+      const Weights words = halves_of(parts);
+#else
+      const Weights words = {{{weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
+                               weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)}}};
+#endif
+#pragma unroll
+      for (int p = 0; p < PLANES; ++p)
+        if (d < RESIDENT)
+          resident[d < RESIDENT ? d : 0][g].plane[p] = words.plane[p];
+        else
+          streamed[(((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * PLANES + p) * 32 + lane] = words.plane[p];
     }
 
   // steps of the longest sequence of the cluster
@@ -170,6 +198,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const float value = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + column] : 0.f;
       ((Element*)(masks + line * STRIDE))[column] = narrow(value);
     }
+#if HALVES
+  // Initial states have a scale for each sequence, so that any are as good as those of [-1, 1]; it lies behind them.
+  for (int i = warp; i < ROWS && a.initial[0] != nullptr; i += WARPS) {
+    const int place = blockIdx.x / CLUSTER * ROWS + i;
+    const Element* const from = a.initial[0] + ((long long)direction * batch + place) * UNITS;
+    float most = 0.f;
+    for (int column = lane; column < UNITS && place < batch; column += 32) most = fmaxf(most, fabsf(from[column]));
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+    const float scale = scale_of(unscale_of(most));
+    if (lane == 0) states[i * STRIDE + WORDS] = __float_as_uint(STATE_SCALE * unscale_of(most));
+    for (int word = lane; 2 * word < UNITS && place < batch; word += 32) {
+      const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
+      unsigned high, low;
+      split_halves(from[2 * word] * scale, odd * scale, high, low);
+      states[i * STRIDE + word] = high;
+      if constexpr (PLANES > 1) states[PLANE_WORDS + i * STRIDE + word] = low;
+    }
+  }
+#else
   if (a.initial[0] != nullptr || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
       const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
@@ -184,6 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
   }
+#endif
 
   // what a thread computes: its items.  Of two groups, different warps have one more item than the others.
   const int position = (split + SPLITS - group * (ITEMS % SPLITS) % SPLITS) % SPLITS;
@@ -353,18 +402,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
         for (int n = 0; n < PART; ++n) {
-          sums[g][n][0] = sums[g][n][1] = GATEWISE ? 0.f : bias[g][0];
-          sums[g][n][2] = sums[g][n][3] = GATEWISE ? 0.f : bias[g][1];
+          sums[g][n][0] = sums[g][n][1] = GATEWISE || HALVES ? 0.f : bias[g][0];
+          sums[g][n][2] = sums[g][n][3] = GATEWISE || HALVES ? 0.f : bias[g][1];
         }
       const unsigned from = columns + (now * STATE_WORDS + sub * 8 * PART * STRIDE) * 4;
       const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 2) {
-        uint4 b[PART];
+        uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
         for (int n = 0; n < PART; ++n) {
           const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
           b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+          if constexpr (PLANES > 1) {
+            const unsigned at_low = at + PLANE_WORDS * 4;
+            low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
+          }
         }
         if constexpr (GATEWISE) {
           unsigned bits[PART][2];
@@ -392,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int half = 0; half < 2; ++half)
               if (d + half < DEPTHS) {
                 const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-                const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
+                const Weights weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
                 for (int n = 0; n < PART; ++n)
                   multiply(sums[g][n], left_of(weight),
@@ -406,12 +459,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (d + half < DEPTHS) {
             Right right[PART];
 #pragma unroll
-            for (int n = 0; n < PART; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+            for (int n = 0; n < PART; ++n) {
+              right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#if HALVES && EXACT
+              right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
+#endif
+            }
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g) {
               const int at = d + half;
-              const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-              const Left weight = left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far]);
+              const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
+              const Left weight =
+                  left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
 #pragma unroll
               for (int n = 0; n < PART; ++n)
                 multiply(sums[g][n], weight, right[n]);
@@ -419,6 +478,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
       }
 
+#if HALVES
+      if (t == 0 && a.initial[0] != nullptr) {
+#pragma unroll
+        for (int n = 0; n < PART; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int line = (sub * PART + n) * 8 + lane % 4 * 2 + e;
+            const float factor = __uint_as_float(states[line * STRIDE + WORDS]);
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g) sums[g][n][e] *= factor, sums[g][n][e + 2] *= factor;
+          }
+      }
+#pragma unroll
+      for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+        for (int n = 0; n < PART; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            sums[g][n][e] = sums[g][n][e] * (unscale[g][e / 2] * (1.f / STATE_SCALE)) + bias[g][e / 2];
+#endif
       if constexpr (SPLITS > 1) {
 #pragma unroll
         for (int i = 0; i < 2 * PART; ++i) {
@@ -510,7 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 
         if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
-          uint4 data[OWN];
+          Sent data[OWN];
 #pragma unroll
           for (int j = first_item; j < last_item; ++j)
             data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
@@ -525,9 +604,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int p = 0; p < PEERS; ++p)
               if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
-                send(peer[p] + remote + offset, peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j]);
+#pragma unroll
+                for (int plane = 0; plane < PLANES; ++plane)
+                  send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,
+                       peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j].plane[plane]);
 #else
-            if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
+            if (lane / 4 % SHARERS == 0)
+#pragma unroll
+              for (int plane = 0; plane < PLANES; ++plane)
+                *(uint4*)((char*)states + offset + plane * PLANE_WORDS * 4) = data[j].plane[plane];
 #endif
           }
         }

@@ -69,23 +69,89 @@ __device__ __forceinline__ unsigned operand(float value) { return __float_as_uin
 #else
 __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value); }
 #endif
+#if HALVES
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
 #define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
 #endif
+#endif
 
-constexpr int WORD_ELEMENTS = 4 / ELEMENT_BYTES;
+// What a product takes.  With HALVES a float32 enters as float16, which has tf32's 10 bits of mantissa, scaled by powers
+// of two such that the largest of a row is near the largest of float16: what is 2^-29 of it or less has fewer bits.  Where
+// products are exact it enters as two, which lie in two planes.
+#if HALVES
+constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
+#else
+constexpr int OPERAND_BYTES = ELEMENT_BYTES, PLANES = 1;
+#endif
+struct Planes { uint4 plane[PLANES]; };
+typedef Planes Weights;  // as they are kept
+typedef Planes Sent;
+constexpr int WORD_ELEMENTS = 4 / OPERAND_BYTES;
 constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make 16 bytes together
 
-// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each: each of them gets all
-__device__ __forceinline__ uint4 gathered(float first, float second, int lane) {
-#if ELEMENT_BYTES == 2
-  const unsigned mine = narrow_pair(first, second), other = __shfl_xor_sync(0xffffffffu, mine, 4);
+#if HALVES
+constexpr float STATE_SCALE = 32768.f;  // of states, which are in [-1, 1]
+
+// From the largest of some numbers: 2^-k, such that 2^k times it is from 2^14 to 2^15; and back.
+__device__ __forceinline__ float unscale_of(float most) {
+  const unsigned exponent = __float_as_uint(most) >> 23;
+  return __uint_as_float(((exponent < 30 ? 30 : exponent) - 14) << 23);
+}
+__device__ __forceinline__ float scale_of(float unscale) {
+  return __uint_as_float((254u << 23) - __float_as_uint(unscale));
+}
+__device__ __forceinline__ unsigned half_pair(float low, float high) {
+  unsigned result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+__device__ __forceinline__ float low_half(unsigned pair) {
+  float result;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(result) : "r"(pair));
+  return result;
+}
+// two numbers, and what float16 leaves of them
+__device__ __forceinline__ void split_halves(float first, float second, unsigned& high, unsigned& low) {
+  high = half_pair(first, second);
+  if constexpr (PLANES > 1) low = half_pair(first - low_half(high), second - low_half(high >> 16));
+}
+__device__ __forceinline__ Weights halves_of(const float2 (&words)[4]) {
+  unsigned made[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split_halves(words[i].x, words[i].y, made[0][i], made[1][i]);
+  Weights result;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = {made[p][0], made[p][1], made[p][2], made[p][3]};
+  return result;
+}
+#endif
+
+#if HALVES || ELEMENT_BYTES == 2
+// the 4 words that 4 threads, 4 lanes apart, have one each of: each of them gets all
+__device__ __forceinline__ uint4 gathered_words(unsigned mine, int lane) {
+  const unsigned other = __shfl_xor_sync(0xffffffffu, mine, 4);
   const unsigned low = lane & 4 ? other : mine, high = lane & 4 ? mine : other;
   const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 8), far_high = __shfl_xor_sync(0xffffffffu, high, 8);
   return lane & 8 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+}
+#endif
+
+// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each: each of them gets all
+__device__ __forceinline__ Sent gathered(float first, float second, int lane) {
+#if HALVES
+  unsigned words[2];
+  split_halves(first * STATE_SCALE, second * STATE_SCALE, words[0], words[1]);
+  Sent result;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = gathered_words(words[p], lane);
+  return result;
+#elif ELEMENT_BYTES == 2
+  return {{gathered_words(narrow_pair(first, second), lane)}};
 #else
   const unsigned low = operand(first), high = operand(second);
   const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 4), far_high = __shfl_xor_sync(0xffffffffu, high, 4);
-  return lane & 4 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+  return {{lane & 4 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high}}};
 #endif
 }
 
@@ -139,7 +205,7 @@ __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a,
 }
 
 // What is multiplied, as the tensor cores take it: left the weights, right the states or gradients.
-#if EXACT
+#if EXACT && !HALVES
 // A float32 is the sum of two numbers of tf32 to 2^-23 of itself; the product of the two small ones is left out.  Tensor
 // cores cut off what they add (1e-5 of a sum over 1,024 terms), so each product is added to its sum by float32's own
 // addition.
@@ -155,7 +221,8 @@ __device__ __forceinline__ unsigned high_of(unsigned value) {
 __device__ __forceinline__ unsigned low_of(unsigned value, unsigned high) {
   return __float_as_uint(__uint_as_float(value) - __uint_as_float(high)) & KEPT;  // which is at most one bit longer
 }
-__device__ __forceinline__ Left left_of(const uint4& a) {
+__device__ __forceinline__ Left left_of(const Weights& weights) {
+  const uint4 a = weights.plane[0];
   const uint4 high = {high_of(a.x), high_of(a.y), high_of(a.z), high_of(a.w)};
   return {high, {low_of(a.x, high.x), low_of(a.y, high.y), low_of(a.z, high.z), low_of(a.w, high.w)}};
 }
@@ -171,13 +238,35 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const 
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] += part[i];
 }
+#elif EXACT
+// As two numbers of float16; the product of the two small ones is left out, as above.
+struct Left { uint4 high, low; };
+struct Right { uint2 high, low; };
+__device__ __forceinline__ Left left_of(const Weights& a) { return {a.plane[0], a.plane[PLANES - 1]}; }
+__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}}; }
+__device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
+  float part[4] = {};
+  multiply_words(part, a.high, b.low);
+  multiply_words(part, a.low, b.high);
+  multiply_words(part, a.high, b.high);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] += part[i];
+}
 #else
 typedef uint4 Left;
 typedef uint2 Right;
-__device__ __forceinline__ Left left_of(const uint4& a) { return a; }
+__device__ __forceinline__ Left left_of(const Weights& a) { return a.plane[0]; }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {b0, b1}; }
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) { multiply_words(sums, a, b); }
 #endif
+
+// weights from where one lane has its first plane
+__device__ __forceinline__ Weights weights_at(const uint4* at) {
+  Weights result;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = at[p * 32];
+  return result;
+}
 
 // b of 16 words of depth: rows of 8 x 16 bytes, one row's address from each thread
 __device__ __forceinline__ uint4 load_columns(unsigned address) {
