@@ -18,6 +18,7 @@ from whorl.engines.cuda import grid, spreading, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
+BY_GATE = dict(recurrent_dropout=0.3, recurrent_dropout_mode="gate")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -87,6 +88,26 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
     assert (max(errors.values()) > 1e-5) == tf32
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool, folder: Path) -> None:
+    """In float32 they enter products as float16, each sequence and unit with a scale of its own."""
+    torch.manual_seed(1)
+    layer, x = whorl.RNN(6, 40, bias=False), torch.zeros(1, 9, 6)
+    states = torch.randn(1, 9, 40) * 2.0 ** torch.arange(-13, 23, 4)[:, None]
+    with torch.no_grad():
+        layer.weight_hh_l0 *= 2.0 ** -(torch.arange(40) % 20 + 22)[:, None]
+
+    def output(dtype: torch.dtype, engine: str) -> Tensor:
+        own = layer.to(dtype)
+        own.engine = engine
+        with emulated(folder, tf32):
+            return own(x.to(dtype), states.to(dtype))[0][0].double()
+
+    terms = states[0].double().abs() @ layer.weight_hh_l0.detach().double().abs().t()
+    got, truth = output(torch.float32, "persistent"), output(torch.float64, "reference")
+    assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, time, ahead, back, options",
     [
@@ -120,17 +141,17 @@ def test_layers_spread_over_blocks_that_exchange(
 
 
 @pytest.mark.parametrize(
-    "kind, units, batch, ahead, back, options",
+    "kind, units, batch, dtype, ahead, back, options",
     [  # a warp has items of one sub-tile, of several, of none
-        ("LSTM", 40, 19, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
-        ("GRU", 33, 14, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
-        ("RNN", 130, 29, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
-        ("LSTM", 70, 33, (4, 4, 4, 2), (4, 6, 4, 3), dict(recurrent_dropout=0.3, recurrent_dropout_mode="gate")),
+        ("LSTM", 40, 19, torch.bfloat16, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
+        ("GRU", 33, 14, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
+        ("RNN", 130, 29, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
+        ("LSTM", 70, 33, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
     ],
 )
 def test_sub_tiles_that_travel_while_others_are_computed(
-    kind: str, units: int, batch: int, ahead: tuple[int, ...], back: tuple[int, ...], options: dict[str, Any],
-    folder: Path, monkeypatch: pytest.MonkeyPatch,
+    kind: str, units: int, batch: int, dtype: torch.dtype, ahead: tuple[int, ...], back: tuple[int, ...],
+    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
         given, make = (ahead, tiling.forward) if way == "forward" else (back, tiling.backward)
@@ -138,7 +159,6 @@ def test_sub_tiles_that_travel_while_others_are_computed(
 
     monkeypatch.setattr(tiling, "choose", chosen)
     torch.manual_seed(1)
-    dtype = torch.bfloat16
     layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder)
     plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))

@@ -67,11 +67,11 @@ class Size(NamedTuple):
     exact: bool = False
     """Products of float32 are as good as float32: each is three of less."""
     halves: bool = False
-    """Forward multiplies float32 as float16, scaled, or (where products are exact) as two float16."""
+    """float32 is multiplied as float16, scaled, or (where products are exact) as two float16."""
 
     @property
     def planes(self) -> int:
-        """Of what enters forward's product."""
+        """Of what enters a product."""
         return 2 if self.halves and self.exact else 1
 
 
@@ -99,7 +99,7 @@ class Tile:
     exact: bool = False
     """As in `Size`."""
     halves: bool = False
-    """As in `Size`; never backward."""
+    """As in `Size`."""
 
     @property
     def rows(self) -> int:
@@ -156,7 +156,7 @@ def backward(
     part = tiles // subs
     if subs > 1 and (tiles % subs or cluster == 1):
         return None
-    words = 4 // size.element
+    words = 2 if size.halves else 4 // size.element
     units = _slice(size.units, cluster)
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
@@ -165,18 +165,20 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
+    used += (2 * share + 4 * chunk * part * size.planes) * size.halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 6 * chunk * part * (size.bits or bool(size.masks))
     room = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, part))
     if room is None:
         return None
-    resident = min(share * depths, room // 4) if resident is None else resident
-    gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
+    resident = min(share * depths, room // (4 * size.planes)) if resident is None else resident
+    padding = 12 if size.halves and groups > 4 else 4
+    gradients, sums = size.planes * 8 * tiles * (depths * 8 + padding), cells * cluster * 128
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
-    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients + masks)
+    shared = 4 * (warps * (share * depths - resident) * size.planes * 128 + 2 * sums + 2 * gradients + masks)
     shared += 32 * subs if subs > 1 else 16
-    if shared > limit:
+    if shared > limit or (size.halves and groups > 12):
         return None
-    return Tile(cluster, units, tiles, resident, shared, warps, subs, chunk=chunk, exact=size.exact)
+    return Tile(cluster, units, tiles, resident, shared, warps, subs, chunk=chunk, exact=size.exact, halves=size.halves)
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills

@@ -33,9 +33,11 @@ constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
 constexpr int ROWS = 8 * TILES, GROUPS = SLICE / 16, CELLS = GROUPS * TILES, OWN = (CELLS + WARPS - 1) / WARPS;
 constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
-constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+// of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks; behind them a float for each group
+constexpr int STRIDE = DEPTHS * 8 + (HALVES && GROUPS > 4 ? 12 : 4), PLANE_WORDS = ROWS * STRIDE;
+static_assert(!HALVES || GROUPS <= 12, "no room for a scale of each group");
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = PLANES * PLANE_WORDS, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int PART_CELLS = GROUPS * PART;
 constexpr unsigned ARRIVING = SUM_WORDS / SUBS * 4;
@@ -83,7 +85,7 @@ struct Item {  // what one thread reads for an item at a step: two units of each
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
-  uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
+  uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, plane, lane]
   float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, lane]
   unsigned* const gradients = memory + WEIGHT_WORDS + 2 * SUM_WORDS;  // [2, sequence, gate, unit]
   unsigned* const mask_bits = gradients + 2 * GRADIENT_WORDS;
@@ -97,16 +99,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
-  uint4 resident[MOST(RESIDENT)];
+  Weights resident[MOST(RESIDENT)];
+  float unscale[SHARE][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
     const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
+    const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
+#if HALVES
+    const auto pair_at = [&](int depth) {  // of two units, by a gradient of this block
+      const int own = rank * SLICE + depth % SLICE;
+      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
+      return load_pair(at, first && own < UNITS, second && own < UNITS);
+    };
+    if (i % DEPTHS == 0) {
+      float2 most = {0.f, 0.f};
+#pragma unroll 4
+      for (int depth = lane % 4; depth < DEPTHS * 16; depth += 4) {
+        const float2 pair = pair_at(depth);
+        most = {fmaxf(most.x, fabsf(pair.x)), fmaxf(most.y, fabsf(pair.y))};
+      }
+#pragma unroll
+      for (int apart = 1; apart < 4; apart *= 2)
+        most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
+                fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
+      unscale[i / DEPTHS][0] = unscale_of(most.x), unscale[i / DEPTHS][1] = unscale_of(most.y);
+    }
+    float2 parts[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * 2;
+      const float2 upper = pair_at(depth), lower = pair_at(depth + 1);
+      const float even = scale_of(unscale[i / DEPTHS][0]), odd = scale_of(unscale[i / DEPTHS][1]);
+      parts[2 * half] = {upper.x * even, lower.x * even}, parts[2 * half + 1] = {upper.y * odd, lower.y * odd};
+    }
+    const Weights words = halves_of(parts);
+#else
     uint4 word = {0, 0, 0, 0};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * WORD_ELEMENTS, own = rank * SLICE + depth % SLICE;
       const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
-      const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
       const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
 #if ELEMENT_BYTES == 2
       const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
@@ -117,10 +149,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (half == 0) word.x = even, word.y = odd;
       if (half == 1) word.z = even, word.w = odd;
     }
-    if (i < RESIDENT)
-      resident[i < RESIDENT ? i : 0] = word;
-    else
-      streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
+    const Weights words = {{word}};
+#endif
+#pragma unroll
+    for (int p = 0; p < PLANES; ++p)
+      if (i < RESIDENT)
+        resident[i < RESIDENT ? i : 0].plane[p] = words.plane[p];
+      else
+        streamed[((warp * STREAMED + i - RESIDENT) * PLANES + p) * 32 + lane] = words.plane[p];
   }
 
   if constexpr (GATEWISE)
@@ -334,6 +370,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
   const unsigned columns = shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
+  // the same of two gates' depths in turn
+  const unsigned columns_of_two =
+      shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 % 2 * 4 + lane / 16 * GROUPS * 8) * 4;
   const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   long long rows_before = rows;
   for (int t = 0; t < time; ++t) {
@@ -510,17 +549,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (!has(sub, j)) continue;
         const int group = (warp + j * WARPS) % GROUPS, tile = (warp + j * WARPS) / GROUPS;
 #pragma unroll
-        for (int b = 0; b < 2; ++b)
+        for (int b = 0; b < 2; ++b) {
+          unsigned* const line = gradients + t % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE;
+#if HALVES
+          float most = 0.f;  // of the group's gradients of this sequence
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[j][b][g].x), fabsf(dr[j][b][g].y)));
+#pragma unroll
+          for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+          const float scale = scale_of(unscale_of(most));
+          if (lane < 4) line[DEPTHS * 8 + group] = __float_as_uint(unscale_of(most));
+#endif
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            unsigned* const to = gradients + t % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE +
-                                 (g * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
-#if ELEMENT_BYTES == 2
+            unsigned* const to = line + (g * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
+#if HALVES
+            unsigned low;
+            split_halves(dr[j][b][g].x * scale, dr[j][b][g].y * scale, to[0], low);
+            if constexpr (PLANES > 1) to[PLANE_WORDS] = low;
+#elif ELEMENT_BYTES == 2
             *to = narrow_pair(dr[j][b][g].x, dr[j][b][g].y);
 #else
             to[0] = operand(dr[j][b][g].x), to[1] = operand(dr[j][b][g].y);
 #endif
           }
+        }
       }
 #if CLUSTER > 1
       if constexpr (SUBS > 1) {
@@ -538,6 +591,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
         float sums[CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
+#if HALVES
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {  // whose gradients of a sequence have a scale of their own
+#pragma unroll
+          for (int g = 0; g < RECURRENT; g += 2) {
+            uint4 b[PLANES][PART];
+#pragma unroll
+            for (int p = 0; p < PLANES; ++p)
+#pragma unroll
+              for (int n = 0; n < PART; ++n) {
+                const unsigned at = columns_of_two + (t % 2 * GRADIENT_WORDS + p * PLANE_WORDS +
+                                                      (sub * PART + n) * 8 * STRIDE + (g * GROUPS + group) * 8) * 4;
+                b[p][n] = g + 1 < RECURRENT ? load_columns(at) : load_half_columns(at);
+              }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (g + half < RECURRENT) {
+                Right right[PART];
+#pragma unroll
+                for (int n = 0; n < PART; ++n) {
+                  right[n] = right_of(half ? b[0][n].z : b[0][n].x, half ? b[0][n].w : b[0][n].y);
+#if EXACT
+                  right[n].low = half ? uint2{b[1][n].z, b[1][n].w} : uint2{b[1][n].x, b[1][n].y};
+#endif
+                }
+#pragma unroll
+                for (int c = 0; c < CHUNK; ++c)
+                  if (i0 + c < SHARE) {
+                    const int i = (i0 + c) * DEPTHS + (g + half) * GROUPS + group;
+                    const int far = (warp * STREAMED + i - RESIDENT) * PLANES * 32 + lane;
+                    const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
+#pragma unroll
+                    for (int n = 0; n < PART; ++n) multiply(sums[c][n], weight, right[n]);
+                  }
+              }
+          }
+#pragma unroll
+          for (int n = 0; n < PART; ++n) {
+            const unsigned* const at = gradients + t % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
+                                       ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
+            const float factors[2] = {__uint_as_float(at[0]), __uint_as_float(at[STRIDE])};
+#pragma unroll
+            for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) all[c][n][e] += sums[c][n][e] * factors[e % 2], sums[c][n][e] = 0.f;
+          }
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+          for (int n = 0; n < PART; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[c][n][e] = all[c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+#else
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           uint4 b[PART];
@@ -557,8 +664,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int c = 0; c < CHUNK; ++c)
                 if (i0 + c < SHARE) {
                   const int i = (i0 + c) * DEPTHS + d + half;
-                  const Left weight = left_of({{i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                             : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]}});
+                  const int far = (warp * STREAMED + i - RESIDENT) * 32 + lane;
+                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
 #pragma unroll
                   for (int n = 0; n < PART; ++n) {
                     multiply(sums[c][n], weight, right[n]);
@@ -581,6 +688,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 }
             }
         }
+#endif
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c) {
           const int strip = warp * SHARE + i0 + c;
