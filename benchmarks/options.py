@@ -1,27 +1,39 @@
-"""What each option costs on engine `persistent`: a train step of one LSTM layer beside the plain layer, on one GPU.
+"""What options cost on engine `persistent`, on one GPU; each figure after a check of the same call.
 
-python benchmarks/options.py [time]
+    python benchmarks/options.py costs --units 256 512 --batches 32 128 --dtypes bf16 tf32
+    python benchmarks/options.py ragged
+    python benchmarks/options.py resets
 
-In turns, medians, a full queue; GPU time.  Each layer is checked against `reference` in the same run, at a small size.
+costs   a train step of one LSTM layer with an option, beside the plain layer
+ragged  lengths uniform in 1 to 1,000, 512 units, beside torch.nn with a PackedSequence
+resets  with probability 0.01 a step, beside the loop over steps of CleanRL's PPO and beside sequences that are split
+        at the resets and padded
+
+GPU time of a replayed CUDA graph, in turns, medians.  The last line is JSON, for benchmarks/results.
 """
 
+import argparse
+import datetime
+import json
 import statistics
-import sys
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import whorl
+from whorl.bench.baseline import TF32_EPS, error
+from whorl.bench.machine import describe, versions
 
-SHAPES = [(units, batch) for units in (256, 512) for batch in (32, 128)]
+Call = Callable[[], tuple[Tensor, ...]]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
 STEP = {"recurrent_dropout": 0.2, "recurrent_dropout_mode": "step"}
-MARKS = ("lengths", "mask", "reset")
 ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, ()),
-    "lengths, all full": ({}, ("lengths",)),
-    "lengths, uniform": ({}, ("ragged",)),
+    "lengths": ({}, ("lengths",)),
     "mask": ({}, ("mask",)),
     "reset": ({}, ("reset",)),
     "zoneout": ({"zoneout": 0.1}, ()),
@@ -29,83 +41,271 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "recurrent dropout, step": (STEP, ()),
     "recurrent dropout, gate": ({"recurrent_dropout": 0.2}, ()),
     "input dropout": ({"input_dropout": 0.2}, ()),
-    "states": ({}, ("states",)),
+    "return_states": ({}, ("states",)),
     "peephole": ({"peephole": True}, ()),
     "coupled": ({"coupled": True}, ()),
     "clip": ({"clip": 1.0}, ()),
-    "relu": ({"activation": "relu"}, ()),
-    "all": ({"zoneout": 0.1, "peephole": True, "clip": 1.0, **STEP}, MARKS),
+    "activation softplus": ({"activation": "softplus"}, ()),
+    "all at once": ({"zoneout": 0.1, "peephole": True, "clip": 1.0, **STEP}, ("lengths", "mask", "reset")),
 }
+"""By name: arguments of the layer, and what its call is given."""
 
 
-def build(
-    arguments: dict[str, Any], marks: tuple[str, ...], time: int, batch: int, units: int
-) -> tuple[torch.nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    """A layer and its train step: the output and every gradient."""
+def problem(
+    row: str, time: int, batch: int, units: int, dtype: torch.dtype
+) -> tuple[nn.Module, Tensor, dict[str, Any], Tensor]:
+    """The layer of a row, its input, its marks, and the gradient of its output."""
     torch.manual_seed(0)
-    layer = whorl.LSTM(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent", **arguments)
-    x = torch.randn(time, batch, units, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn_like(x)
+    arguments, marks = ROWS[row]
+    layer = whorl.LSTM(units, units, device="cuda", dtype=dtype, engine="persistent", **arguments)
+    x = torch.randn(time, batch, units, device="cuda", dtype=dtype, requires_grad=True)
     options: dict[str, Any] = {}
-    if "lengths" in marks:
+    if "lengths" in marks:  # all are full: what is measured is not that there is less to do
         options["lengths"] = torch.full((batch,), time, device="cuda")
-    if "ragged" in marks:
-        options["lengths"] = torch.randint(1, time + 1, (batch,), device="cuda")
     if "mask" in marks:
         options["mask"] = torch.rand(time, batch, device="cuda") < 0.9
     if "reset" in marks:
         options["reset"] = torch.rand(time, batch, device="cuda") < 0.01
     if "states" in marks:
         options["return_states"] = True
+    return layer, x, options, torch.randn_like(x)
+
+
+def train(layer: nn.Module, x: Tensor, grad: Tensor, options: dict[str, Any] | None = None) -> Call:
+    """The output and every gradient of a train step."""
 
     def step() -> tuple[Tensor, ...]:
-        y = layer(x, **options)[0]
-        return (y, *torch.autograd.grad(y, [x, *layer.parameters()], grad))
+        y = layer(x, **(options or {}))[0]
+        return y, *torch.autograd.grad(y, [x, *layer.parameters()], grad)
 
-    return layer, step
+    return step
 
 
-def check(arguments: dict[str, Any], marks: tuple[str, ...]) -> float:
-    """The largest relative error of an output or gradient, beside `reference` in the same dtype."""
-    layer, step = build(arguments, marks, 7, 20, 64)
+def check(row: str, batch: int, units: int, precision: str) -> float:
+    """How near the kernels that are timed come to the bound of the error rule, as a part of it, on 6 steps."""
+    dtype = DTYPES[precision]
+    layer, x, options, grad = problem(row, 6, batch, units, dtype)
     found = []
-    for engine in ("persistent", "reference"):
-        layer.engine = engine
-        torch.manual_seed(1)
-        found.append(step())
-    return max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(*found, strict=True))
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
+        for engine, kind in (("persistent", dtype), ("reference", dtype), ("reference", torch.float64)):
+            layer.engine = engine
+            torch.manual_seed(1)
+            leaf = x.detach().to(kind).requires_grad_()
+            found.append(train(layer.to(kind), leaf, grad.to(kind), options)())
+    eps = TF32_EPS if precision == "tf32" else torch.finfo(dtype).eps
+    bounds = [2 * error(plain, truth) + 4 * eps for plain, truth in zip(*found[1:], strict=True)]
+    return max(error(got, truth) / bound for got, truth, bound in zip(found[0], found[2], bounds, strict=True))
 
 
-def elapsed(step: Callable[[], object], count: int = 10) -> float:
-    """Microseconds of GPU time of a step, with a full queue."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(30_000_000)
-    begin.record()
-    for _ in range(count):
-        step()
-    end.record()
+def replayed(call: Call, warm: int = 2) -> Callable[[], None]:
+    """A call as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], turns: int, count: int) -> dict[str, float]:
+    """Microseconds of GPU time of each call, the median of the turns, while the queue is full."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name in reversed(list(calls)) if turn % 2 else calls:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            calls[name]()
+            begin.record()
+            for _ in range(count):
+                calls[name]()
+            end.record()
+            torch.cuda.synchronize()
+            times[name] += [1000 * begin.elapsed_time(end) / count] * bool(turn)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def kernels(call: Call, steps: int = 3) -> dict[str, float]:
+    """Microseconds of each kernel of a call."""
+    call()
     torch.cuda.synchronize()
-    return 1000 * begin.elapsed_time(end) / count
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            call()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name] = found.get(event.name, 0.0) + event.device_time_total / steps
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def main(time: int = 100, turns: int = 9) -> None:
-    """Print a line for each shape and option."""
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, time {time}")
-    for name, row in ROWS.items():
-        error = check(*row)
-        assert error < 0.05, f"{name}: {error}"
-    for units, batch in SHAPES:
-        steps = {name: build(*row, time, batch, units)[1] for name, row in ROWS.items()}
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(turns + 2):
-            for name, step in steps.items():
-                taken = elapsed(step)
-                times[name] += [taken] if turn > 1 else []
-        plain = statistics.median(times["plain"])
-        for name, found in times.items():
-            median = statistics.median(found)
-            print(f"units {units}, batch {batch}, {name:26} {median:8.1f} us {median / plain:6.3f}", flush=True)
+def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = given.rows or list(ROWS)
+    found = []
+    for precision in given.dtypes:
+        for units in given.units:
+            for batch in given.batches:
+                near = {row: check(row, batch, units, precision) for row in rows}
+                wrong = {row: part for row, part in near.items() if not part <= 1}
+                right = [row for row in rows if row not in wrong]
+                calls = {}
+                for row in right:
+                    layer, x, options, grad = problem(row, given.time, batch, units, DTYPES[precision])
+                    calls[row] = train(layer, x, grad, options)
+                times = in_turns({row: replayed(call) for row, call in calls.items()}, given.turns, 3)
+                for row, part in wrong.items():
+                    print(f"{precision} {units} {batch} {row}: WRONG, {part:.3g} of what the error rule allows")
+                for row in right:
+                    ratio = times[row] / times["plain"]
+                    print(f"{precision:5}{units:5}{batch:5} {row:26}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
+                    if given.kernels:
+                        parts = kernels(calls[row])
+                        line = ", ".join(f"{name[:44]} {taken:.1f}" for name, taken in parts.items() if taken >= 1.5)
+                        print(f"      {sum(parts.values()):.1f}: {line}")
+                    found.append(
+                        dict(dtype=precision, units=units, batch=batch, time=given.time, option=row,
+                             microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near[row], 3))
+                    )  # fmt: skip
+    return found
+
+
+def compare(label: dict[str, Any], calls: dict[str, Call], graphed: set[str], turns: int) -> list[dict[str, Any]]:
+    """Rivals on one problem, whose outputs and gradients agree with those of the first."""
+    results = {name: call() for name, call in calls.items()}
+    first = next(iter(results))
+    apart = {
+        name: max(error(a, b.double()) for a, b in zip(found, results[first], strict=True) if a.shape == b.shape)
+        for name, found in results.items()
+    }
+    assert max(apart.values()) < 0.05, apart
+    del results
+    made = {name: replayed(call) if name in graphed else call for name, call in calls.items()}
+    rows = []
+    for name, taken in in_turns(made, turns, 1).items():
+        print(*label.values(), f"{name:34}{taken:12.1f} us   {apart[name]:.2g} apart", flush=True)
+        rows.append(label | dict(contender=name, microseconds=round(taken, 1)))
+    return rows
+
+
+def ragged(given: argparse.Namespace) -> list[dict[str, Any]]:
+    units, time, found = given.units[0] if given.units else 512, 1000, []
+    for batch in given.batches or (64, 512):
+        torch.manual_seed(0)
+        theirs = nn.LSTM(units, units, device="cuda", dtype=torch.bfloat16)
+        ours = whorl.LSTM(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent")
+        ours.load_state_dict(theirs.state_dict())
+        lengths = torch.randint(1, time + 1, (batch,))
+        lengths[0] = time
+        x = torch.randn(time, batch, units, device="cuda", dtype=torch.bfloat16)
+        x = (x * (torch.arange(time)[:, None, None] < lengths[:, None]).to(x)).requires_grad_()
+        grad = torch.randn_like(x) * (x.detach() != 0)
+        on_gpu, share = lengths.cuda(), float(lengths.sum()) / (time * batch)
+
+        def packed(x: Tensor = x, lengths: Tensor = lengths, theirs: nn.Module = theirs) -> Tensor:
+            y = theirs(pack_padded_sequence(x, lengths, enforce_sorted=False))[0]
+            return pad_packed_sequence(y, total_length=len(x))[0]
+
+        calls: dict[str, Callable[[], Tensor]] = {
+            "whorl, lengths": lambda x=x, on_gpu=on_gpu, ours=ours: ours(x, lengths=on_gpu)[0],
+            "torch, PackedSequence": packed,
+        }
+        for kind in ("forward", "train"):
+            label = dict(suite="ragged", pass_=kind, units=units, batch=batch, time=time, share=round(share, 3))
+            timed: dict[str, Call] = {}
+            for name, call in calls.items():
+                layer = ours if name.startswith("whorl") else theirs
+
+                def one(call: Any = call, layer: Any = layer, x: Tensor = x, grad: Tensor = grad) -> tuple[Tensor, ...]:
+                    y = call()
+                    return y, *torch.autograd.grad(y, [x, *layer.parameters()], grad)
+
+                def ahead(call: Any = call) -> tuple[Tensor, ...]:
+                    with torch.no_grad():
+                        return (call(),)
+
+                timed[name] = one if kind == "train" else ahead
+            found += compare(label, timed, {"whorl, lengths"}, given.turns)
+        # the kernels alone, beside a run in which every sequence is as long as the longest
+        for name, marks in (("as they are", on_gpu), ("padded", torch.full_like(on_gpu, time))):
+            parts = kernels(train(ours, x, grad, dict(lengths=marks)))
+            own = {kernel: taken for kernel, taken in parts.items() if kernel.startswith("lstm_")}
+            print(f"ragged {batch} {name}: share {share:.3f}", own)
+            found.append(dict(suite="ragged", kernels=name, batch=batch, share=round(share, 3), microseconds=own))
+    return found
+
+
+def resets(given: argparse.Namespace) -> list[dict[str, Any]]:
+    batch, time, found = 128, 128, []
+    for units in given.units or (256, 512):
+        torch.manual_seed(0)
+        theirs = nn.LSTM(units, units, device="cuda", dtype=torch.bfloat16)
+        ours = whorl.LSTM(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent")
+        ours.load_state_dict(theirs.state_dict())
+        x = torch.randn(time, batch, units, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad, reset = torch.randn_like(x), torch.rand(time, batch, device="cuda") < 0.01
+        keep = reset.logical_not().to(x.dtype)
+
+        def loop(x: Tensor = x, keep: Tensor = keep, theirs: nn.Module = theirs) -> tuple[Tensor]:
+            h = c = x.new_zeros(1, *x.shape[1:])
+            outputs = []
+            for step, kept in zip(x, keep, strict=True):  # as CleanRL's ppo_atari_lstm.py has it
+                y, (h, c) = theirs(step.unsqueeze(0), (kept.view(1, -1, 1) * h, kept.view(1, -1, 1) * c))
+                outputs.append(y)
+            return (torch.cat(outputs),)
+
+        begins = reset.clone()
+        begins[0] = True
+        number = begins.t().flatten().cumsum(0).view(batch, time).t() - 1  # of each step its part
+        place = torch.arange(time, device="cuda")[:, None].expand_as(number)
+        place = place - torch.where(begins, place, 0).cummax(0).values
+
+        def split(
+            x: Tensor = x, number: Tensor = number, place: Tensor = place, theirs: nn.Module = theirs
+        ) -> tuple[Tensor]:
+            parts, longest = int(number.max()) + 1, int(place.max()) + 1  # read on the host, as they decide a shape
+            padded = x.new_zeros(longest, parts, x.shape[-1]).index_put((place, number), x)
+            return (theirs(padded)[0][place, number],)
+
+        calls = {
+            "whorl, reset": train(ours, x, grad, dict(reset=reset)),
+            "torch, a loop over steps": train_of(loop, theirs, x, grad),
+            "torch, split and padded": train_of(split, theirs, x, grad),
+        }
+        label = dict(suite="resets", units=units, batch=batch, time=time)
+        found += compare(label, calls, {"whorl, reset", "torch, a loop over steps"}, given.turns)
+    return found
+
+
+def train_of(call: Callable[[], tuple[Tensor]], layer: nn.Module, x: Tensor, grad: Tensor) -> Call:
+    def step() -> tuple[Tensor, ...]:
+        (y,) = call()
+        return y, *torch.autograd.grad(y, [x, *layer.parameters()], grad)
+
+    return step
+
+
+def main() -> None:
+    """Print a line for each figure, then all of them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=("costs", "ragged", "resets"))
+    parser.add_argument("--units", type=int, nargs="+")
+    parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    parser.add_argument("--rows", nargs="+", choices=ROWS)
+    parser.add_argument("--time", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--kernels", action="store_true", help="what each kernel takes, too")
+    given = parser.parse_args()
+    if given.suite == "costs":
+        given.units, given.batches = given.units or [256, 512], given.batches or [32, 128]
+    results = {"costs": costs, "ragged": ragged, "resets": resets}[given.suite](given)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    facts = dict(date=datetime.date.today().isoformat(), commit=commit, **versions())
+    print(json.dumps(dict(suite=given.suite, machine=describe(torch.device("cuda")), facts=facts, results=results)))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

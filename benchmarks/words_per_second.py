@@ -1,12 +1,14 @@
 """Words per second of a language model's training, with one recurrent layer after another in the same program.
 
-    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--figures FILE]
+    python benchmarks/words_per_second.py [--preset ptb-large] [--vocabulary 10000,35000] [--engine persistent]
+        [--figures FILE]
 
 The program is `whorl train`'s: embedding, two LSTM layers, softmax, clipping, SGD; only the layers differ, and whether
-a step's kernels are launched one by one (eager) or as one CUDA graph. The text is drawn, word after word, as frequent
-as Zipf's law has it: the speed depends on the number of words alone. First each model's gradients are compared with
-those of float64: the error of each may be twice that of whorl's `reference` in the same precision, plus 4 eps. Then
-they train in turns. A figure is the median of the turns, host work included.
+a step's kernels are launched one by one (eager) or as one CUDA graph. torch's eager rows train under autocast, as
+programs on torch.nn do; the others on a copy of the parameters in bfloat16, as `whorl train` does. The text is drawn,
+word after word, as frequent as Zipf's law has it: the speed depends on the number of words alone. First each model's
+gradients are compared with those of float64: the error of each may be twice that of whorl's `reference` in the same
+precision, plus 4 eps. Then they train in turns. A figure is the median of the turns, host work included.
 """
 
 import argparse
@@ -23,11 +25,13 @@ from whorl.bench.baseline import error
 from whorl.bench.figures import Figures
 from whorl.bench.tables import NOT_AVAILABLE, Table
 from whorl.text import devices
+from whorl.text.group import ALONE
 from whorl.text.model import LanguageModel, kernel, precision
 from whorl.text.options import Options
 from whorl.text.recipe import Recipe
 from whorl.text.streams import Streams
 from whorl.text.training import Trainer
+from whorl.text.working import Working, works
 
 TEXT, TURNS, SECONDS, WARM_UP = 200_000, 5, 0.2, 6
 
@@ -91,11 +95,12 @@ class Contender:
     layers: str = "whorl"
     options: dict[str, Any] = field(default_factory=dict)
     eager: bool = False
+    copies: bool = True
 
 
 CONTENDERS = {
-    "torch-cells": Contender("torch.nn.LSTMCell in a loop, eager", "cells", eager=True),
-    "torch": Contender("torch.nn.LSTM (cuDNN), eager", "torch", eager=True),
+    "torch-cells": Contender("torch.nn.LSTMCell in a loop, eager", "cells", eager=True, copies=False),
+    "torch": Contender("torch.nn.LSTM (cuDNN), eager", "torch", eager=True, copies=False),
     "torch-graphed": Contender("torch.nn.LSTM (cuDNN), in whorl's captured step", "apart"),
     "whorl-eager": Contender("whorl, eager", eager=True),
     "whorl": Contender("whorl"),
@@ -127,9 +132,12 @@ def make_model(contender: Contender, options: Options, tokens: int, device: torc
     return plain.to(device)
 
 
-def gradients(model: LanguageModel, window: Tensor, name: str) -> dict[str, Tensor]:
+def gradients(model: LanguageModel, window: Tensor, name: str, copies: bool = False) -> dict[str, Tensor]:
     """The loss on a window [time + 1, batch] and the gradient of each parameter, noise drawn from the same seed."""
+    working = Working(model, ALONE) if copies else None
     torch.manual_seed(1)
+    if working is not None:
+        return working.gradients(window[:-1], window[1:])
     with precision(name, window.device):
         loss, _ = model.loss(window[:-1], window[1:], None)
     found = torch.autograd.grad(loss, list(model.parameters()))
@@ -150,12 +158,12 @@ def judge(contender: Contender, options: Options, tokens: int, streams: Streams)
     ours = contender if contender.layers == "whorl" else Contender("")
     exact, rounded = (make_model(ours, reference, tokens, window.device) for _ in range(2))
     name = options.recipe.precision
-    got = list(gradients(model, window, name).items())
-    truth = list(gradients(exact.double(), window, "fp32").values())
-    baseline = list(gradients(rounded, window, name).values())
+    got = gradients(model, window, name, contender.copies and works(model, options.recipe))
+    truth = gradients(exact.double(), window, "fp32")
+    baseline = gradients(rounded, window, name)
     eps = torch.finfo(torch.bfloat16 if name == "bf16" else torch.float32).eps
-    for (which, mine), true, other in zip(got, truth, baseline, strict=True):
-        off, bound = error(mine, true), 2 * error(other, true) + 4 * eps
+    for which, true, other in zip(got, truth.values(), baseline.values(), strict=True):
+        off, bound = error(got[which], true), 2 * error(other, true) + 4 * eps
         if not off <= bound:
             return f"the gradient of {which} is off by {off:.2g}, allowed are {bound:.2g}"
     return None
@@ -187,7 +195,7 @@ class Runner:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         model = make_model(contender, options, tokens, device)
-        self.trainer = Trainer(model, streams, self.recipe)
+        self.trainer = Trainer(model, streams, self.recipe, copies=contender.copies)
         for _ in range(WARM_UP):
             self.trainer.advance()
         self.device = device
@@ -284,11 +292,13 @@ def main() -> None:
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=", ".join(CONTENDERS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--units", type=int, help="other ones than the preset's")
+    parser.add_argument("--engine", default="auto", help="of whorl's layers")
     parser.add_argument("--profile", action="store_true", help="print each contender's kernels instead")
     parser.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
     asked = parser.parse_args()
     device = devices.find(asked.device)
-    given = {} if asked.units is None else dict(units=asked.units, embedding=asked.units)
+    given: dict[str, Any] = dict(engine=asked.engine)
+    given |= {} if asked.units is None else dict(units=asked.units, embedding=asked.units)
     names, tables = asked.contenders.split(","), []
     for preset in asked.preset.split(","):
         options = make_options(preset, given)
@@ -302,7 +312,8 @@ def main() -> None:
         text = (
             "The language models of Zaremba et al. (2014) on a text that is drawn, trained by whorl's program: only "
             "the recurrent layers differ, and whether a step's kernels are launched one by one (eager) or as one CUDA "
-            "graph. Before any time is taken, the gradients of every parameter are compared with float64. Medians of "
+            "graph; torch's eager rows train under autocast, the others on a copy of the parameters in bfloat16. "
+            "Before any time is taken, the gradients of every parameter are compared with float64. Medians of "
             f"{TURNS} turns, host work included.",
         )
         title = "Words per second of a language model's training"

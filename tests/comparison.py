@@ -97,6 +97,20 @@ def error(got: Tensor | None, truth: Tensor | None) -> float:
     return baseline.error(got, truth)
 
 
+def broken(rows: Sequence[dict[str, tuple[float, float]]], eps: float) -> dict[str, tuple[float, float]]:
+    """What breaks the error rule, its error and its bound: of one draw, or of the root mean squares over several.
+
+    Args:
+        rows: for each draw and name the error of the engine and of the baseline.
+    """
+
+    def mean(name: str, which: int) -> float:
+        return (sum(row[name][which] ** 2 for row in rows) / len(rows)) ** 0.5
+
+    found = {name: (mean(name, 0), 2 * mean(name, 1) + 4 * eps) for name in rows[0]}
+    return {name: pair for name, pair in found.items() if not pair[0] <= pair[1]}
+
+
 def assert_exact(got: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> None:
     assert got.keys() == truth.keys()
     errors = {name: error(got[name], truth[name]) for name in truth}

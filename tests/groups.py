@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from interruptions import _server
+from whorl.text import working
 from whorl.text.checkpoint import Checkpoint, capture, restore
 from whorl.text.data import Source
 from whorl.text.group import ALONE, Group, join
@@ -31,6 +32,8 @@ class Task:
     options: dict[str, Any] = field(default_factory=dict)
     text: int = 6 * 60 + 1
     start: Checkpoint | None = None
+    copied: int | None = None
+    """Steps are taken on a copy of the parameters, in float64 too, and gradients above so many numbers travel alone."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ def carry_out(task: Task, group: Group = ALONE) -> Outcome:
     chance = torch.Generator().manual_seed(1)
     text = torch.randint(TINY.tokens, (task.text,), generator=chance, dtype=torch.uint8)
     trainer = Trainer(model, Streams(text, task.recipe.batch), task.recipe, group)
+    if task.copied is not None:
+        working._SMALL = task.copied
+        trainer._working = working.Working(model, group, torch.float64, padded=True)
     if task.start is not None:
         model.load_state_dict(task.start.weights, strict=False)
         restore(trainer, task.start)

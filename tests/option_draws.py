@@ -1,7 +1,8 @@
 """Layers and calls of engine `persistent` with options drawn at random, and how they compare with `reference`."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import whorl
-from comparison import error, flat
+from comparison import broken, error, flat
+from whorl.engines.cuda.persistent import most_units
+from whorl.problem import Device
 
 States = dict[str, Any]
 
@@ -145,15 +148,13 @@ class Drawn:
     def _gates(self) -> str:
         return {"LSTM": "ifgo", "GRU": "rzn", "RNN": "n", "timed_lstm": "ifgo", "three_states": "abk"}[self.kind]
 
-    def results(
-        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """Outputs, states and every gradient."""
-        layer = layer.to(dtype)
-        leaves = {name: tensor.to(dtype).detach().requires_grad_() for name, tensor in tensors.items()}
+    def as_called(
+        self, tensors: Mapping[str, Tensor], marks: Mapping[str, Any]
+    ) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """How the layer is called with such tensors: by place, and by name."""
 
         def named(prefix: str) -> list[Tensor]:
-            return [leaf for name, leaf in leaves.items() if name.split()[0] == prefix]
+            return [leaf for name, leaf in tensors.items() if name.split()[0] == prefix]
 
         def packed(value: Tensor) -> Any:
             if "packed" not in marks:
@@ -170,7 +171,7 @@ class Drawn:
         if "reset_to" in self.on:
             options["reset_to"] = states("reset_to")
         if self.kind in CELLS:
-            options["inputs"] = {name: packed(leaves[f"inputs {name}"]) for name in CELLS[self.kind][1]}
+            options["inputs"] = {name: packed(tensors[f"inputs {name}"]) for name in CELLS[self.kind][1]}
         masks = {name: named(name) for name in ("recurrent_dropout", "input_dropout", "zoneout_h") if named(name)}
         if "packed" in marks:
             masks = {
@@ -180,8 +181,26 @@ class Drawn:
             options["dropout_masks"] = masks
         if "states" in self.on:
             options["return_states"] = True
+        return (packed(tensors["x"]), states("initial")), options
+
+    def within(self, device: Device, dtype: torch.dtype) -> "Drawn":
+        """The same with no more units than engine `persistent` holds on a device."""
+        layer = self.layer("cpu", dtype)
+        layer.engine = "reference"
+        tensors, marks = self.call("cpu", dtype)
+        args, options = self.as_called({name: tensor.to(dtype) for name, tensor in tensors.items()}, marks)
+        problem = layer.to(dtype).plan(*args, **options).problem
+        return replace(self, units=min(self.units, most_units(replace(problem, device=device))))
+
+    def results(
+        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Outputs, states and every gradient."""
+        layer = layer.to(dtype)
+        leaves = {name: tensor.to(dtype).detach().requires_grad_() for name, tensor in tensors.items()}
+        args, options = self.as_called(leaves, marks)
         torch.manual_seed(self.seed + 1)
-        found = layer(packed(leaves["x"]), states("initial"), **options)
+        found = layer(*args, **options)
         outputs = flat([*found[:2], *(list(found[2].values()) if len(found) > 2 else [])])
         wanted = leaves | dict(layer.named_parameters())
         grads = torch.autograd.grad(_weighted(outputs), list(wanted.values()), allow_unused=True)
@@ -190,19 +209,45 @@ class Drawn:
         return result | {f"grad of {name}": grad for name, grad in named_grads if grad is not None}
 
     def errors(self, device: str, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-        """What breaks the error rule: its error and its bound."""
+        """What breaks the error rule: its error and its bound.
+
+        At a kink, or where steps amplify, a draw of roundings says little: a value that falls on the other side of a
+        clip changed gradients by 22 eps in one draw of sixteen or in another, in the engine as in plain torch.  What
+        breaks the rule is held to it at the points beside it too, by root mean squares of both.
+        """
         layer = self.layer(device, dtype)
         tensors, marks = self.call(device, dtype)
+        rows, eps = [self._measured(layer, tensors, marks, dtype)], torch.finfo(dtype).eps
+        if found := broken(rows, eps):
+            near = torch.Generator().manual_seed(self.seed)
+            rows += [self._measured(layer, _beside(tensors, dtype, near), marks, dtype) for _ in range(_NEAR)]
+            found = broken(rows, eps)
+        return found
+
+    def _measured(
+        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
+    ) -> dict[str, tuple[float, float]]:
+        """The engine's error and the baseline's."""
         found = {}
         for engine, kind in (("reference", torch.float64), ("reference", dtype), ("persistent", dtype)):
             layer.engine = engine
             found[engine, kind] = self.results(layer, tensors, marks, kind)
         truth, plain, got = found.values()
-        eps = torch.finfo(dtype).eps
         assert got.keys() == truth.keys()
-        bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
-        errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-        return {name: e for name, e in errors.items() if not e[0] <= e[1]}
+        return {name: (error(got[name], truth[name]), error(plain[name], truth[name])) for name in truth}
+
+
+_NEAR = 31
+
+
+def _beside(tensors: dict[str, Tensor], dtype: torch.dtype, draw: torch.Generator) -> dict[str, Tensor]:
+    """Each value larger or smaller by up to an eps of itself, as `dtype` can hold it; zeros stay."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        shares = 2 * torch.rand(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device) - 1
+        return (tensor * (1 + torch.finfo(dtype).eps * shares)).to(dtype).double()
+
+    return {name: moved(tensor) for name, tensor in tensors.items()}
 
 
 def drawn(seed: int, largest: int = 40, batch: int = 20, time: int = 5, options: tuple[str, ...] = OPTIONS) -> Drawn:

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import option_draws
 import whorl
-from comparison import error, flat, weighted
-from emulation import emulated
+from comparison import broken, error, flat, weighted
+from emulation import H200, emulated
 from option_draws import drawn
 from whorl.bench.baseline import TF32_EPS
 from whorl.engines.cuda import grid, spreading, tiling
@@ -123,7 +125,7 @@ def test_layers_spread_over_blocks_that_exchange(
 ) -> None:  # fmt: skip
     """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
 
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, plain: bool) -> Spread | None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
         return make(size, *given, chip.shared)
 
@@ -173,3 +175,50 @@ def test_random_options(seed: int, folder: Path) -> None:
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers that no cluster holds: small ones, in one part or two of a block, in several launches."""
+    tiles, subs = ((1, 1), (2, 1), (1, 2))[seed % 3]
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, tiles, subs, 8, 1 + seed % 2, chip.shared)
+        return spreading.backward(size, 16, 1 + seed % 2, tiles, subs, 8, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    case = drawn(seed, largest=40, batch=20)
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", (torch.float16, torch.bfloat16)[seed % 2]) == {}
+
+
+def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this call some new states are 0.5, where they are clipped, to less than an eps."""
+    case = drawn(97, largest=60, time=12)
+    with emulated(folder):
+        layer, (tensors, marks) = case.layer("cpu", torch.float16), case.call("cpu", torch.float16)
+        assert broken([case._measured(layer, tensors, marks, torch.float16)], torch.finfo(torch.float16).eps)
+        assert case.errors("cpu", torch.float16) == {}
+        real = case.results
+        wrong = {"persistent": 1.05}
+
+        def with_a_fault(layer: torch.nn.Module, *rest: Any) -> dict[str, Tensor]:
+            return {name: wrong.get(layer.engine, 1.0) * value for name, value in real(layer, *rest).items()}
+
+        monkeypatch.setattr(case, "results", with_a_fault)
+        monkeypatch.setattr(option_draws, "_NEAR", 3)
+        assert "output 0" in case.errors("cpu", torch.float16)
+
+
+@pytest.mark.parametrize("seed, dtype", [(8, torch.float32), (140, torch.float32), (141, torch.bfloat16)])
+def test_random_options_are_drawn_up_to_what_the_engine_holds(seed: int, dtype: torch.dtype) -> None:
+    case = drawn(seed, largest=300)
+    largest = replace(case, units=5_000).within(H200, dtype)
+    assert 256 <= largest.units < 5_000
+    assert largest.within(H200, dtype).units == largest.units
+    assert replace(case, units=5).within(H200, dtype).units == 5

@@ -13,12 +13,13 @@ pytest.importorskip("jax")
 
 def run(platform: str) -> None:
     here = Path(__file__).parent
+    folders = [str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")]  # Keras may lie in its own
     environment = os.environ | {
         "WHORL_TEST_KERAS": "jax",
         "JAX_PLATFORMS": platform,
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch needs memory too
-        "PYTHONPATH": os.pathsep.join([str(here.parent / "src"), str(here)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "keras_on_jax.py")]
     done = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, check=False)

@@ -38,10 +38,11 @@ def test_keras_own_tests_pass(backend: str, tmp_path: Path) -> None:
     tests = TESTS[backend]
     if backend == "torch" and importlib.util.find_spec("onnxruntime"):
         tests = [*tests, "export/onnx_test.py"]
+    folders = [str(here.parent / "src"), str(here), os.environ.get("PYTHONPATH", "")]  # Keras may lie in its own
     environment = os.environ | {
         "KERAS_BACKEND": backend,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(here.parent / "src"), str(here)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "keras_in_place", "-W", "ignore"]

@@ -7,6 +7,7 @@ import torch
 
 import whorl
 from option_draws import drawn
+from whorl.engines.cuda import grid, layers, spreading
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -21,8 +22,21 @@ def true_float32() -> Any:
 @pytest.mark.parametrize("seed", range(300))
 def test_random_options(seed: int) -> None:
     case = drawn(seed, largest=300 if seed % 4 == 0 else 60, batch=70 if seed % 4 == 0 else 20, time=12)
+    dtype = DTYPES[seed % 3]
+    case = case.within(whorl.RNN(1, 1, device="cuda").plan(torch.zeros(1, 1, 1, device="cuda")).problem.device, dtype)
     print(case)
-    assert case.errors("cuda", DTYPES[seed % 3]) == {}
+    assert case.errors("cuda", dtype) == {}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size as one that no cluster holds."""
+    monkeypatch.setattr(grid, "choose", spreading.choose)
+    monkeypatch.setattr(layers, "_prepared", {})
+    large = seed % 4 == 0
+    case = drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 45)
+    print(case)
+    assert case.errors("cuda", (torch.bfloat16, torch.float16)[seed % 2]) == {}
 
 
 def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:

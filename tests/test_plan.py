@@ -70,13 +70,8 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
-        {"form": replace(LSTM, units=2300)},
-        "2300 units of lstm in bfloat16 do not fit the 132 multiprocessors, at most 2112 do",
-    ),
-    (
-        "persistent",
-        {"form": replace(LSTM, units=1024), "extras": ("mask",)},
-        "1024 units of lstm in bfloat16, with options, do not fit one cluster, at most 768 do",
+        {"form": replace(LSTM, units=2300), "extras": ("mask",)},
+        "2300 units of lstm in bfloat16, with options, do not fit the 132 multiprocessors, at most 2112 do",
     ),
     ("stepwise", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
     (
@@ -161,6 +156,7 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
+    ("persistent", {"form": replace(LSTM, units=2048, zoneout=(0.1, 0.1)), "extras": tuple(EXTRAS)}),
     ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
     (
         "persistent",
@@ -204,28 +200,15 @@ def test_a_limit_of_an_engine_bites(engine: str, changes: dict[str, Any], senten
     assert ENGINES[engine].obstacles(replace(ON[engine], **changes)) == [sentence]
 
 
-@pytest.fixture
-def tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the CUDA kernels as if they had been tested on a GPU."""
-    monkeypatch.setattr(persistent, "_untested", lambda problem: [])
+def test_own_kernels_are_chosen_in_float32_with_options_and_spread_over_clusters() -> None:
+    for asked in (
+        replace(HALF, dtype=torch.float32),
+        replace(HALF, form=replace(LSTM, units=1024)),
+        replace(HALF, form=replace(LSTM, recurrent_dropout=0.5), extras=("drawn", "mask")),
+    ):
+        assert decide(asked).engine == "persistent"
 
 
-def test_kernels_that_wait_for_their_tests_run_where_they_are_named() -> None:
-    cases = {
-        "in float32": replace(HALF, dtype=torch.float32),
-        "spread over several clusters": replace(HALF, form=replace(LSTM, units=1024)),
-        "with options": replace(HALF, form=replace(LSTM, recurrent_dropout=0.5), extras=("drawn", "mask")),
-    }
-    for words, asked in cases.items():
-        made = decide(asked)
-        assert made.engine != "persistent"
-        reason = f"its kernels {words} wait for their tests on a GPU, and run where they are named"
-        assert made.refusals[0].reasons == (reason,)
-        assert decide(asked, "persistent").engine == "persistent"
-    assert decide(HALF).engine == "persistent"
-
-
-@pytest.mark.usefixtures("tested")
 @pytest.mark.parametrize("tf32", [True, False])
 def test_float32_runs_on_own_kernels_as_torchs_switch_says(tf32: bool) -> None:
     device = replace(H200, tf32=tf32)
@@ -236,7 +219,6 @@ def test_float32_runs_on_own_kernels_as_torchs_switch_says(tf32: bool) -> None:
     assert str(decide(wide).refusals[0]) == refusal
 
 
-@pytest.mark.usefixtures("tested")
 def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
     large = replace(HALF, form=replace(LSTM, units=512, layers=1), batch=512)
     reason = "batch 512 of 512 units takes 3 rounds of clusters, and cuDNN was measured to be faster from 3 on"
@@ -259,7 +241,6 @@ def test_a_slower_engine_is_left_for_a_later_one_unless_it_is_named() -> None:
         assert decide(replace(wide, batch=128)).engine == "persistent"
 
 
-@pytest.mark.usefixtures("tested")
 def test_a_layer_whose_step_takes_long_through_l2_is_left_for_cudnn() -> None:
     large = replace(HALF, form=replace(LSTM, units=2048, layers=1), batch=64)
     reason = "a step of 2048 units at batch 64 is estimated at 22 us, and cuDNN to be faster from 12 us on"

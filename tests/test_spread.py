@@ -29,7 +29,7 @@ GRAPHS = {"LSTM": library.lstm.graph, "GRU": library.gru.graph}
 @pytest.fixture
 def spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is spread over blocks that exchange through L2."""
-    monkeypatch.setattr(grid, "choose", lambda *given: spreading.choose(*given[:5]))
+    monkeypatch.setattr(grid, "choose", lambda *given: spreading.choose(*given))
     monkeypatch.setattr(layers, "_prepared", {})
 
 
@@ -71,7 +71,7 @@ def test_every_tile_is_right(cell: str, kind: str, monkeypatch: pytest.MonkeyPat
     for tile in random.Random(1).sample(tried, 12):
         monkeypatch.setattr(layers, "_prepared", {})
 
-        def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, _: bool, tile: Any = tile) -> Any:
+        def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, tile: Any = tile) -> Any:
             return tile if way == kind else spreading.choose(size, chip, batch, directions, way)
 
         monkeypatch.setattr(grid, "choose", chosen)

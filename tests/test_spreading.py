@@ -56,15 +56,14 @@ def test_the_ring_is_the_kernels() -> None:
 def test_layers_that_a_cluster_holds_stay_there() -> None:
     for units, kind in ((512, Tile), (1024, Spread)):
         for way in KINDS:
-            assert type(grid.choose(size_of(library.lstm.graph, units, 2), H200, 32, 1, way, True)) is kind
+            assert type(grid.choose(size_of(library.lstm.graph, units, 2), H200, 32, 1, way)) is kind
 
 
 def test_what_does_not_fit_has_no_tile() -> None:
     size = size_of(library.lstm.graph, 2300, 2)
     assert all(spreading.choose(size, H200, 1, 1, kind) is None for kind in KINDS)
-    assert not grid.fits(size, H200, "forward", True)
-    assert grid.fits(size._replace(units=1024), H200, "forward", True)
-    assert not grid.fits(size._replace(units=1024), H200, "forward", False)  # with options
+    assert not grid.fits(size, H200, "forward")
+    assert grid.fits(size._replace(units=1024), H200, "forward")
     assert not spreading.fits(size_of(library.lstm.graph, 1024, 2), Chip((8, 6), 20), "forward")
     assert not spreading.fits(size_of(library.lstm.graph, 1024, 4), H200, "forward")  # the kernels take two bytes
     assert spreading.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")

@@ -163,12 +163,19 @@ def test_a_captured_loop_goes_on_and_can_be_set(layers: int) -> None:
         assert all(torch.equal(got, final) for got, final in zip(stepper.state, finals, strict=True))
 
 
-@pytest.mark.gpu
-def test_a_view_at_an_odd_place_is_taken() -> None:
-    layer = whorl.LSTM(32, 64, device="cuda", engine="stepwise").eval()
-    held = torch.randn(5, 1, 33, device="cuda")
+def assert_an_odd_place_changes_no_bit(layer: Any, device: str) -> None:
+    held = torch.randn(5, 1, 33, device=device)
     views = held[:, :, 1:]
+    assert any(view.data_ptr() % 16 for view in views)
     assert torch.equal(stepped(layer, views)[0], stepped(layer, views.contiguous())[0])
-    flat = torch.randn(33, device="cuda")[1:].view(1, 32)
-    assert flat.data_ptr() % 16
-    assert torch.allclose(layer.stepper()(flat), layer.stepper()(flat.clone()), atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.usefixtures("on_fibers")
+def test_a_view_at_an_odd_place_changes_no_bit_on_the_host() -> None:
+    assert_an_odd_place_changes_no_bit(whorl.LSTM(32, 24, engine="stepwise").eval(), "cpu")
+
+
+@pytest.mark.gpu
+def test_a_view_at_an_odd_place_changes_no_bit() -> None:
+    assert_an_odd_place_changes_no_bit(whorl.LSTM(32, 64, device="cuda", engine="stepwise").eval(), "cuda")

@@ -38,8 +38,10 @@ EXACT = 1e-12
         (2, Task(11, PLAIN)),  # 7 windows an epoch: the rows start again
         (3, Task(11, replace(RECIPE, clip=1.0), dict(tied=True, embedding=5))),
         (2, Task(4, replace(PLAIN, batch=12, accumulate=3, clip_rows=True), dict(cell="gru"), text=12 * 60 + 1)),
+        (2, Task(11, PLAIN, copied=30)),
+        (3, Task(4, replace(PLAIN, clip_rows=True), dict(cell="gru"), copied=0)),
     ],
-    ids=["sgd, two", "adamw, three, tied", "parts"],
+    ids=["sgd, two", "adamw, three, tied", "parts", "on a copy", "on a copy, by rows, three"],
 )
 def test_several_processes_take_the_step_of_one(size: int, task: Task, tmp_path: Path) -> None:
     alone, others = carry_out(task), together(size, task, tmp_path)

@@ -1,6 +1,7 @@
 """The processes that train one model together, started by `torchrun`: each learns its part of every batch's rows."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,24 @@ class Group:
         if self.joined:
             distributed.all_reduce(tensor)
             tensor /= self.size
+
+    def averaging(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to replace `tensor` with its mean over all processes; what is given waits for it, in a GPU's order."""
+        if distributed.get_backend() == "nccl":
+            work = distributed.all_reduce(tensor, distributed.ReduceOp.AVG, async_op=True)
+            return lambda: work.wait() and None
+        work = distributed.all_reduce(tensor, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            tensor.div_(self.size)
+
+        return finish
+
+    def same(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` with that of the first process."""
+        if self.joined:
+            distributed.broadcast(tensor, 0)
 
     def joint(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
         """The parts of all processes as one tensor, joined along `axis` in the order of their ranks."""

@@ -16,6 +16,7 @@ from whorl.errors import InputError
 from whorl.explanation import Explanation, explain
 from whorl.modules import GRU, LSTM, RNN, Recurrent
 from whorl.options import Options
+from whorl.text.passes import cross_entropy
 
 States = tuple[torch.Tensor, ...]
 PRECISIONS = ("fp32", "bf16")
@@ -168,8 +169,7 @@ class LanguageModel(nn.Module):
             states: those before the first token; None: zeros.
         """
         logits, states = self(inputs, states)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), states
+        return cross_entropy(logits.flatten(0, 1), targets.flatten()), states
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ from whorl.text.group import ALONE, Group
 from whorl.text.model import LanguageModel, States, precision
 from whorl.text.recipe import Recipe
 from whorl.text.streams import Streams
+from whorl.text.working import Working, works
 
 REPORT_SECONDS = 0.5  # a report reads losses, for which a GPU has to finish what it was given
 KEPT = 50  # the steps whose losses are kept, on the device: a report holds their mean
@@ -62,8 +63,13 @@ class Trainer:
         captured: on a GPU the first steps are launched kernel by kernel, all others replay them as one CUDA graph.
     """
 
-    def __init__(self, model: LanguageModel, streams: Streams, recipe: Recipe, group: Group = ALONE) -> None:
+    def __init__(
+        self, model: LanguageModel, streams: Streams, recipe: Recipe, group: Group = ALONE, copies: bool = True
+    ) -> None:
         """Train `model`, which is on the device of `streams`, by `recipe`, alone or with the processes of `group`.
+
+        With `copies` the steps of a recipe that `working.works` takes are taken on a copy of the parameters; else all
+        are under autocast.
 
         Each process of a group learns an equal part of the rows; the model, its gradients and so its every step are
         those of all rows.
@@ -98,12 +104,16 @@ class Trainer:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loss = torch.zeros((), device=device, dtype=dtype)
         self._stream = torch.cuda.Stream(device) if self.captured else None
+        self._working: Working | None = None
         with self._beside():
-            self._model = group.exchanging(_Loss(model), compressed=recipe.precision == "bf16")
+            if copies and works(model, recipe):
+                self._working = Working(model, group)
+            else:
+                self._model = group.exchanging(_Loss(model), compressed=recipe.precision == "bf16")
         self._rows: list[torch.Tensor] = []  # for each part of the batch, the square of its gradients' norm by position
-        if recipe.clip_rows:
-            if model.architecture.tied:
-                raise InputError("clip_rows is for an embedding of its own: leave --tied or --clip-rows out.")
+        if recipe.clip_rows and model.architecture.tied:
+            raise InputError("clip_rows is for an embedding of its own: leave --tied or --clip-rows out.")
+        if recipe.clip_rows and self._working is None:
             model.embedding.register_forward_hook(self._count_rows)
         # Plain SGD scales its gradients by the rate: clipping them is to scale the rate, which moves less memory.
         self._scales_rate = recipe.optimizer == "sgd" and not recipe.weight_decay
@@ -153,6 +163,8 @@ class Trainer:
         for each in self.optimizer.param_groups:
             each["lr"] = self._rate  # a checkpoint brings its own tensor
         with self._beside():
+            if self._working is not None and self._eager_steps == 0:
+                self._working.refresh()  # a checkpoint has come in between
             if self.captured and self._eager_steps >= self.group.warm_up and None not in self.states:
                 self._replay()
             else:
@@ -165,7 +177,11 @@ class Trainer:
 
     def _learn(self) -> tuple[torch.Tensor, list[States | None]]:
         """Train on the window: its loss, and the states after it."""
-        parts = self.recipe.accumulate
+        parts, recipe = self.recipe.accumulate, self.recipe
+        if self._working is not None:
+            window = self._window
+            made, reached = self._working.learn(window[:-1], window[1:], self.states[0], self._rate, recipe)
+            return made, [reached]
         self.optimizer.zero_grad()
         self._rows.clear()
         losses: list[torch.Tensor] = []

@@ -3,20 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import product
-
-
-def projected(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x of every gate at every step with its bias, [rows, gates x units], of two bytes; in `dtype`."""
-    if dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(x, weight.T, out_dtype=dtype)
-    return torch.addmm(bias.to(dtype), x, weight.T, out_dtype=dtype)
 
 
 class Dropped:

@@ -12,19 +12,15 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
 @lru_cache(maxsize=1024)
-def fits(size: Size, chip: Chip, kind: str, plain: bool) -> bool:
+def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
-    return tiling.fits(size, chip, kind) or (plain and spreading.fits(size, chip, kind))
+    return tiling.fits(size, chip, kind) or spreading.fits(size, chip, kind)
 
 
-def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str, plain: bool) -> Tile | Spread | None:
-    """The tile of a kind: of a cluster where one holds the weights, else of blocks that exchange through L2.
-
-    Args:
-        plain: without options, which the latter do not take.
-    """
+def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
+    """The tile of a kind: of a cluster where one holds the weights, else of blocks that exchange through L2."""
     tile = tiling.choose(size, chip, batch, directions, kind)
-    return spreading.choose(size, chip, batch, directions, kind) if tile is None and plain else tile
+    return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
 
 
 class Grid:

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
-from whorl.engines.cuda.entering import ByGate, Dropped, projected
+from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
-from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
@@ -50,8 +49,8 @@ class Layers:
         if found is None:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-            plain, batch, directions = not source.has_options(form.cell, features), problem.batch, form.directions
-            tile = grid.choose(size, self.chip, batch, directions, kind, plain)
+            batch, directions = problem.batch, form.directions
+            tile = grid.choose(size, self.chip, batch, directions, kind)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
@@ -82,8 +81,7 @@ class Layers:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
-            spread = isinstance(ahead.tile, Spread)  # whose kernel adds no bias to x
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options, spread)
+            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -95,7 +93,7 @@ class Layers:
                     extra = options.argument(layer, before=before, sequences=sequences)
             ahead(
                 stream, x,
-                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights, spread), *self._vectors(weights),
+                *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), time, batch, *extra,
             )  # fmt: skip
@@ -215,16 +213,12 @@ class Layers:
         given = options.given_masks(layer, direction).input is not None
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
-    def _gates(
-        self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None, biased: bool
-    ) -> list[Tensor]:
+    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
         """x of every gate at every step, as the kernel reads it."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
-            if biased:
-                made.append(projected(x, own.ih, own.bias_ih, self.gate))
-            elif dropped is None:
+            if dropped is None:
                 made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
             else:
                 made.append(dropped.projected(x, own.ih, wide))
@@ -345,12 +339,11 @@ def layers(plan: Plan, device: torch.device) -> Layers:
 _MOST_PREPARED = 8192  # as many as `plan.plan` keeps
 
 
-def _recurrent(weights: Sequence[LayerWeights], biased: bool) -> tuple[int, ...]:
-    """The addresses of the weights, then of r's bias, then of x's where x has it not yet."""
+def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, ...]:
+    """The addresses of the weights, then of r's bias, then of x's."""
     of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
     of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
-    rest = () if biased else _pair(of_x)
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *rest
+    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *_pair(of_x)
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:

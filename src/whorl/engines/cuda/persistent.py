@@ -48,13 +48,11 @@ class Persistent(Engine):
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
         if not found and not _fits(cell, form.units, width, _chip(device), features):
-            most = _most_units(cell, width, _chip(device), features)
+            most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
-            if source.has_options(cell, features):
-                found.append(f"{what}, with options, do not fit one cluster, at most {most} do")
-            else:
-                room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
-                found.append(f"{what} do not fit {room}, at most {most} do")
+            what += ", with options," * source.has_options(cell, features)
+            room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
+            found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 
     def slower(self, problem: Problem) -> list[str]:
@@ -70,8 +68,6 @@ class Persistent(Engine):
         22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
         """
         form = problem.form
-        if reasons := _untested(problem):
-            return reasons
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
         chip = _chip(problem.device)
@@ -110,20 +106,6 @@ class Persistent(Engine):
 _LONG_STEP = 12  # microseconds, forward, in one direction or both
 
 
-def _untested(problem: Problem) -> list[str]:
-    """What has not yet been tested on a GPU as it is now: left to engines that were, unless it is asked for by name."""
-    form, found = problem.form, []
-    if problem.dtype == torch.float32:
-        found.append("in float32")
-    size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
-    if source.has_options(form.cell, expected(problem)):
-        found.append("with options")
-    elif not tiling.fits(size, _chip(problem.device), "forward"):
-        found.append("spread over several clusters")
-    what = " and ".join(found)
-    return [f"its kernels {what} wait for their tests on a GPU, and run where they are named"] if found else []
-
-
 def warm(problem: Problem, chip: Chip) -> list[str]:
     """Compile what a problem needs on a chip into the store: the names of its kernels, which need no GPU.
 
@@ -137,17 +119,22 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
     for kind, flag in wanted:
-        plain = not source.has_options(form.cell, features)
-        tile = grid.choose(size, chip, problem.batch, form.directions, kind, plain)
+        tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
         names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
     return names
 
 
+def most_units(problem: Problem) -> int:
+    """The most units with which kernels for such a problem fit its device."""
+    width = problem.dtype.itemsize, exact(problem)
+    return _most_units(problem.form.cell, width, _chip(problem.device), expected(problem))
+
+
 @lru_cache(maxsize=8192)
 def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features: Features) -> bool:
-    size, plain = size_of(cell, units, width[0], features, width[1]), not source.has_options(cell, features)
-    return all(grid.fits(size, chip, kind, plain) for kind in ("forward", "backward"))
+    size = size_of(cell, units, width[0], features, width[1])
+    return all(grid.fits(size, chip, kind) for kind in ("forward", "backward"))
 
 
 @lru_cache(maxsize=256)

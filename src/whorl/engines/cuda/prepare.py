@@ -40,8 +40,7 @@ def kernel(
     def make() -> Kernel:
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
         together = isinstance(tile, Spread)
-        ahead = 15 - 2 * together + 2 * vectors + 2 * states  # a layer that is spread has x's bias in x
-        count = {"forward": ahead, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
         fields = f"{count}Q"
         if source.has_options(cell, features):

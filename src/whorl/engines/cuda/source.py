@@ -233,7 +233,7 @@ def _source(
         _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         _text("ptx.cu"),
-        *map(_text, ("exchange.cu",) if isinstance(tile, Spread) else ("noise.cu", "options.cu")),
+        *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         step,
     ]
     return _text(f"{'spread_' * isinstance(tile, Spread)}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)

@@ -72,6 +72,8 @@ def forward(
         resident: operands in registers; None takes as many as registers allow.
     """
     blocks, splits, rows = -(-size.units // units), warps // groups, 8 * tiles
+    if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
+        return None
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (16 * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
@@ -80,11 +82,13 @@ def forward(
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
-    live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + _FORWARD_EXTRA
+    live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
+    live += _FORWARD_EXTRA
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
-    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial)
+    masks = size.bits * splits * depths * subs * tiles * 32
+    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
     made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths)
     return made if shared <= limit else None
 
@@ -108,10 +112,12 @@ def backward(
     sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + arriving
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + _BACKWARD_EXTRA
+    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _BACKWARD_EXTRA
+    live += 4 * chunk * tiles * (size.bits or bool(size.masks))
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
+    words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
     made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, chunk=chunk)
     return made if shared <= limit else None

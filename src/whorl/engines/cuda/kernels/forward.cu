@@ -86,32 +86,6 @@ __device__ __forceinline__ unsigned weight_word(const Element* weights, int gate
 #endif
 }
 
-// The operand of a sequence and unit at the first step; it is computed where it is read.
-__device__ __forceinline__ Element first_operand(
-    const Arguments& a, long long sequence, int unit, int direction, int step) {
-  const long long at = (direction * a.batch + sequence) * UNITS + unit;
-  Element value = a.initial[0] != nullptr ? a.initial[0][at] : Element{};
-  if constexpr (RESET) {
-    const long long length = LENGTHS ? a.o.lengths[sequence] : a.time;
-    if (direction == 0 && length > 0 && a.o.reset[sequence]) value = RESET_TO ? a.o.reset_to[0][at] : Element{};
-  }
-  if constexpr (NOISE == HELD) value = narrow(wide(value) * a.o.noise[direction][sequence * UNITS + unit]);
-  if constexpr (NOISE == GIVEN || NOISE == DRAWN) {
-    const bool there = !LENGTHS || step < a.o.lengths[sequence];
-    const long long row = rows_of(a, step) + sequence;
-    float factor = 0.f;
-    if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
-    if constexpr (NOISE == DRAWN) {
-      const unsigned id = (unsigned)(a.o.ids != nullptr ? a.o.ids[sequence] : sequence);
-      const uint4 words =
-          philox((unsigned)unit, (unsigned)step, id, tag_of(FOR_RECURRENT, a.o.layer, direction), key_of(a.o.seed));
-      factor = is_event(words.x, a.o.noise_below) ? 0.f : (float)a.o.noise_scale;
-    }
-    value = narrow(wide(value) * factor);
-  }
-  return value;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, plane, lane]
@@ -179,15 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
       const int its = i % 32, place = blockIdx.x / CLUSTER * ROWS + i / 32 % TILES * 8 + its / 4;
-      const long long sequence = place < batch ? sequence_at(a, place) : 0;
-      unsigned bits = 0;
-      for (int word = 0; word < 2; ++word)
-        for (int e = 0; e < WORD_ELEMENTS; ++e) {
-          const int column = (i / 32 / TILES * 8 + its % 4 + word * 4) * WORD_ELEMENTS + e;
-          for (int g = 0; g < RECURRENT && place < batch && column < UNITS; ++g)
-            if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
-        }
-      masks[i] = bits;
+      masks[i] = gate_bits(a, place, (i / 32 / TILES * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
   if constexpr (NOISE == GIVEN_BY_GATE)
     for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {

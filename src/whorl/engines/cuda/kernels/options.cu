@@ -66,15 +66,42 @@ __device__ __forceinline__ long long rows_of(const Arguments& a, int step) {
   return (long long)step * a.batch;
 }
 
-// The steps of the longest sequence among a cluster's rows.
+// The steps of the longest sequence among the rows that blocks own together.
 template <class Arguments>
-__device__ __forceinline__ int longest(const Arguments& a, int first) {
+__device__ __forceinline__ int longest(const Arguments& a, int first, int count = 8 * TILES) {
   long long most = 0;
-  for (int place = first; place < first + 8 * TILES && place < a.batch; ++place) {
+  for (int place = first; place < first + count && place < a.batch; ++place) {
     const long long length = a.o.lengths[sequence_at(a, place)];
     most = length > most ? length : most;
   }
   return (int)(most < a.time ? most : a.time);
+}
+
+// The operand of a sequence and unit at the first step; it is computed where it is read.
+template <class Arguments>
+__device__ __forceinline__ Element first_operand(
+    const Arguments& a, long long sequence, int unit, int direction, int step) {
+  const long long at = (direction * a.batch + sequence) * UNITS + unit;
+  Element value = a.initial[0] != nullptr ? a.initial[0][at] : Element{};
+  if constexpr (RESET) {
+    const long long length = LENGTHS ? a.o.lengths[sequence] : a.time;
+    if (direction == 0 && length > 0 && a.o.reset[sequence]) value = RESET_TO ? a.o.reset_to[0][at] : Element{};
+  }
+  if constexpr (NOISE == HELD) value = narrow(wide(value) * a.o.noise[direction][sequence * UNITS + unit]);
+  if constexpr (NOISE == GIVEN || NOISE == DRAWN) {
+    const bool there = !LENGTHS || step < a.o.lengths[sequence];
+    const long long row = rows_of(a, step) + sequence;
+    float factor = 0.f;
+    if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
+    if constexpr (NOISE == DRAWN) {
+      const unsigned id = (unsigned)(a.o.ids != nullptr ? a.o.ids[sequence] : sequence);
+      const uint4 words =
+          philox((unsigned)unit, (unsigned)step, id, tag_of(FOR_RECURRENT, a.o.layer, direction), key_of(a.o.seed));
+      factor = is_event(words.x, a.o.noise_below) ? 0.f : (float)a.o.noise_scale;
+    }
+    value = narrow(wide(value) * factor);
+  }
+  return value;
 }
 
 // What is drawn for two units of a sequence: from bit 4 x unit on whether zoneout keeps each state, at one step, and
@@ -102,6 +129,267 @@ __device__ __forceinline__ unsigned drawn_bits(
   return bits;
 }
 
+// What forward keeps for options of two neighbouring units of one sequence.
+struct Ahead {
+  long long sequence;
+  bool there;              // the sequence and the first of the units
+  int ends;                // steps of the sequence
+  bool valid, cut;         // the step counts; no state comes into the next
+  unsigned drawn;          // for this step's zoneout, and for the next step's operand
+  float held[2], noise[2], zones[STATES][2];
+  float2 inputs[MOST(INPUTS)];
+};
+
+// Forward: what options make of a thread's two units.  Steps and rows: `at` is where the rows of a step begin.
+template <class Arguments>
+struct Forwards {
+  const Arguments& a;
+  const int unit, direction, time;  // steps of the longest sequence
+  const bool has_second, reverse;
+  const uint2 key;
+
+  __device__ __forceinline__ bool within(const Ahead& i, int step) const {
+    return i.there && (!LENGTHS || step < i.ends);
+  }
+  __device__ __forceinline__ bool counts(const Ahead& i, int step, long long at) const {
+    return within(i, step) && (!MASK || a.o.mask[at + i.sequence]);
+  }
+  // before a step, as it is computed; `before`: the rows of the step that is computed before it
+  __device__ __forceinline__ bool is_cut(const Ahead& i, int step, long long at, long long before) const {
+    return RESET && i.there && (reverse ? step + 1 < (LENGTHS ? i.ends : time) && a.o.reset[before + i.sequence]
+                                        : within(i, step) && a.o.reset[at + i.sequence]);
+  }
+  __device__ __forceinline__ float reset_state(const Ahead& i, int s, int u) const {
+    const bool given = RESET_TO && i.there && (u == 0 || has_second);
+    return given ? wide(a.o.reset_to[s][((long long)direction * a.batch + i.sequence) * UNITS + unit + u]) : 0.f;
+  }
+  __device__ __forceinline__ void load(Ahead& i, int step, long long at) const {  // zoneout and extra inputs
+    const bool first = within(i, step), second = first && has_second;
+    const long long from = (at + i.sequence) * UNITS + unit;
+#pragma unroll
+    for (int s = 0; s < STATES; ++s)
+      if (zoneout(s) == BY_MASK) {
+        const float2 value = load_wide_pair(a.o.zoneout[direction][s] + from, first, second);
+        i.zones[s][0] = value.x, i.zones[s][1] = value.y;
+      }
+#pragma unroll
+    for (int e = 0; e < INPUTS; ++e) i.inputs[e] = load_wide_pair(a.o.inputs[e] + from, first, second);
+  }
+  __device__ __forceinline__ void load_noise(Ahead& i, int step, long long at) const {  // of what enters a step
+    const bool first = NOISE == HELD ? i.there : within(i, step), second = first && has_second;
+    const float2 value = load_wide_pair(a.o.noise[direction] + (at + i.sequence) * UNITS + unit, first, second);
+    i.noise[0] = value.x, i.noise[1] = value.y;
+  }
+  __device__ __forceinline__ void draw(Ahead& i, int zone_step, int operand_step) const {
+    i.drawn = drawn_bits(a, unit, zone_step, operand_step, i.sequence, direction, key);
+  }
+
+  // before the first step; `next` is the one after it, which may be none
+  __device__ __forceinline__ void begin(
+      Ahead& i, float (&state)[STATES][2], int step, long long at, int next, long long next_at) const {
+    i.held[0] = i.held[1] = 0.f;
+    i.valid = counts(i, step, at);
+    i.cut = next >= 0 && next < time && is_cut(i, next, next_at, at);
+    if (is_cut(i, step, at, at))  // forward: backwards nothing comes before the last step
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) state[s][0] = reset_state(i, s, 0), state[s][1] = reset_state(i, s, 1);
+    load(i, step, at);
+    if constexpr (NOISE == HELD) load_noise(i, step, 0);
+    if constexpr (NOISE == GIVEN) load_noise(i, next, next_at);
+    if constexpr (DRAWS) draw(i, step, next);
+  }
+
+  // From what the cell made of a unit to its states after the step (`after`) and before the next (`state`), what is put
+  // out, and what enters the next product.
+  __device__ __forceinline__ void end(
+      Ahead& i, int u, int step, const float (&before)[STATES], float (&after)[STATES], float (&state)[STATES][2],
+      float& output, float& entering) const {
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      if constexpr (OPTIONS) {
+        const float share = zoneout(s) == BY_MASK ? i.zones[s][u] : (float)a.o.zoneout_share[s];
+        after[s] = kept(zoneout(s), share, i.drawn >> (u * 4 + s) & 1, before[s], after[s]);
+        if (MARKED && !i.valid) after[s] = before[s];
+      }
+      state[s][u] = after[s];
+      if (RESET && i.cut) state[s][u] = reset_state(i, s, u);
+    }
+    output = after[0];
+    if constexpr (MASK) output = i.held[u] = i.valid ? after[0] : i.held[u];
+    if (LENGTHS && step >= i.ends) output = 0.f;
+    entering = state[0][u];
+    if constexpr (NOISE == HELD || NOISE == GIVEN) entering *= i.noise[u];
+    if constexpr (NOISE == DRAWN) entering *= i.drawn >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+  }
+
+  // what the next step reads, and of the one after it, `later`, what enters; `goes_on`: there is such a one
+  __device__ __forceinline__ void advance(
+      Ahead& i, int next, long long next_at, bool goes_on, int later, long long later_at) const {
+    if constexpr (MARKED) i.valid = counts(i, next, next_at);
+    if constexpr (RESET) i.cut = goes_on && is_cut(i, later, later_at, next_at);
+    load(i, next, next_at);
+    if (NOISE == GIVEN && goes_on) load_noise(i, later, later_at);
+    if constexpr (DRAWS) draw(i, next, later);
+  }
+};
+
+// What backward reads for options of a step, for two neighbouring units of one sequence.
+struct Step {
+  bool valid, cut;  // the step counts; no state came into it from the one before
+  unsigned drawn;
+  float2 zones[STATES], noise, inputs[MOST(INPUTS)];
+  Pair state_gradients[STATES];
+};
+
+// What it keeps of them from step to step.
+struct Back {
+  long long sequence;
+  bool there;  // the sequence and the first of the units
+  int ends;    // steps of the sequence
+  // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
+  float factor[2];
+  float2 operand_before;
+  bool was_cut;
+  float held[2] = {}, noise_sums[2] = {}, reset_sums[STATES][2] = {};
+};
+
+// Backward: what options make of a thread's two units.
+template <class Arguments>
+struct Backwards {
+  const Arguments& a;
+  const int unit, direction;
+  const long long width;  // of a row of outputs
+  const bool has_second, reverse;
+  const uint2 key;
+
+  __device__ __forceinline__ long long start_of(const Back& own) const {  // in a tensor [directions, batch, UNITS]
+    return ((long long)direction * a.batch + own.sequence) * UNITS + unit;
+  }
+
+  // of a step, whose rows begin at `at`
+  __device__ __forceinline__ void load(Step& to, const Back& own, int step, long long at) const {
+    const bool there = own.there && (!LENGTHS || step < own.ends), also = there && has_second;
+    const long long row = at + own.sequence, from = row * UNITS + unit;
+    to.valid = there && (!MASK || a.o.mask[row]);
+    if constexpr (RESET)
+      to.cut = reverse ? own.there && step + 1 < own.ends && a.o.reset[rows_of(a, step + 1) + own.sequence]
+                       : there && a.o.reset[row];
+    if constexpr (NOISE == GIVEN) to.noise = load_wide_pair(a.o.noise[direction] + from, there, also);
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      if (zoneout(s) == BY_MASK) to.zones[s] = load_wide_pair(a.o.zoneout[direction][s] + from, there, also);
+      if constexpr (SEQUENCES) {
+        const bool wanted = a.o.sequences[s] != nullptr;
+        to.state_gradients[s] = load_pair(a.o.sequences[s] + row * width + direction * UNITS + unit, there && wanted,
+                                          also && wanted);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i) to.inputs[i] = load_wide_pair(a.o.inputs[i] + from, there, also);
+    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, step, own.sequence, direction, key);
+  }
+
+  // What arrived of a step's product, which is behind its mask and its reset; the step's rows begin at `at`.
+  __device__ __forceinline__ void arrive(
+      Back& own, float (&carried)[STATES][2], const float (&sums)[2], int step, long long at) const {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      carried[0][u] += NOISE && !GATEWISE ? own.factor[u] * sums[u] : sums[u];
+      if constexpr (NOISE_GRADIENT) own.noise_sums[u] += sums[u] * half_of(own.operand_before, u);
+      if (RESET && own.was_cut)
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) {
+          if constexpr (RESET_TO) own.reset_sums[s][u] += carried[s][u];
+          carried[s][u] = 0.f;
+        }
+    }
+    if (NOISE_GRADIENT && NOISE == GIVEN) {
+      const bool there = own.there && (!PACKED || step < own.ends);
+      store_wide_pair(a.o.noise_gradients[direction] + (at + own.sequence) * UNITS + unit, own.noise_sums[0],
+                      own.noise_sums[1], there, there && has_second);
+      own.noise_sums[0] = own.noise_sums[1] = 0.f;
+    }
+  }
+
+  // The gradients that come to the cell's states of unit u (`d`), what zoneout keeps of them, and those of its masks
+  // but for a factor.
+  __device__ __forceinline__ void begin(
+      const Step& step, Back& own, int u, float output, float (&carried)[STATES][2], float (&d)[STATES],
+      float (&stayed)[STATES], float (&to_zones)[STATES]) const {
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      if constexpr (SEQUENCES) carried[s][u] += half_of(wide_pair(step.state_gradients[s]), u);
+      d[s] = carried[s][u];
+    }
+    d[0] += output;
+    if constexpr (MASK) {  // what came to an output that was held goes to the step that it was held from
+      own.held[u] += output;
+      d[0] = carried[0][u] + own.held[u];
+      if (step.valid) own.held[u] = 0.f;
+    }
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      to_zones[s] = d[s], stayed[s] = 0.f;
+      if constexpr (OPTIONS) {
+        const float share = zoneout(s) == BY_MASK ? half_of(step.zones[s], u) : (float)a.o.zoneout_share[s];
+        if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK) stayed[s] = share * d[s], d[s] -= stayed[s];
+        if (zoneout(s) == AT_RANDOM && step.drawn >> (u * 4 + s) & 1) stayed[s] = d[s], d[s] = 0.f;
+      }
+    }
+  }
+
+  // what multiplied the operand of unit u
+  __device__ __forceinline__ float factor(const Step& step, int u, bool valid) const {
+    if constexpr (NOISE == DRAWN) return step.drawn >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+    return valid ? half_of(step.noise, u) : 0.f;
+  }
+
+  // gradients of a step, whose rows begin at `at`, where they are `shown`
+  __device__ __forceinline__ void store(
+      const Back& own, float2 before, long long at, const float2 (&to_zones)[STATES],
+      const float2 (&to_inputs)[MOST(INPUTS)], bool shown) const {
+    const long long from = (at + own.sequence) * UNITS + unit;
+    const bool also = shown && has_second;
+    if constexpr (NOISE && !GATEWISE)
+      store_pair(a.o.entered[direction] + from, before.x * own.factor[0], before.y * own.factor[1], shown, also);
+#pragma unroll
+    for (int s = 0; s < STATES; ++s)
+      if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+        store_wide_pair(a.o.zoneout_gradients[direction][s] + from, to_zones[s].x, to_zones[s].y, shown, also);
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i)
+      store_wide_pair(a.o.input_gradients[direction][i] + from, to_inputs[i].x, to_inputs[i].y, shown, also);
+  }
+
+  // zero for a step that the blocks did not compute, whose rows begin at `at`
+  __device__ __forceinline__ void past_the_end(const Back& own, long long at) const {
+    const long long from = (at + own.sequence) * UNITS + unit;
+    const bool there = own.there, also = there && has_second;
+    if constexpr (NOISE && !GATEWISE) store_pair(a.o.entered[direction] + from, 0.f, 0.f, there, also);
+    if (NOISE_GRADIENT && NOISE == GIVEN)
+      store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, there, also);
+#pragma unroll
+    for (int s = 0; s < STATES; ++s)
+      if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+        store_wide_pair(a.o.zoneout_gradients[direction][s] + from, 0.f, 0.f, there, also);
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i)
+      store_wide_pair(a.o.input_gradients[direction][i] + from, 0.f, 0.f, there, also);
+  }
+
+  // sums over all steps
+  __device__ __forceinline__ void end(const Back& own) const {
+    const bool there = own.there, also = there && has_second;
+    if constexpr (RESET_TO)
+#pragma unroll
+      for (int s = 0; s < STATES; ++s)
+        store_pair(a.o.reset_gradients[s] + start_of(own), own.reset_sums[s][0], own.reset_sums[s][1], there, also);
+    if (NOISE_GRADIENT && NOISE == HELD)
+      store_wide_pair(a.o.noise_gradients[direction] + own.sequence * UNITS + unit, own.noise_sums[0],
+                      own.noise_sums[1], there, also);
+  }
+};
+
 // What of a word passes a pair of bits: of the 16 pairs in `bits` the upper bits of the first 8 begin at bit 31, their
 // lower bits at 23, those of the others at 15 and 7.  Words of one element have their bits from 31 on.
 #if ELEMENT_BYTES == 2
@@ -122,6 +410,32 @@ __device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pai
 }
 __device__ __forceinline__ unsigned bit_of(int pair, int) { return 0x80000000u >> pair; }
 #endif
+
+// The bits of all gates at a sequence's place, for two words of the operand, 4 words apart, from a column on.
+template <class Arguments>
+__device__ __forceinline__ unsigned gate_bits(const Arguments& a, int place, int first_column, int direction) {
+  const long long sequence = place < a.batch ? sequence_at(a, place) : 0;
+  unsigned bits = 0;
+  for (int word = 0; word < 2; ++word)
+    for (int e = 0; e < WORD_ELEMENTS; ++e) {
+      const int column = first_column + word * 4 * WORD_ELEMENTS + e;
+      for (int g = 0; g < RECURRENT && place < a.batch && column < UNITS; ++g)
+        if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
+    }
+  return bits;
+}
+
+// A gate's mask at a sequence's place, for one word of the operand.
+template <class Arguments>
+__device__ __forceinline__ unsigned mask_word(const Arguments& a, int gate, int place, int column, int direction) {
+  if (place >= a.batch || column >= UNITS) return 0;
+  const float* const at = a.o.noise[direction] + (gate * a.batch + sequence_at(a, place)) * UNITS + column;
+#if ELEMENT_BYTES == 2
+  return narrow_pair(at[0], column + 1 < UNITS ? at[1] : 0.f);
+#else
+  return operand(at[0]);
+#endif
+}
 
 // The products of the elements of two words.
 __device__ __forceinline__ unsigned times(unsigned a, unsigned b) {

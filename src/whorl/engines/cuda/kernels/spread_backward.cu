@@ -17,6 +17,8 @@
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
 //   global     gates, saved states, y and its gradient in; gradients of the gates out; the ring of gradients, and sums
 //
+// What options add stands in options.cu; a kernel without them has none of it.
+//
 // A block waits for all others that own the same sequences, so the launch must be cooperative.
 
 // @generated
@@ -33,7 +35,11 @@ constexpr int OWN_WORDS = RECURRENT * SLICE / 2, CHUNKS = GATHERED * OWN_WORDS /
 constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;                // words of a sequence in L2
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-constexpr int AT_THE_END = PASS * SUMMED * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS;
+constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
+// masks by gate: 4 bits for each gate, for two units of two sequences as a thread has its sums, for [strip, part and
+// tile, lane]; those that are given stay in global memory
+constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
+constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(SOURCES * SLICE % 16 == 0 && GATHERED * RECURRENT * SLICE % 16 == 0, "strips or depths are not whole");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
@@ -57,6 +63,11 @@ struct Arguments {
   Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
   float* sums[2];                          // [batch / (SUBS x ROWS), SUMMED x UNITS]
   long long time, batch;
+#if OPTIONS
+  Options o;
+#else
+  static constexpr Options o = {};
+#endif
   unsigned* ring;  // ones: [directions, RING, batch, PITCH] if GATHERED > 1, [directions, 2, SOURCES, batch, SUM_PITCH]
   long long first_row, first_direction, directions;
 };
@@ -65,16 +76,18 @@ struct Item {  // what one thread reads of a sequence at a step: two units
   GatePair gates[GATES], apart[MOST(APART)];
   Pair y_gradient, before;
   float2 states[MOST(STATES - 1)];
+  Step step;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;               // [warp, strip and depth, lane]
   unsigned* const gradients = memory + WEIGHT_WORDS;    // [2, sequence, block, gate, unit]
+  unsigned* const masks = gradients + 2 * GRADIENT_WORDS;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % BLOCKS, source = rank / GATHERED, place = rank % GATHERED;
-  const int direction = (int)a.first_direction + blockIdx.y, batch = (int)a.batch, time = (int)a.time;
+  const int direction = (int)a.first_direction + blockIdx.y, batch = (int)a.batch;
   const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
   const Element* const weights = a.weights[direction];
 
@@ -104,33 +117,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       resident[Weights::resident(i)] = word;
   }
 
-  const long long width = a.directions * UNITS, state_stride = a.time * batch * UNITS;
+  // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums
+  const auto mask_of = [&](int gate, int sub, int strip, int n, int e) {
+    const int unit = (place * STRIPS + strip) * 16 + lane / 4 * 2 + e / 2;
+    const int at = row0 + sub * ROWS + n * 8 + lane % 4 * 2 + e % 2;
+    return at < batch && unit < UNITS ? a.o.noise[direction][(gate * a.batch + sequence_at(a, at)) * UNITS + unit] : 0.f;
+  };
+  if constexpr (NOISE == BY_GATE)
+    for (int item = warp; item < STRIPS * SUBS * TILES; item += WARPS) {
+      const int tile = item % (SUBS * TILES);
+      unsigned bits = 0;
+      for (int i = 0; i < RECURRENT * 4; ++i)
+        bits |= (mask_of(i / 4, tile / TILES, item / (SUBS * TILES), tile % TILES, i % 4) != 0.f) << i;
+      masks[item * 32 + lane] = bits;
+    }
+
+  // steps of the longest of these sequences; they are computed from the one that forward computed last
+  const int time = LENGTHS ? longest(a, row0, SUBS * ROWS) : (int)a.time;
   const bool reverse = direction == 1, has_output_gradient = a.y_gradient != nullptr;
-  const long long row_step = reverse ? batch : -batch, begin = reverse ? 0 : (a.time - 1) * batch;
+  const auto step_of = [&](int t) { return reverse ? t : time - 1 - t; };
+  const int first_step = time > 0 ? step_of(0) : 0;
+  long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? step_of(1) : first_step);
+  long long row_step = PACKED ? next_rows - rows : reverse ? batch : -(long long)batch, rows_before = rows;
+  const long long width = a.directions * UNITS, begin = rows;
+  const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
   const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
   const int own_left = own_row < PASS ? batch - row0 - own_row : 0, left = batch - row0 - warp;
   const auto is_row = [&](int sub, int j) {
     return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
-  const auto start_of = [&](int sub, int j) {  // in a tensor [directions, batch, UNITS]
-    return ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
+  Back kept[SUBS][OWN];  // from step to step
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      Back& own = kept[sub][j];
+      const int at = row0 + sub * ROWS + own_row + j * PASS;
+      own.there = has_first && is_row(sub, j);
+      own.sequence = is_row(sub, j) ? sequence_at(a, at) : at;
+      own.ends = LENGTHS && is_row(sub, j) ? min(time, (int)a.o.lengths[own.sequence]) : time;
+    }
+  const auto sequence_of = [&](int sub, int j) {
+    return ORDER ? kept[sub][j].sequence : (long long)row0 + own_row + sub * ROWS + j * PASS;
   };
-  const long long row_first = begin + row0 + own_row;  // in tensors [time, batch]
+  const auto further_on = [&](int sub, int j) {
+    return ORDER ? sequence_of(sub, j) - sequence_of(0, 0) : sub * ROWS + j * PASS;
+  };
+  const auto start_of = [&](int sub, int j) {  // in a tensor [directions, batch, UNITS]
+    return ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
+  };
+  const long long row_first = begin + sequence_of(0, 0);  // in tensors [time, batch]
   const Gate* gates_at = a.gates[direction] + row_first * GATES * UNITS + unit;
   const Gate* apart_at = a.apart[direction] + row_first * APART * UNITS + unit;
   const float* states_at = a.states[direction] + row_first * UNITS + unit;
   const Element* y_at = a.y + row_first * width + direction * UNITS + unit;
+  const Element* before_at = BEFORE ? a.o.before[direction] + row_first * UNITS + unit : nullptr;
   const Element* y_gradient_at = a.y_gradient + row_first * width + direction * UNITS + unit;
   Element* gate_gradients_at = a.gate_gradients[direction] + row_first * GATES * UNITS + unit;
   Element* apart_gradients_at = a.apart_gradients[direction] + row_first * APART * UNITS + unit;
+  const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
 
   float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
   Item item[SUBS][OWN];
   // what is read at the step that the places above have come to; `last`: nothing came before it
-  const auto load = [&](int sub, int j, bool last) {
-    const bool first = has_first && is_row(sub, j), second = first && has_second;
-    const int further = sub * ROWS + j * PASS;
+  const auto load = [&](int sub, int j, int step, bool last) {
+    const bool first = kept[sub][j].there && (!LENGTHS || step < kept[sub][j].ends), second = first && has_second;
+    const auto further = further_on(sub, j);
     Item& into = item[sub][j];
 #pragma unroll
     for (int g = 0; g < GATES; ++g)
@@ -140,7 +193,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       into.apart[i] = load_gates(apart_at + (further * APART + i) * UNITS, first, second);
     into.y_gradient =
         load_pair(y_gradient_at + further * width, first && has_output_gradient, second && has_output_gradient);
-    if (last) {
+    if constexpr (BEFORE) {
+      into.before = load_pair(before_at + further * UNITS, first, second);
+#pragma unroll
+      for (int s = 1; s < STATES; ++s)
+        into.states[s - 1] = load_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, first, second);
+    } else if (last) {
       const bool given = a.initial[0] != nullptr;
       into.before = load_pair(a.initial[0] + start_of(sub, j), first && given, second && given);
 #pragma unroll
@@ -171,7 +229,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         carried[sub][j][s][0] = value.x;
         carried[sub][j][s][1] = value.y;
       }
-      load(sub, j, time == 1);
+      load(sub, j, first_step, time == 1);
+      if constexpr (OPTIONS) {
+        stepper.load(item[sub][j].step, kept[sub][j], first_step, rows);
+        if constexpr (NOISE == HELD)
+          item[sub][j].step.noise =
+              load_wide_pair(a.o.noise[direction] + sequence_of(sub, j) * UNITS + unit, first, second);
+      }
     }
 
   // where things lie in L2
@@ -204,6 +268,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (!has_first || !is_row(sub, j)) continue;
       const unsigned* const from =
           arriving + (t % 2 ? 0 : SOURCES * plane) + (sub * ROWS + j * PASS) * SUM_PITCH;
+      float arrived[2] = {};
+      float(&to)[2] = OPTIONS ? arrived : carried[sub][j][0];
       constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
 #pragma unroll
       for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
@@ -224,10 +290,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int p = 0; p < TOGETHER; ++p)
           if (p0 + p < SOURCES) {
-            carried[sub][j][0][0] += __uint_as_float(words[p].x & ~1u);
-            carried[sub][j][0][1] += __uint_as_float(words[p].y & ~1u);
+            to[0] += __uint_as_float(words[p].x & ~1u);
+            to[1] += __uint_as_float(words[p].y & ~1u);
           }
       }
+      if constexpr (OPTIONS)
+        stepper.arrive(kept[sub][j], carried[sub][j], arrived, step_of(t - 1), rows_before);
     }
   };
 
@@ -237,13 +305,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       const Item& read = item[sub][j];
+      Back& own = kept[sub][j];
       float dx[2][GATES], dr[2][RECURRENT];
+      float2 to_inputs[MOST(INPUTS)], to_zones[STATES];
       const bool row_there = is_row(sub, j), first = has_first && row_there, second = first && has_second;
+      const bool valid = !MARKED || read.step.valid;
       const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
-        float to_s[STATES], to_v[MOST(VECTORS)];
+        float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)], d[STATES];
+        float to_s[STATES], to_v[MOST(VECTORS)], to_e[MOST(INPUTS)], stayed[STATES], to_z[STATES];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(read.gates[g]), u);
 #pragma unroll
@@ -252,14 +323,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 1; s < STATES; ++s) before[s] = half_of(read.states[s - 1], u);
 #pragma unroll
-        for (int s = 0; s < STATES; ++s) d[s] = carried[sub][j][s][u];
-        d[0] += half_of(output, u);
-#pragma unroll
         for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-        step_backward(x, r, before, v, nullptr, d, dx[u], dr[u], to_s, to_v, nullptr);
 #pragma unroll
-        for (int s = 0; s < STATES; ++s) carried[sub][j][s][u] = to_s[s];
-        const bool there = u == 0 ? first : second;  // a sum never takes what the cell makes of nothing
+        for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
+        stepper.begin(read.step, own, u, half_of(output, u), carried[sub][j], d, stayed, to_z);
+#if ZONEOUT_GRADIENT
+        float after[STATES];
+        step(x, r, before, v, e, after);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) to_z[s] = valid ? to_z[s] * (before[s] - after[s]) : 0.f;
+#endif
+        step_backward(x, r, before, v, e, d, dx[u], dr[u], to_s, to_v, to_e);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) {
+          if (valid) carried[sub][j][s][u] = OPTIONS ? to_s[s] + stayed[s] : to_s[s];
+          (u == 0 ? to_zones[s].x : to_zones[s].y) = to_z[s];
+        }
+        if constexpr (MARKED)
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) dx[u][g] = valid ? dx[u][g] : 0.f;
+#pragma unroll
+        for (int i = 0; i < INPUTS; ++i) (u == 0 ? to_inputs[i].x : to_inputs[i].y) = valid ? to_e[i] : 0.f;
+        if constexpr (NOISE && !GATEWISE) own.factor[u] = stepper.factor(read.step, u, valid);
+        const bool there = (u == 0 ? first : second) && valid;  // a sum never takes what the cell makes of nothing
 #pragma unroll
         for (int g = 0; g < GATES; ++g)
           if constexpr (BIAS) summed[g][u] += there ? dx[u][g] : 0.f;
@@ -271,6 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) dr[u][g] = there ? dr[u][g] : 0.f;
       }
+      if constexpr (RESET) own.was_cut = read.step.cut;
+      if constexpr (NOISE && !GATEWISE) own.operand_before = h;
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) {
         const unsigned word = narrow_pair(dr[0][g], dr[1][g]);
@@ -280,19 +368,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           gradients[(t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + g * PAIRS + pair] = word;
         }
       }
-      const int further = sub * ROWS + j * PASS;
+      const auto further = further_on(sub, j);
+      const bool shown = first && (!PACKED || step_of(t) < own.ends), also = shown && has_second;
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
-        store_pair(gate_gradients_at + (further * GATES + g) * UNITS, dx[0][g], dx[1][g], first, second);
+        store_pair(gate_gradients_at + (further * GATES + g) * UNITS, dx[0][g], dx[1][g], shown, also);
 #pragma unroll
       for (int i = 0; i < APART; ++i)
-        store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], first, second);
+        store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], shown, also);
+      if constexpr (OPTIONS) stepper.store(own, h, rows, to_zones, to_inputs, shown);
       if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
 #pragma unroll
         for (int back = 0; back < PERIOD; ++back)
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
-            put(given + (t - 2 * PERIOD + back) % RING * buffer + further * PITCH + g * PAIRS, NOTHING);
+            put(given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + g * PAIRS, NOTHING);
     }
   };
 
@@ -303,20 +393,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     apart_at += row_step * APART * UNITS;
     states_at += row_step * UNITS;
     y_at += row_step * width;
+    if constexpr (BEFORE) before_at += row_step * UNITS;
     y_gradient_at += row_step * width;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        load(sub, j, t + 2 == time);
-        if (t + 1 + AHEAD < time && has_first && is_row(sub, j)) {
-          const int further = sub * ROWS + j * PASS;
+        load(sub, j, step_of(t + 1), t + 2 == time);
+        if constexpr (OPTIONS) stepper.load(item[sub][j].step, kept[sub][j], step_of(t + 1), next_rows);
+        if (t + 1 + AHEAD < time && has_first && is_row(sub, j) && !PACKED) {
+          const auto further = further_on(sub, j);
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
 #pragma unroll
           for (int i = 0; i < APART; ++i) prefetch(apart_at + AHEAD * row_step * APART * UNITS + (further * APART + i) * UNITS);
           if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
-          prefetch(y_at + (AHEAD * row_step + further) * width);
+          if constexpr (BEFORE)
+            prefetch(before_at + (AHEAD * row_step + further) * UNITS);
+          else
+            prefetch(y_at + (AHEAD * row_step + further) * width);
 #pragma unroll
           for (int s = 1; s < STATES; ++s)
             prefetch(states_at + (s - 1) * state_stride + (AHEAD * row_step + further) * UNITS);
@@ -333,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned phase = t / 2 % 2;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-      float sums[CHAINS][CHUNK][TILES][4] = {};
+      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 2) {
@@ -357,6 +452,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 for (int n = 0; n < TILES; ++n)
                   multiply(sums[half % CHAINS][c][n], weight,
                            right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                if constexpr (GATEWISE)  // the sums of a gate go behind its mask
+                  if ((d + half + 1) % GATE_DEPTHS == 0) {
+                    const int gate = (d + half) / GATE_DEPTHS % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+#pragma unroll
+                    for (int n = 0; n < TILES; ++n) {
+                      float(&sum)[4] = sums[0][c][n];
+                      if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][c][n]);
+                      unsigned bits = 0;
+                      if constexpr (NOISE == BY_GATE)
+                        bits = masks[((strip * SUBS + sub) * TILES + n) * 32 + lane] >> gate * 4;
+#pragma unroll
+                      for (int e = 0; e < 4; ++e) {
+                        float mask = bits >> e & 1 ? 1.f : 0.f;
+                        if constexpr (NOISE == GIVEN_BY_GATE) mask = mask_of(gate, sub, strip, n, e);
+                        if (mask != 0.f) all[c][n][e] += (float)a.o.noise_scale * mask * sum[e];
+                        sum[e] = sums[CHAINS - 1][c][n][e] = 0.f;
+                      }
+                    }
+                  }
               }
       }
 #pragma unroll
@@ -365,8 +479,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (i0 + c >= SHARE || strip >= STRIPS) break;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          float(&sum)[4] = sums[0][c][n];
-          if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][c][n]);
+          float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+          if constexpr (CHAINS == 2 && !GATEWISE) add(sum, sums[CHAINS - 1][c][n]);
           unsigned* const at = putting + (t % 2 ? SOURCES * plane : 0) + (sub * ROWS + n * 8) * SUM_PITCH +
                                (i0 + c) * 16;
           const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
@@ -377,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   };
 
-  const bool wants_initial = a.initial_gradients[0] != nullptr;
+  const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   for (int t = 0; t < time; ++t) {
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
@@ -405,21 +519,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     apart_gradients_at += row_step * APART * UNITS;
     ring_at = (t + 1) % RING == 0 ? 0 : ring_at + buffer;
     if (comes_round && t % PERIOD == 0) fence();
+    if constexpr (OPTIONS) {
+      rows_before = rows, rows = next_rows;
+      if (t + 2 < time) next_rows = rows_of(a, step_of(t + 2));
+      if constexpr (PACKED) row_step = next_rows - rows;
+    }
   }
 
   if (wants_initial)
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
-      arrive(time, sub);
+      if (!LENGTHS || time > 0) arrive(time, sub);
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
         const bool first = has_first && is_row(sub, j), second = first && has_second;
 #pragma unroll
-        for (int s = 0; s < STATES; ++s)
-          store_pair(a.initial_gradients[s] + start_of(sub, j), carried[sub][j][s][0], carried[sub][j][s][1], first,
-                     second);
+        for (int s = 0; s < STATES; ++s) {
+          const bool given = a.initial_gradients[s] != nullptr;
+          store_pair(a.initial_gradients[s] + start_of(sub, j), carried[sub][j][s][0], carried[sub][j][s][1],
+                     given && first, given && second);
+        }
+        if constexpr (OPTIONS) stepper.end(kept[sub][j]);
       }
     }
+  if constexpr (LENGTHS && !PACKED)  // past the end of all of the block's sequences
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const bool first = kept[sub][j].there, second = first && has_second;
+        for (long long t = time; t < a.time; ++t) {
+          const long long row = t * batch + kept[sub][j].sequence;
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            store_pair(a.gate_gradients[direction] + (row * GATES + g) * UNITS + unit, 0.f, 0.f, first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit, 0.f, 0.f, first, second);
+          stepper.past_the_end(kept[sub][j], t * batch);
+        }
+      }
   if constexpr (SUMMED > 0) {  // over the block's sequences, in their order
     __syncthreads();
     float* const ended = (float*)memory;  // [PASS, SUMMED, SLICE]

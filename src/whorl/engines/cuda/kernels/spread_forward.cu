@@ -12,7 +12,10 @@
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
 //   shared     the states of one part, partial sums, more weights
-//   global     x in, gates out in its place where they are saved; y, saved states, final states; the ring of states
+//   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
+//              states, final states; the ring of states
+//
+// What options add stands in options.cu; a kernel without them has none of it.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for all others that own the same sequences, so the launch must be cooperative.
@@ -28,18 +31,22 @@ constexpr int SUM_STRIDE = STRIPS * 16 + 4;
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
+// masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
+constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
 constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int CHUNKS = (UNITS + 7) / 8, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS) == SHARED, "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) == SHARED, "tiling and kernel disagree");
+static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of two gates");
 static_assert(WORDS * 2 >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2, PITCH, WARPS> States;
 
 struct Arguments {
-  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x; where saved, x + r
+  Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
   const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
   const Element* bias[2];     // [RECURRENT x UNITS] or null
+  const Element* x_bias[2];   // [GATES x UNITS] or null
   const Element* vectors[2][MOST(VECTORS)];
   const Element* initial[STATES];  // [directions, batch, UNITS], all or null
   Element* finals[STATES];         // [directions, batch, UNITS]
@@ -47,6 +54,11 @@ struct Arguments {
   Gate* apart[2];                  // [time, batch, APART x UNITS]: r of gates that are not a sum
   float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
   long long time, batch;
+#if OPTIONS
+  Options o;
+#else
+  static constexpr Options o = {};
+#endif
   unsigned* ring;  // [directions, RING, batch, PITCH], ones
   long long first_row, first_direction, directions;
 };
@@ -65,11 +77,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
   unsigned* const states = memory + WEIGHT_WORDS;
   float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
+  unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
   const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
-  const int batch = (int)a.batch, time = (int)a.time;
-  const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
+  const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are a strip's even rows, rows 8 to 15 the odd: a thread has two neighbours
@@ -92,7 +104,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     else
       resident[Weights::resident(i)] = word;
   }
+  // steps of the longest of these sequences
+  const int time = LENGTHS ? longest(a, row0, SUBS * ROWS) : (int)a.time;
+  const bool reverse = direction == 1;
+  const int first_step = reverse && time > 0 ? time - 1 : 0;
+
   for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
+  if constexpr (NOISE == BY_GATE)
+    for (int i = threadIdx.x; i < MASK_WORDS; i += THREADS) {
+      const int its = i % 32, place = row0 + i / 32 % (SUBS * TILES) * 8 + its / 4, depth = i / 32 / (SUBS * TILES);
+      masks[i] = gate_bits(a, place, (depth * 8 + its % 4) * WORD_ELEMENTS, direction);
+    }
   __syncthreads();
 
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
@@ -101,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto is_there = [&](int sub, int j) {
     return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
-  float bias[RECURRENT][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
+  float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
 #pragma unroll
   for (int g = 0; g < RECURRENT; ++g) {
     const Element* const at = a.bias[direction] + g * UNITS + unit;
@@ -109,30 +131,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     bias[g][1] = a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
   }
 #pragma unroll
+  for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
+    const Element* const at = a.x_bias[direction] + g * UNITS + unit;
+    x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+    x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+    if (sum_of(g) >= 0) {
+      bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
+      bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
+    }
+  }
+#pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
     vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
+
+  // The rows of a step begin at `rows`; `next_rows` are those of the step that is computed after it.
+  const int second_step = reverse ? time - 2 : 1;
+  long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? second_step : first_step);
+  long long row_step = PACKED ? next_rows - rows : reverse ? -(long long)batch : batch;
+  const long long width = a.directions * UNITS, begin = rows;
+  const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
+  const Forwards<Arguments> stepper = {a, unit, direction, time, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
+  Ahead items[SUBS][OWN];
 #pragma unroll
   for (int sub = 0; sub < SUBS; ++sub)
 #pragma unroll
-    for (int j = 0; j < OWN; ++j)
-#pragma unroll
-      for (int s = 0; s < STATES; ++s) {
-        const bool given = a.initial[s] != nullptr && is_there(sub, j);
-        const long long at = ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
-        const float2 value = wide_pair(load_pair(a.initial[s] + at, given, given && has_second));
-        state[sub][j][s][0] = value.x;
-        state[sub][j][s][1] = value.y;
-      }
-
-  const long long width = a.directions * UNITS, state_stride = a.time * batch * UNITS;
-  const long long row_step = direction == 0 ? batch : -batch, begin = direction == 0 ? 0 : (a.time - 1) * batch;
-  const long long first = begin + row0 + own_row;  // in tensors of [time, batch]
+    for (int j = 0; j < OWN; ++j) {
+      Ahead& item = items[sub][j];
+      const int place = row0 + sub * ROWS + own_row + j * PASS;
+      item.there = is_there(sub, j);
+      item.sequence = item.there ? sequence_at(a, place) : place;
+      item.ends = LENGTHS && item.there ? min(time, (int)a.o.lengths[item.sequence]) : time;
+    }
+  // the first sequence, and how many rows further on the others are
+  const auto sequence_of = [&](int sub, int j) {
+    return ORDER ? items[sub][j].sequence : (long long)row0 + own_row + sub * ROWS + j * PASS;
+  };
+  const long long row = sequence_of(0, 0), first = begin + row;  // in tensors of [time, batch]
+  const auto further_on = [&](int sub, int j) { return ORDER ? sequence_of(sub, j) - row : sub * ROWS + j * PASS; };
+  const auto step_of = [&](int t) { return reverse ? time - 1 - t : t; };
   Gate* gates_at = a.gates[direction] + first * GATES * UNITS + unit;
   Element* y_at = a.y + first * width + direction * UNITS + unit;
   Gate* apart_at = a.apart[direction] + first * APART * UNITS + unit;
   float* states_at = a.states[direction] + first * UNITS + unit;
+  Element* before_at = BEFORE ? a.o.before[direction] + first * UNITS + unit : nullptr;
+  const auto store_before = [&](int sub, int j, int step, long long beyond) {  // the states before a step, at its rows
+    const Ahead& item = items[sub][j];
+    const bool stored = PACKED ? stepper.within(item, step) : item.there, also = stored && has_second;
+    const long long at = (beyond + further_on(sub, j)) * UNITS;
+    store_pair(before_at + at, state[sub][j][0][0], state[sub][j][0][1], stored, also);
+#pragma unroll
+    for (int s = 1; s < STATES; ++s)
+      store_wide_pair(states_at + (s - 1) * state_stride + at, state[sub][j][s][0], state[sub][j][s][1], stored, also);
+  };
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      Ahead& item = items[sub][j];
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.initial[s] != nullptr && item.there;
+        const long long at = ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
+        const float2 value = wide_pair(load_pair(a.initial[s] + at, given, given && has_second));
+        state[sub][j][s][0] = value.x;
+        state[sub][j][s][1] = value.y;
+      }
+      if constexpr (OPTIONS) {
+        stepper.begin(item, state[sub][j], first_step, rows, second_step, next_rows);
+        if constexpr (BEFORE && SAVED) store_before(sub, j, first_step, 0);
+      }
+    }
 
   // the ring: what this thread reads and writes; the places of the step before, which is read, and of this step
   const long long buffer = (long long)batch * PITCH;
@@ -153,17 +223,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long ahead = AHEAD * row_step * GATES * UNITS;
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
 
+  // what of a word of the product's operand a gate's mask leaves: word `which` of the thread's two at a depth
+  const auto behind_mask = [&](int sub, int n, int depth, int which, int gate, unsigned word) {
+    if constexpr (NOISE == BY_GATE)
+      return passed(word, masks[((split * DEPTHS + depth) * SUBS * TILES + sub * TILES + n) * 32 + lane], gate * 2 + which);
+    const int place = row0 + sub * ROWS + n * 8 + lane / 4;
+    const int column = ((split * DEPTHS + depth) * 8 + lane % 4 + which * 4) * WORD_ELEMENTS;
+    return times(word, mask_word(a, gate, place, column, direction));
+  };
+
   // x of a part at step t, whose place is given
   GatePair x[SUBS][OWN][GATES];
   const auto read = [&](int sub, int t, const Gate* place, GatePair(&into)[OWN][GATES]) {
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      const Gate *const at = place + (sub * ROWS + j * PASS) * GATES * UNITS, *const far = at + ahead;
-      const bool first = is_there(sub, j), second = first && has_second;
+      const Gate *const at = place + further_on(sub, j) * GATES * UNITS, *const far = at + ahead;
+      const bool first = stepper.within(items[sub][j], step_of(t)), second = first && has_second;
 #pragma unroll
       for (int g = 0; g < GATES; ++g) {
         into[j][g] = load_gates(at + g * UNITS, first, second);
-        if (t + AHEAD < time && first) prefetch(far + g * UNITS);
+        if (t + AHEAD < time && first && !PACKED) prefetch(far + g * UNITS);
       }
     }
   };
@@ -171,18 +250,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int sub = 0; sub < SUBS; ++sub) read(sub, 0, gates_at, x[sub]);
   for (int t = 0; t < time; ++t) {
     const unsigned* const seen_next = first_seen + sent_at;
+    const int step_now = step_of(t), next_step = step_of(t + 1);
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       if (t > 0) {
         arrival.settle(seen + sub * ROWS * PITCH, left_of(sub), lane);
         arrival.place(states + arrived_at, STRIDE, warp, lane);
-      } else if (a.initial[0] != nullptr) {
-        const Element* const initial = a.initial[0] + ((long long)direction * batch + row0 + sub * ROWS) * UNITS;
+      } else if (a.initial[0] != nullptr || RESET_TO) {
         for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
-          const int row = i / PITCH, column = i % PITCH * 2;
-          const bool there = row0 + sub * ROWS + row < batch && column < UNITS;
-          states[row * STRIDE + i % PITCH] =
-              load_pair(initial + (long long)row * UNITS + column, there, there && column + 1 < UNITS);
+          const int place = row0 + sub * ROWS + i / PITCH, column = i % PITCH * 2;
+          const bool there = place < batch && column < UNITS;
+          const long long sequence = there ? sequence_at(a, place) : 0;
+          const auto value = [&](int unit) {
+            return there && unit < UNITS ? first_operand(a, sequence, unit, direction, first_step) : Element{};
+          };
+          states[i / PITCH * STRIDE + i % PITCH] = joined(value(column), value(column + 1));
         }
       }
       __syncthreads();
@@ -190,6 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       GatePair next[OWN][GATES];
       {
         float sums[CHAINS][SHARE][TILES][4] = {};
+        int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
+        if constexpr (GATEWISE) keep(row_gate);  // else the weights of each gate alone are made before the loop, and spilled
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
@@ -207,6 +291,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 const int i = (d + half) * SHARE + s;
                 const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
                                                           : resident[Weights::resident(i)];
+                if constexpr (GATEWISE) {  // a strip has rows of two gates: each is multiplied for itself
+#pragma unroll
+                  for (int which = 0; which < 2; ++which) {
+                    const int gate = (group * SHARE + s) * 16 / (2 * SLICE) * 2 + which;
+                    if (gate >= RECURRENT) break;
+                    const bool mine = gate + 1 - which == RECURRENT || row_gate == which;
+                    const uint4 own = mine ? weight : uint4{0, 0, 0, 0};
+#pragma unroll
+                    for (int n = 0; n < TILES; ++n)
+                      multiply(sums[half % CHAINS][s][n], own,
+                               right_of(behind_mask(sub, n, d + half, 0, gate, half ? b[n].z : b[n].x),
+                                        behind_mask(sub, n, d + half, 1, gate, half ? b[n].w : b[n].y)));
+                  }
+                  continue;
+                }
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
                   multiply(sums[half % CHAINS][s][n], weight,
@@ -232,13 +331,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       __syncthreads();
 
-      float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES] = {};
+      float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES] = {}, output[OWN][2] = {};
       if (own_row < PASS) {
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
 #pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) r[j][0][g] = bias[g][0], r[j][1][g] = bias[g][1];
+          for (int g = 0; g < RECURRENT; ++g)
+            r[j][0][g] = GATEWISE ? 0.f : bias[g][0], r[j][1][g] = GATEWISE ? 0.f : bias[g][1];
 #pragma unroll
           for (int s = 0; s < SPLITS; ++s) {
             const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
@@ -257,26 +357,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               }
             }
           }
+          if constexpr (GATEWISE)
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+              for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const float2 value = wide_gates(x[sub][j][g]);
-            given[j][0][g] = value.x;
-            given[j][1][g] = value.y;
+            given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
+            given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
           }
+          float entering[2];
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
-            float v[MOST(VECTORS)], before[STATES];
+            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
 #pragma unroll
-            for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
-            step(given[j][u], r[j][u], before, v, nullptr, after[j][u]);
+            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
 #pragma unroll
-            for (int s = 0; s < STATES; ++s) state[sub][j][s][u] = after[j][u][s];
+            for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+            step(given[j][u], r[j][u], before, v, e, after[j][u]);
+            stepper.end(items[sub][j], u, step_now, before, after[j][u], state[sub][j], output[j][u], entering[u]);
           }
           if (t + 1 < time && is_there(sub, j))
             put(sent + sent_at + (sub * ROWS + j * PASS) * PITCH,
-                something(narrow_pair(after[j][0][0], has_second ? after[j][1][0] : 0.f)));
+                something(narrow_pair(entering[0], has_second ? entering[1] : 0.f)));
         }
       }
 
@@ -285,33 +392,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (t + 1 < time)
 #pragma unroll
           for (int g = 0; g < GATES; ++g) x[sub][j][g] = next[j][g];
-        const bool first = is_there(sub, j), second = first && has_second;
-        const int further = sub * ROWS + j * PASS;
-        store_pair(y_at + further * width, after[j][0][0], after[j][1][0], first, second);
+        const Ahead& item = items[sub][j];
+        const bool first = PACKED ? stepper.within(item, step_now) : item.there, second = first && has_second;
+        const auto further = further_on(sub, j);
+        store_pair(y_at + further * width, output[j][0], output[j][1], first, second);
+        if constexpr (SEQUENCES) {
+          const bool shown = !LENGTHS || step_now < item.ends;
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (a.o.sequences[s] != nullptr)
+              store_pair(a.o.sequences[s] + (y_at - a.y) + further * width, shown ? after[j][0][s] : 0.f,
+                         shown ? after[j][1][s] : 0.f, first, second);
+        }
         if constexpr (SAVED) {
 #pragma unroll
-          for (int g = 0; g < GATES; ++g)
-            if (sum_of(g) >= 0)
-              store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g] + r[j][0][sum_of(g)],
-                         given[j][1][g] + r[j][1][sum_of(g)], first, second);
+          for (int g = 0; g < GATES; ++g) {
+            const bool sum = sum_of(g) >= 0;
+            const int of_r = sum ? sum_of(g) : 0;
+            store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g] + (sum ? r[j][0][of_r] : 0.f),
+                        given[j][1][g] + (sum ? r[j][1][of_r] : 0.f), first, second);
+          }
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_gates(apart_at + (further * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first, second);
+          if constexpr (BEFORE) {
+            if (t + 1 < time) store_before(sub, j, next_step, row_step);
+          } else {
 #pragma unroll
-          for (int s = 1; s < STATES; ++s)
-            store_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, after[j][0][s], after[j][1][s], first,
-                            second);
+            for (int s = 1; s < STATES; ++s)
+              store_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, after[j][0][s], after[j][1][s], first,
+                              second);
+          }
         }
         if (t + 1 == time) {
-          const long long end = ((long long)direction * batch + row0 + sub * ROWS + own_row + j * PASS) * UNITS + unit;
+          const long long end = ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
 #pragma unroll
           for (int s = 0; s < STATES; ++s)
-            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], first, second);
+            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], item.there, item.there && has_second);
         }
-        if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && first) {  // everyone has read these
+        if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && item.there) {  // everyone has read these
 #pragma unroll
           for (int back = 0; back < PERIOD; ++back)
             put(sent + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH, NOTHING);
+        }
+      }
+      if constexpr (OPTIONS) {
+        if (t + 1 < time) {
+          const bool goes_on = t + 2 < time;
+          const int later = step_of(t + 2);
+          const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
+#pragma unroll
+          for (int j = 0; j < OWN; ++j)
+            stepper.advance(items[sub][j], next_step, next_rows, goes_on, later, later_rows);
         }
       }
     }
@@ -321,7 +453,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     y_at += row_step * width;
     apart_at += row_step * APART * UNITS;
     states_at += row_step * UNITS;
+    if constexpr (BEFORE) before_at += row_step * UNITS;
     seen = seen_next;
     sent_at = (t + 1) % RING == 0 ? 0 : sent_at + buffer;
+    if constexpr (OPTIONS) {
+      rows = next_rows;
+      if (t + 2 < time) next_rows = rows_of(a, step_of(t + 2));
+      if constexpr (PACKED) row_step = next_rows - rows;
+    }
   }
+  if constexpr (LENGTHS)
+#pragma unroll
+    for (int sub = 0; sub < SUBS; ++sub)
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const bool first = items[sub][j].there, second = first && has_second;
+        const long long sequence = sequence_of(sub, j);
+        if (time == 0)
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            store_pair(a.finals[s] + ((long long)direction * batch + sequence) * UNITS + unit, state[sub][j][s][0],
+                       state[sub][j][s][1], first, second);
+        for (long long t = time; t < a.time && !PACKED; ++t) {  // past the end of all of the block's sequences
+          const long long at = t * batch + sequence, shown = at * width + direction * UNITS + unit;
+          store_pair(a.y + shown, 0.f, 0.f, first, second);
+          if constexpr (SEQUENCES)
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (a.o.sequences[s] != nullptr) store_pair(a.o.sequences[s] + shown, 0.f, 0.f, first, second);
+          if constexpr (SAVED) store_pair(a.o.before[direction] + at * UNITS + unit, 0.f, 0.f, first, second);
+        }
+      }
 }

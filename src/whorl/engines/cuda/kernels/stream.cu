@@ -55,11 +55,20 @@ __forceinline__ void multiply(real& sum, const Piece& weight, const Piece& value
 
 __forceinline__ Piece piece(const store* from) { return *(const Piece*)from; }
 
+// The same from any place.
+__forceinline__ Piece piece_by_element(const store* from) {
+  Piece made;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) ((store*)&made)[i] = from[i];
+  return made;
+}
+
 // Add the products of one unit's rows of weights, `apart` elements from gate to gate, with the streams' operands.
+// Weights are read in pieces where they are `whole`; operands that lie at an odd place change no bit of the sums.
 template <int COUNT, int ROWS>
 __forceinline__ void add(
     real (&sums)[MOST(COUNT)][ROWS], const store* weights, int64_t apart, const store* operands, int64_t depth, int rows,
-    bool whole) {
+    bool whole, bool odd) {
   const int lane = threadIdx.x % 32;
   if (COUNT == 0) return;
   if (whole) {
@@ -71,7 +80,7 @@ __forceinline__ void add(
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         if (r >= rows) break;
-        const Piece value = piece(operands + r * depth + k);
+        const Piece value = odd ? piece_by_element(operands + r * depth + k) : piece(operands + r * depth + k);
 #pragma unroll
         for (int g = 0; g < COUNT; ++g) multiply(sums[g][r], weight[g], value);
       }
@@ -107,8 +116,9 @@ template <int ROWS>
 __forceinline__ void unit_of(const Arguments& a, int64_t unit, int64_t first, const store* from, store* to, bool whole) {
   const int rows = int(a.batch - first < ROWS ? a.batch - first : ROWS), lane = threadIdx.x % 32;
   real x[MOST(GATES)][ROWS] = {}, r[MOST(RECURRENT)][ROWS] = {};
-  add<GATES>(x, a.ih + unit * a.inputs, a.units * a.inputs, a.x + first * a.inputs, a.inputs, rows, whole);
-  add<RECURRENT>(r, a.hh + unit * a.units, a.units * a.units, from + first * a.units, a.units, rows, whole);
+  add<GATES>(x, a.ih + unit * a.inputs, a.units * a.inputs, a.x + first * a.inputs, a.inputs, rows, whole,
+             (unsigned long long)a.x % 16 != 0);
+  add<RECURRENT>(r, a.hh + unit * a.units, a.units * a.units, from + first * a.units, a.units, rows, whole, false);
   const int64_t stream = first + lane;
   const bool mine = lane < rows, begins = mine && a.reset && a.reset[stream];
   real own_x[MOST(GATES)], own_r[MOST(RECURRENT)], saved[MOST(SAVED + SAVED_MEANS)];
@@ -157,8 +167,7 @@ extern "C" __global__ void __launch_bounds__(128) NAME(stream)(const __grid_cons
   const int turn = *(volatile int*)a.turn;
   const store* const from = a.operands + turn * a.batch * a.units;
   store* const to = a.operands + (1 - turn) * a.batch * a.units;
-  // pieces of 16 bytes throughout: torch's memory begins at 16 bytes and more, a view may not
-  const bool whole = a.inputs % EACH == 0 && a.units % EACH == 0 && (unsigned long long)a.x % 16 == 0;
+  const bool whole = a.inputs % EACH == 0 && a.units % EACH == 0;  // matrices begin at 16 bytes, x may not
   if (unit < a.units) {
     if (a.batch == 1)
       unit_of<1>(a, unit, 0, from, to, whole);

@@ -1,0 +1,173 @@
+"""What a training step does beside its products and its layers, each in one pass over memory.
+
+On a GPU kernels of `text/kernels`, elsewhere plain torch, which says what they mean.
+"""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.engines.cuda import store
+from whorl.engines.cuda.compile import missing
+from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.tiling import Chip
+
+_KERNELS = Path(__file__).parent / "kernels"
+_THREADS = {"loss": 512, "loss_backward": 512}
+_LAYOUTS = {
+    "loss": "4Qq", "loss_backward": "5Q2q", "take": "3Q2q", "sum_rows": "4Q3q", "move_rows": "5Qq", "move": "128QQ",
+    "squares": "16Q16qQ",
+}  # fmt: skip
+_AT_ONCE = 16  # parameters of one launch of move.cu
+_BLOCKS = 528  # of each of them: four on each multiprocessor of an H200
+MOST_ROWS = 1 << 15  # of `sum_rows`: a byte of shared memory each
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the kernels run on a device: it is a GPU, and they can be compiled."""
+    return device.type == "cuda" and missing() is None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all rows in nats, [] in float32 or wider.
+
+    Args:
+        logits: [rows, tokens].
+        targets: int64 [rows].
+    """
+    if logits.dtype == torch.bfloat16 and runs_kernels(logits.device):
+        return _CrossEntropy.apply(logits.contiguous(), targets.contiguous())
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Reads bfloat16 twice, and writes its gradient: torch widens, writes, reads and narrows it again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, tokens = logits.shape
+        nats, logs = logits.new_empty(2, rows, dtype=torch.float32)
+        _run("loss", logits, rows, 1, 2048, logits, targets, nats, logs, tokens)
+        ctx.save_for_backward(logits, targets, logs)
+        return nats.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        logits, targets, logs = ctx.saved_tensors
+        rows, tokens = logits.shape
+        made = torch.empty_like(logits)
+        _run("loss_backward", logits, rows, 1, 0, logits, targets, logs, grads[0].contiguous(), made, tokens, rows)
+        return made, None
+
+
+def take(table: Tensor, tokens: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The rows of `table` [all, its width] that `tokens` [...] name, [..., width] in `dtype`; zeros past their end."""
+    if table.dtype == torch.float32 and dtype == torch.bfloat16 and runs_kernels(table.device):
+        made = table.new_empty(*tokens.shape, width, dtype=dtype)
+        tokens = tokens.contiguous()
+        _run("take", table, tokens.numel(), 1, 0, table, tokens, made, table.shape[1], width)
+        return made
+    return F.pad(F.embedding(tokens, table).to(dtype), (0, width - table.shape[1]))
+
+
+def sum_rows(grads: Tensor, tokens: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of rows, those of equal tokens added: at the first of them the sum, at the others zero.
+
+    Args:
+        grads: [rows, width or more]; tokens: int64 [rows].
+
+    Returns:
+        [rows, width] in `dtype`, and int32 [rows]: whether a row is the first of its token.
+    """
+    rows = len(tokens)
+    if grads.dtype == torch.bfloat16 and runs_kernels(grads.device):
+        made = grads.new_empty(rows, width, dtype=torch.float32)
+        first = tokens.new_empty(rows, dtype=torch.int32)
+        space = (rows + 15) // 16 * 16 + 4
+        wide = grads.shape[1]
+        _run("sum_rows", grads, rows, 1, space, grads.contiguous(), tokens, made, first, rows, width, wide)
+        return made, first
+    alike = tokens.unsqueeze(0) == tokens.unsqueeze(1)
+    first = alike.to(torch.int32).argmax(1) == torch.arange(rows, device=tokens.device)
+    made = torch.where(first.unsqueeze(1), alike.to(dtype) @ grads[:, :width].to(dtype), 0)
+    return made, first.to(torch.int32)
+
+
+def move_rows(table: Tensor, tokens: Tensor, grads: Tensor, first: Tensor, rate: Tensor) -> None:
+    """table[token] -= rate * grad, for the rows that are the first of their token; arguments as `sum_rows` has them."""
+    if table.dtype == torch.float32 and runs_kernels(table.device):
+        _run("move_rows", table, len(tokens), 1, 0, table, tokens, grads, first, rate, table.shape[1])
+        return
+    table.index_add_(0, tokens, torch.where(first.bool().unsqueeze(1), -rate * grads, 0))
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all numbers of all tensors together, [] in float32 or wider."""
+    like = tensors[0]
+    if not (runs_kernels(like.device) and all(tensor.dtype == torch.bfloat16 for tensor in tensors)):
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return torch.stack([tensor.to(wide).square().sum() for tensor in tensors]).sum()
+    sums = like.new_empty(len(tensors), _BLOCKS, dtype=torch.float32)
+    for at in range(0, len(tensors), _AT_ONCE):
+        part = [tensor.contiguous() for tensor in tensors[at : at + _AT_ONCE]]
+        rest = [0] * (_AT_ONCE - len(part))
+        _run("squares", like, _BLOCKS, len(part), 1024, *part, *rest, *[each.numel() for each in part], *rest, sums[at])
+    return sums.sum()
+
+
+class Moved(NamedTuple):
+    """A parameter in blocks of rows, [blocks, rows, columns], and where its copy lies in something larger, likewise."""
+
+    own: Tensor
+    copy: Tensor
+
+    def within(self, like: Tensor) -> Tensor:
+        """The parameter's part of what lies as that larger thing does."""
+        return like.as_strided(self.copy.shape, self.copy.stride(), like.storage_offset() + self.copy.storage_offset())
+
+
+def move(parameters: Sequence[Moved], grads: Sequence[Tensor], rate: Tensor) -> None:
+    """own -= rate * grad, copy = own, for each parameter; gradients lie as the copies do."""
+    pairs = list(zip(parameters, grads, strict=True))
+    first = parameters[0]
+    kernels = (first.own.dtype, first.copy.dtype) == (torch.float32, torch.bfloat16) and runs_kernels(first.own.device)
+    if not kernels:
+        for each, grad in pairs:
+            each.own.sub_(rate * grad.to(each.own.dtype))
+            each.copy.copy_(each.own)
+        return
+    for at in range(0, len(pairs), _AT_ONCE):
+        values: list[Any] = []
+        for each, grad in pairs[at : at + _AT_ONCE]:
+            values += [each.own, grad, each.copy, *each.own.shape, *each.copy.stride()[:2]]
+        count = len(values) // 8
+        values += [0] * (8 * (_AT_ONCE - count))
+        _run("move", rate, _BLOCKS, count, 0, *values, rate)
+
+
+def _run(kind: str, like: Tensor, blocks: int, second: int, shared: int, *values: Tensor | int) -> None:
+    """Launch a kernel on the current stream of the device of `like`."""
+    device = like.device
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kernel = loaded(("text", kind, shared, index), partial(_load, kind, shared, index))
+    given = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+    with torch.cuda.device(index):
+        kernel(torch._C._cuda_getCurrentRawStream(index), blocks, second, *given)
+
+
+def _load(kind: str, shared: int, index: int) -> Kernel:
+    chip = Chip(torch.cuda.get_device_capability(index), 1)
+    code = store.kernel(source(kind), kind, chip.architecture)
+    return Kernel(code, kind, index, _THREADS.get(kind, 256), shared, 1, _LAYOUTS[kind])
+
+
+@cache
+def source(kind: str) -> str:
+    """The source of a kernel."""
+    text, numbers = ((_KERNELS / f"{name}.cu").read_text(encoding="utf-8") for name in (kind, "numbers"))
+    return f"#define KERNEL {kind}\n" + text.replace("// @numbers\n", numbers, 1)

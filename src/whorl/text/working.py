@@ -1,0 +1,277 @@
+"""The copy of a model's parameters that a step of SGD in bfloat16 works on.
+
+Autocast rounds every weight to bfloat16 at every step, widens every gradient and, where an axis is no multiple of 16
+bytes, multiplies slowly.  Here the copy is what forward and backward read, its gradients are what they are, and one
+pass moves the float32 parameter and its copy together.  The numbers are those of autocast.
+
+The embedding has no copy: a step reads the rows of its window, and moves those alone.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.layer import Layer
+from whorl.text import passes
+from whorl.text.group import Group
+from whorl.text.model import LAYERS, Architecture, LanguageModel, States
+from whorl.text.passes import Moved
+from whorl.text.recipe import Recipe
+
+_MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
+_SMALL = 1 << 16  # numbers of a gradient that is exchanged together with others
+# Of these cells, with these options, a unit whose weights are all zero stays zero, as do the gradients of its weights.
+_PADDED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_PADDED_OPTIONS = {
+    "bias", "recurrent_dropout", "recurrent_dropout_mode", "input_dropout", "weight_drop", "zoneout", "peephole",
+    "coupled", "clip", "reset_after", "memory",
+}  # fmt: skip
+
+
+def works(model: LanguageModel, recipe: Recipe) -> bool:
+    """Whether a recipe's steps are taken on a copy: those of plain SGD under autocast."""
+    plain = recipe.optimizer == "sgd" and not recipe.weight_decay and recipe.precision == "bf16"
+    short = recipe.batch * recipe.time <= passes.MOST_ROWS
+    whole = recipe.accumulate == 1 and not model.architecture.tied
+    return plain and short and whole and model.head.bias.dtype == torch.float32
+
+
+class Working:
+    """A model's parameters in another dtype, and a step of SGD on both.
+
+    On a GPU units and embedding are made multiples of 8 with units that are zero and stay so, where the cell and its
+    options allow it. Beside other processes each layer is called apart, so that its gradients travel while those of
+    the layer below are computed.
+
+    Args:
+        model: with float parameters, which are always those of the last step.
+        group: of processes that take the step together.
+        dtype: of the copy.
+        padded: whether axes are widened.
+    """
+
+    def __init__(
+        self, model: LanguageModel, group: Group, dtype: torch.dtype = torch.bfloat16, padded: bool | None = None
+    ) -> None:
+        self.model, self.group, self.dtype = model, group, dtype
+        own = model.architecture
+        padded = model.device.type == "cuda" if padded is None else padded
+        wide = _widened(own) if padded and _can_widen(model) else own
+        self.units, self.embedding = (own.units, wide.units), wide.embedding
+        ours = isinstance(model.recurrent, Layer)
+        self.recurrent: Any
+        if ours and (group.joined or wide is not own):
+            with torch.device("meta"):
+                self.recurrent = _Apart(wide) if group.joined else wide.layer()
+            self.recurrent.to_empty(device=model.device)
+        else:
+            self.recurrent = copy.deepcopy(model.recurrent)
+        self.recurrent.to(dtype).requires_grad_()
+        self.recurrent.train(model.training)
+        tokens, self.width = model.head.weight.shape
+        columns = self.width + 1  # the last one holds the bias: its gradient comes with that of the weight
+        columns = _up(columns) if padded else columns
+        self.head = nn.Parameter(torch.empty(tokens, columns, device=model.device, dtype=dtype))
+        self._one = torch.zeros(columns, device=model.device, dtype=dtype)
+        self._one[self.width] = 1
+        self._copies = [*self.recurrent.parameters(), self.head]
+        self._moved = list(self._pairs())
+        for parameter in model.parameters():
+            group.same(parameter.detach())
+        self.refresh()
+        self._exchanges: list[Callable[[], None]] = []
+        self._small: list[Tensor] = []
+        if group.joined:
+            for parameter in self._copies:
+                parameter.register_post_accumulate_grad_hook(self._exchange)
+
+    def refresh(self) -> None:
+        """Make the copies those of the parameters."""
+        with torch.no_grad():
+            for each in self._copies:
+                each.zero_()
+        for each, _ in self._moved:
+            each.copy.copy_(each.own)
+
+    def learn(
+        self, inputs: Tensor, targets: Tensor, states: States | None, rate: Tensor, recipe: Recipe
+    ) -> tuple[Tensor, States]:
+        """Train on a window: its loss, and the states after it.
+
+        Args:
+            inputs, targets: token numbers [time, batch].
+            states: those before the window, as the model has them; None: zeros.
+            rate: [], float32; it is scaled as the gradients are clipped.
+            recipe: how gradients are clipped.
+        """
+        loss, after, grads, tokens, to_rows = self._backward(inputs, targets, states)
+        summed, first = passes.sum_rows(to_rows, tokens, self._embedding.shape[1], self._embedding.dtype)
+        if self.group.size > 1:
+            summed = summed / self.group.size
+        if recipe.clip:
+            if recipe.clip_rows:
+                squares = passes.sum_of_squares([to_rows]) / self.group.size**2
+            else:
+                squares = passes.sum_of_squares([summed])
+            norm = (passes.sum_of_squares(grads) + squares).sqrt()
+            rate = rate.mul_(torch.clamp(recipe.clip / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
+        with torch.no_grad():
+            passes.move_rows(self._embedding, tokens, summed, first, rate)
+            passes.move([each for each, _ in self._moved], [each.within(grads[of]) for each, of in self._moved], rate)
+        return loss, after
+
+    def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The loss on a window, and the gradient of each parameter of the model by its name, which stays as it is."""
+        loss, _, grads, tokens, to_rows = self._backward(inputs, targets, None)
+        table = torch.zeros_like(self._embedding)
+        table.index_add_(0, tokens, to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
+        own = {each.own.data_ptr(): each.within(grads[of]) for each, of in self._moved}
+        found = {"loss": loss}
+        for name, parameter in self.model.named_parameters():
+            found[name] = own.get(parameter.data_ptr(), table).reshape(parameter.shape)
+        return found
+
+    def _backward(
+        self, inputs: Tensor, targets: Tensor, states: States | None
+    ) -> tuple[Tensor, States, list[Tensor], Tensor, Tensor]:
+        """The loss, the states after it, the copies' gradients, the embedding's tokens and rows' gradients."""
+        for parameter in self._copies:
+            parameter.grad = None
+        rows = passes.take(self._embedding, inputs, self.embedding, self.dtype).requires_grad_()
+        loss, after = self._loss(rows, targets, states)
+        loss.backward()
+        assert rows.grad is not None
+        tokens = self.group.joint(inputs.flatten(), 0)
+        to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)
+        self._end_exchanges()
+        grads = [_gradient(parameter) for parameter in self._copies]
+        return loss.detach(), after, grads, tokens, to_rows
+
+    @property
+    def _embedding(self) -> Tensor:
+        return self.model.embedding.weight.detach()
+
+    def _loss(self, rows: Tensor, targets: Tensor, states: States | None) -> tuple[Tensor, States]:
+        own, wide = self.units
+        dropout = self.model.architecture.dropout if self.model.training else 0.0
+        given: Any = states
+        if states is not None:
+            given = tuple(F.pad(state.to(self.dtype), (0, wide - own)) for state in states)
+            given = given[0] if len(given) == 1 else given
+        outputs, finals = self.recurrent(F.dropout(rows, dropout), given)
+        finals = finals if isinstance(finals, tuple) else (finals,)
+        outputs = F.dropout(outputs, dropout)
+        logits = _WithOne.apply(outputs, self._one).flatten(0, 1) @ self.head.t()
+        loss = passes.cross_entropy(logits, targets.flatten())
+        return loss, tuple(state.detach()[..., :own] if wide > own else state.detach() for state in finals)
+
+    def _pairs(self) -> Iterator[tuple[Moved, int]]:
+        """Each parameter beside its copy, and of which of `_copies` that is a part."""
+        own, wide = self.units
+        apart = isinstance(self.recurrent, _Apart)
+        given = {_apart(name) if apart else name: made for name, made in self.model.recurrent.named_parameters()}
+        for place, (name, made) in enumerate(self.recurrent.named_parameters()):
+            parameter = given[name].detach()
+            blocks = len(parameter) // own if wide > own else 1
+            both = (parameter, made.detach())
+            rows = [1 if tensor.dim() == 1 else len(tensor) // blocks for tensor in both]
+            of, to = (tensor.view(blocks, count, -1) for tensor, count in zip(both, rows, strict=True))
+            yield Moved(of, to[:, : of.shape[1], : of.shape[2]]), place
+        weight, bias, head = self.model.head.weight.detach(), self.model.head.bias.detach(), self.head.detach()
+        yield Moved(weight.unsqueeze(0), head[None, :, : self.width]), len(self._copies) - 1
+        yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1]), len(self._copies) - 1
+
+    def _exchange(self, parameter: Tensor) -> None:
+        """Send a gradient on its way; the small ones wait for each other."""
+        assert parameter.grad is not None
+        if parameter.numel() > _SMALL:
+            self._exchanges.append(self.group.averaging(parameter.grad))
+        else:
+            self._small.append(parameter.grad)
+
+    def _end_exchanges(self) -> None:
+        if self._small:
+            joined = torch.cat([grad.flatten() for grad in self._small])
+            self._exchanges.append(self.group.averaging(joined))
+        for finish in self._exchanges:
+            finish()
+        if self._small:
+            sizes = [grad.numel() for grad in self._small]
+            for grad, part in zip(self._small, joined.split(sizes), strict=True):
+                grad.copy_(part.view_as(grad))
+        self._exchanges.clear()
+        self._small.clear()
+
+
+class _WithOne(torch.autograd.Function):
+    """x with the number that `one` has behind its own numbers, and zeros up to the length of `one`.
+
+    What x has beyond its own numbers is zero, and its gradient stays zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Tensor) -> Tensor:
+        ctx.have = x.shape[-1]
+        ctx.save_for_backward(one)
+        return (x if ctx.have == len(one) else F.pad(x, (0, len(one) - ctx.have))) + one
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return (grads[0] * (1 - ctx.saved_tensors[0]))[..., : ctx.have], None
+
+
+class _Apart(nn.Module):
+    """The recurrent layers of an architecture, a module for each."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        single = [replace(architecture, layers=1)] * architecture.layers
+        width = architecture.options.get("proj_size") or architecture.units
+        single[1:] = [replace(each, embedding=width) for each in single[1:]]
+        self.layers = nn.ModuleList(each.layer() for each in single)
+        self.dropout = architecture.dropout
+
+    def forward(self, x: Tensor, states: Any) -> tuple[Tensor, Any]:
+        finals = []
+        for place, layer in enumerate(self.layers):
+            x = F.dropout(x, self.dropout, self.training) if place else x
+            given = states
+            if isinstance(states, tuple):
+                given = tuple(state[place : place + 1] for state in states)
+            elif states is not None:
+                given = states[place : place + 1]
+            x, final = layer(x, given)
+            finals.append(final)
+        if isinstance(finals[0], tuple):
+            return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+        return x, torch.cat(finals)
+
+
+def _apart(name: str) -> str:
+    """The name of a layer's parameter among those of `_Apart`: layers.2.bias_hh_l0 for bias_hh_l2."""
+    which, layer = name.rsplit("_l", 1)
+    return f"layers.{layer}.{which}_l0"
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.contiguous()
+
+
+def _up(width: int) -> int:
+    return -(-width // _MULTIPLE) * _MULTIPLE
+
+
+def _widened(own: Architecture) -> Architecture:
+    return replace(own, units=_up(own.units), embedding=_up(own.embedding))
+
+
+def _can_widen(model: LanguageModel) -> bool:
+    own = model.architecture
+    ours = isinstance(model.recurrent, Layer) and own.cell in LAYERS
+    return ours and own.cell in _PADDED and set(own.options) <= _PADDED_OPTIONS
