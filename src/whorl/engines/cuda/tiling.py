@@ -138,11 +138,11 @@ def forward(
     if room is None:
         return None
     resident = min(depths, room // (4 * size.planes * size.recurrent)) if resident is None else resident
-    states = size.planes * 8 * tiles * (splits * depths * 8 + 4)
+    states = size.planes * 8 * tiles * splits * depths * 8
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
     streamed = warps * (depths - resident) * size.recurrent * size.planes * 128
-    shared = 4 * (streamed + 2 * states + partial + masks) + 16 * subs
+    shared = 4 * (streamed + 2 * states + partial + masks + 8 * tiles * size.halves) + 16 * subs
     if shared > limit or groups * subs > 15:
         return None
     made = (cluster, units, tiles, resident, shared, warps, subs, splits, depths)

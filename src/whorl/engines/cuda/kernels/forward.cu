@@ -39,21 +39,29 @@ constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
 constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / SPLITS;
 constexpr int GROUPS = SLICE / 16, WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = DEPTHS - RESIDENT;
-constexpr int PLANE_WORDS = ROWS * STRIDE, STATE_WORDS = PLANES * PLANE_WORDS;
+constexpr int PLANE_WORDS = ROWS * WORDS, STATE_WORDS = PLANES * PLANE_WORDS;
 constexpr int PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * PLANES * 128;
 // masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
+constexpr int SCALE_WORDS = HALVES ? ROWS : 0;  // of initial states, for each sequence
 constexpr unsigned ARRIVING = 8 * PART * CLUSTER * SLICE * OPERAND_BYTES * PLANES;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 * SUBS == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
 static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
 static_assert(SUBS == 1 || 2 * PART % SPLITS == 0 || SPLITS % (2 * PART) == 0, "no round of items is of one sub-tile");
+
+// Where a word of a sequence's operand lies among the states: [depth, tile, odd or even, 4 sequences, 8 words].  What a
+// warp sends to a block at once is then 128 bytes in a row.  The 16 bytes of 8 sequences that a tensor core reads together
+// are in 32 different banks.
+__device__ __forceinline__ constexpr int word_of(int row, int word) {
+  const int half = word / 4 % 2 ^ row % 2;
+  return (((word / 8 * TILES + row / 8) * 2 + row % 2) * 4 + row % 8 / 2) * 8 + half * 4 + word % 4;
+}
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -92,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* const states = memory + WEIGHT_WORDS;
   float* const partial = (float*)(states + 2 * STATE_WORDS);  // [group, item, split, two gates, lane, gate, unit]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
-  const unsigned barriers = shared_address(masks + MASK_WORDS);
+  float* const scales = (float*)(masks + MASK_WORDS);
+  const unsigned barriers = shared_address(scales + SCALE_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
   const int direction = blockIdx.y;
@@ -162,10 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const bool there = place < batch && column < UNITS;
       const long long sequence = there ? sequence_at(a, place) : 0;
       const float value = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + column] : 0.f;
-      ((Element*)(masks + line * STRIDE))[column] = narrow(value);
+      unsigned* const to = masks + gate * STATE_WORDS + word_of(line % ROWS, column / WORD_ELEMENTS);
+      ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
 #if HALVES
-  // Initial states have a scale for each sequence, so that any are as good as those of [-1, 1]; it lies behind them.
+  // Initial states have a scale for each sequence, so that any are as good as those of [-1, 1]; `scales` has its inverse.
   for (int i = warp; i < ROWS && a.initial[0] != nullptr; i += WARPS) {
     const int place = blockIdx.x / CLUSTER * ROWS + i;
     const Element* const from = a.initial[0] + ((long long)direction * batch + place) * UNITS;
@@ -174,13 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
     const float scale = scale_of(unscale_of(most));
-    if (lane == 0) states[i * STRIDE + WORDS] = __float_as_uint(STATE_SCALE * unscale_of(most));
+    if (lane == 0) scales[i] = STATE_SCALE * unscale_of(most);
     for (int word = lane; 2 * word < UNITS && place < batch; word += 32) {
       const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
       unsigned high, low;
       split_halves(from[2 * word] * scale, odd * scale, high, low);
-      states[i * STRIDE + word] = high;
-      if constexpr (PLANES > 1) states[PLANE_WORDS + i * STRIDE + word] = low;
+      states[word_of(i, word)] = high;
+      if constexpr (PLANES > 1) states[PLANE_WORDS + word_of(i, word)] = low;
     }
   }
 #else
@@ -189,11 +199,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
       if (place < batch) {
         const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step);
-        unsigned* const at = states + i / UNITS * STRIDE;
+        unsigned* const at = states + word_of(i / UNITS, column / WORD_ELEMENTS);
 #if ELEMENT_BYTES == 2
-        ((Element*)at)[column] = value;
+        ((Element*)at)[column % WORD_ELEMENTS] = value;
 #else
-        at[column] = operand(value);
+        *at = operand(value);
 #endif
       }
     }
@@ -350,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   __syncthreads();
 #endif
 
-  const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
+  const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
   for (int t = 0; t < time; ++t) {
     const int now = t % 2;
     const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
@@ -371,14 +381,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           sums[g][n][0] = sums[g][n][1] = GATEWISE || HALVES ? 0.f : bias[g][0];
           sums[g][n][2] = sums[g][n][3] = GATEWISE || HALVES ? 0.f : bias[g][1];
         }
-      const unsigned from = columns + (now * STATE_WORDS + sub * 8 * PART * STRIDE) * 4;
+      const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
       const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 2) {
         uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
         for (int n = 0; n < PART; ++n) {
-          const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
+          const unsigned at = from + (d * TILES + n) * 256;
           b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
           if constexpr (PLANES > 1) {
             const unsigned at_low = at + PLANE_WORDS * 4;
@@ -402,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
                           passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
               } else {
-                const unsigned at = masks_from + (g * STATE_WORDS + (sub * PART + n) * 8 * STRIDE + d * 8) * 4;
+                const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
                 const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
                 own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
               }
@@ -451,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int line = (sub * PART + n) * 8 + lane % 4 * 2 + e;
-            const float factor = __uint_as_float(states[line * STRIDE + WORDS]);
+            const float factor = scales[line];
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g) sums[g][n][e] *= factor, sums[g][n][e + 2] *= factor;
           }
@@ -564,8 +574,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const int item = position + j * SPLITS;
             if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
             const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
-            const unsigned offset = ((1 - now) * STATE_WORDS + (lane % 4 * 2 + item / 2 * 8 + item % 2) * STRIDE +
-                                     (rank * SLICE + chunk) / WORD_ELEMENTS) * 4;
+            const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
+            const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
 #if CLUSTER > 1
 #pragma unroll
             for (int p = 0; p < PEERS; ++p)
