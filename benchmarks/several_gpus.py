@@ -10,6 +10,7 @@ is the speed for each process over that of one process, which exchanges nothing.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,6 @@ from whorl.text import devices
 from whorl.text.options import FILES, PRESETS
 
 WORDS, VOCABULARY = 929_589, 10_000  # as many as the Penn Treebank has
-SECONDS = 100  # that one training may take
 
 
 def draw(folder: Path, preset: str, words: int, vocabulary: int) -> None:
@@ -38,7 +38,7 @@ def draw(folder: Path, preset: str, words: int, vocabulary: int) -> None:
         (folder / name).write_text("\n".join(lines) + "\n")
 
 
-def train(folder: Path, preset: str, count: int, steps: int, others: list[str]) -> float:
+def train(folder: Path, preset: str, count: int, steps: int, seconds: int, others: list[str]) -> float:
     """Words per second of all processes together."""
     run, batch = folder / f"run-{count}", PRESETS[preset]["batch"] * count
     way = [sys.executable, "-m"]
@@ -46,12 +46,17 @@ def train(folder: Path, preset: str, count: int, steps: int, others: list[str]) 
         way += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"]
     words = [*way, "whorl", "train", str(folder), "--preset", preset, "--batch", str(batch), "--steps", str(steps)]
     words += ["--out", str(run), "--sample", "0", "--valid-steps", str(10**9), "--save-steps", str(10**9), *others]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, env=os.environ)
+    done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        said, _ = done.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(done.pid, signal.SIGKILL)  # torchrun's workers too
+        raise RuntimeError(f"{count} processes took more than {seconds} s:\n{done.communicate()[0][-4000:]}") from None
     if done.returncode:
-        raise SystemExit(f"{count} processes failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"{count} processes failed:\n{said[-6000:]}")
     notes = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds = {note["step"]: note["seconds"] for note in notes if note["kind"] == "train" and note["step"] % 50 == 0}
-    spans = [seconds[step] - seconds[step - 50] for step in seconds if step - 50 in seconds and step > steps // 2]
+    clock = {note["step"]: note["seconds"] for note in notes if note["kind"] == "train" and note["step"] % 50 == 0}
+    spans = [clock[step] - clock[step - 50] for step in clock if step - 50 in clock and step > steps // 2]
     return 50 * batch * notes[0]["recipe"]["time"] / statistics.median(spans)
 
 
@@ -61,16 +66,22 @@ def main() -> None:
     parser.add_argument("--preset", default="ptb-large", choices=list(FILES))
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seconds", type=int, default=100, help="that one training may take")
     parser.add_argument("--words", type=int, default=WORDS)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
     asked, others = parser.parse_known_args()  # others are of whorl train
     rows: list[tuple[str, ...]] = []
+    failures: list[str] = []
     alone = 0.0
     with tempfile.TemporaryDirectory() as made:
         draw(Path(made), asked.preset, asked.words, asked.vocabulary)
         for count in map(int, asked.processes.split(",")):
-            speed = train(Path(made), asked.preset, count, asked.steps, others)
+            try:
+                speed = train(Path(made), asked.preset, count, asked.steps, asked.seconds, others)
+            except RuntimeError as error:  # the others are measured all the same
+                failures.append(str(error))
+                continue
             alone = alone or speed / count
             rows.append((str(count), f"{speed:,.0f}", f"{speed / count / alone:.3f}"))
             print(f"{asked.preset}, {count} processes: {speed:,.0f} words/s, efficiency {rows[-1][2]}", flush=True)
@@ -83,6 +94,8 @@ def main() -> None:
             "speed for each process over that of one.",
         )
         Figures.now(devices.find("auto"), "several-gpus", "Several GPUs", text, (table,)).save(asked.figures)
+    if failures:
+        raise SystemExit("\n\n".join(failures))
 
 
 if __name__ == "__main__":

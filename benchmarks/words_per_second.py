@@ -104,7 +104,13 @@ CONTENDERS = {
     "torch-graphed": Contender("torch.nn.LSTM (cuDNN), in whorl's captured step", "apart"),
     "whorl-eager": Contender("whorl, eager", eager=True),
     "whorl": Contender("whorl"),
-    "recurrent-dropout": Contender("whorl, recurrent dropout 0.3", options=dict(recurrent_dropout=0.3)),
+    "recurrent-dropout": Contender(
+        "whorl, recurrent dropout 0.3, a mask for all gates",
+        options=dict(recurrent_dropout=0.3, recurrent_dropout_mode="shared"),
+    ),
+    "recurrent-dropout-by-gate": Contender(
+        "whorl, recurrent dropout 0.3, a mask for each gate", options=dict(recurrent_dropout=0.3)
+    ),
     "layer-norm": Contender("whorl, layer norm of x, r and c", options=dict(layer_norm=True)),
     "zoneout": Contender("whorl, zoneout h 0.05, c 0.2", options=dict(zoneout=dict(h=0.05, c=0.2))),
     "peephole": Contender("whorl, peepholes", options=dict(peephole=True)),

@@ -114,13 +114,30 @@ def difference(words: Tensor, vocabulary: int, seed: int) -> float:
 
 
 class Training:
-    """A classifier and its optimizer, a step at a time."""
+    """A classifier and its optimizer, a step at a time; with --graph its kernels are launched as one CUDA graph."""
 
     def __init__(self, model: Classifier, data: dict[str, Tensor], given: argparse.Namespace) -> None:
         self.model, self.data, self.given = model.to(given.device), data, given
-        self.adam = torch.optim.Adam(model.parameters(), fused=True)
+        self.adam = torch.optim.Adam(model.parameters(), fused=True, capturable=given.graph)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.rows = torch.zeros(given.batch, dtype=torch.long, device=given.device)
+
+    def capture(self) -> None:
+        """Make a graph of a step, after one on the stream where it is captured."""
+        self.rows.copy_(torch.randperm(len(self.data["x_train"]))[: len(self.rows)])
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(self.rows)
+        with torch.cuda.graph(graph, stream=stream):
+            self.step(self.rows)
+        self.graph = graph
 
     def step(self, rows: Tensor) -> None:
+        if self.graph is not None and len(rows) == len(self.rows):
+            self.rows.copy_(rows)
+            self.graph.replay()
+            return
         with torch.autocast(self.given.device.type, torch.bfloat16, enabled=self.given.bf16):
             logits = self.model.train()(self.data["x_train"][rows])
         self.adam.zero_grad()
@@ -160,6 +177,8 @@ def main() -> Figures:
     arguments.add_argument("--drop", type=float, default=0.2, help="recurrent dropout")
     arguments.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     arguments.add_argument("--bf16", action="store_true", help="under bfloat16 autocast")
+    arguments.add_argument("--engine", default="auto", help="of whorl's layer")
+    arguments.add_argument("--graph", action="store_true", help="a training step is one CUDA graph")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--compare", action="store_true", help="also time steps of torch's own")
     arguments.add_argument("--figures", type=Path, help="a JSON file for whorl bench --suite seeds --report")
@@ -168,13 +187,16 @@ def main() -> Figures:
     vocabulary = int(max(data["x_train"].max(), data["x_test"].max())) + 1
     torch.manual_seed(given.seed)
     layer = whorl.LSTM(
-        128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop, recurrent_dropout_mode="shared"
-    )
+        128, 64, bidirectional=True, batch_first=True, recurrent_dropout=given.drop, recurrent_dropout_mode="shared",
+        engine=given.engine,
+    )  # fmt: skip
     training = Training(Classifier(start_as_keras_does(layer), masked, vocabulary), data, given)
     with torch.autocast(given.device.type, torch.bfloat16, enabled=given.bf16):
         explanation = whorl.explain(training.model, data["x_train"][: given.batch])
     print(explanation)
     training.milliseconds(3)  # compiles, allocates
+    if given.graph:
+        training.capture()
     epochs = []
     for index in range(given.epochs):
         start = time.perf_counter()
@@ -212,15 +234,22 @@ def show(
                 given,
             ),
         }
-        times = {name: (rival.milliseconds(2), rival.milliseconds(20))[1] for name, rival in rivals.items()}
+        times = {}
+        for name, rival in rivals.items():
+            rival.milliseconds(2)
+            if given.graph and rival.graph is None:
+                rival.capture()
+            times[name] = rival.milliseconds(20)
         steps = tuple((name, number(time), f"{time / times['whorl']:.2f}") for name, time in times.items())
         note = f"Without dropout, in float64, logits and gradients of the loop and of whorl differ by {wrong:.1e}."
         columns = ("", "milliseconds", "times whorl's")
-        tables.append(Table("A training step alone, waited for", columns, steps, (note,)))
+        title = "A training step alone, waited for" + (", as one CUDA graph" if given.graph else "")
+        tables.append(Table(title, columns, steps, (note,)))
     text = (
         f"25,000 reviews to learn from, as many to validate on: embedding of 128, bidirectional LSTM(64), dropout 0.5; "
         f"the last {given.length} words, batch {given.batch}, Adam; padding is masked, recurrent dropout {given.drop}; "
-        + ("bfloat16 autocast." if given.bf16 else "float32."),
+        + ("bfloat16 autocast" if given.bf16 else "float32")
+        + ("; a training step is one CUDA graph." if given.graph else "."),
     )
     curve = {"whorl": tuple((index + 1.0, accuracy) for index, (_, accuracy) in enumerate(epochs))}
     plot = Plot("Validation accuracy", "epoch", "accuracy", curve)

@@ -44,7 +44,10 @@ def test_it_writes_what_it_measured(program: ModuleType, tmp_path: Path, monkeyp
         assert table.rows[1][3] == "1.00"
 
 
-@pytest.mark.parametrize("name", ["torch-cells", "torch", "torch-graphed", "whorl", "recurrent-dropout", "layer-norm"])
+@pytest.mark.parametrize(
+    "name",
+    ["torch-cells", "torch", "torch-graphed", "whorl", "recurrent-dropout", "recurrent-dropout-by-gate", "layer-norm"],
+)
 def test_wrong_numbers_are_found(program: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = program.make_options("ptb-small", dict(units=6, embedding=6))
     streams = Streams(torch.arange(2000) % 20, 20)

@@ -103,7 +103,8 @@ class Trainer:
         self._eager_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loss = torch.zeros((), device=device, dtype=dtype)
-        self._stream = torch.cuda.Stream(device) if self.captured else None
+        # Ahead of what runs beside it, in multiprocessors that it leaves idle.
+        self._stream = torch.cuda.Stream(device, priority=-1) if self.captured else None
         self._working: Working | None = None
         with self._beside():
             if copies and works(model, recipe):

@@ -86,6 +86,8 @@ class Working:
         self.refresh()
         self._exchanges: list[Callable[[], None]] = []
         self._small: list[Tensor] = []
+        alone = model.device.type == "cuda" and not group.joined  # else a gradient has to be there when it is exchanged
+        self._beside = torch.cuda.Stream(model.device) if alone else None
         if group.joined:
             for parameter in self._copies:
                 parameter.register_post_accumulate_grad_hook(self._exchange)
@@ -149,6 +151,8 @@ class Working:
         tokens = self.group.joint(inputs.flatten(), 0)
         to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)
         self._end_exchanges()
+        if self._beside is not None:
+            torch.cuda.current_stream(rows.device).wait_stream(self._beside)
         grads = [_gradient(parameter) for parameter in self._copies]
         return loss.detach(), after, grads, tokens, to_rows
 
@@ -166,7 +170,8 @@ class Working:
         outputs, finals = self.recurrent(F.dropout(rows, dropout), given)
         finals = finals if isinstance(finals, tuple) else (finals,)
         outputs = F.dropout(outputs, dropout)
-        logits = _WithOne.apply(outputs, self._one).flatten(0, 1) @ self.head.t()
+        x = _WithOne.apply(outputs, self._one).flatten(0, 1)
+        logits = x @ self.head.t() if self._beside is None else _Product.apply(x, self.head, self._beside)
         loss = passes.cross_entropy(logits, targets.flatten())
         return loss, tuple(state.detach()[..., :own] if wide > own else state.detach() for state in finals)
 
@@ -206,6 +211,32 @@ class Working:
                 grad.copy_(part.view_as(grad))
         self._exchanges.clear()
         self._small.clear()
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight.T, of which the weight's gradient is computed on another stream and put in its place.
+
+    The layers' backward leaves some multiprocessors idle. Who reads the gradient waits for the stream.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, beside: torch.cuda.Stream) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.beside, ctx.weight = beside, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        here = torch.cuda.current_stream(x.device)
+        ctx.beside.wait_stream(here)
+        with torch.cuda.stream(ctx.beside):
+            made = grads[0].t() @ x
+        for used in (grads[0], x):
+            used.record_stream(ctx.beside)
+        made.record_stream(here)
+        ctx.weight.grad = made
+        return grads[0] @ weight, None, None
 
 
 class _WithOne(torch.autograd.Function):
