@@ -216,11 +216,11 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
     """Every tile of a kind ("forward" or "backward") that fits the chip."""
     clusters = (1, 2, 4, 8, 16) if chip.capability[0] >= 9 and chip.capability[0] != 12 else (1,)
     for cluster in clusters:
-        for tiles in range(1, 9):
+        for tiles, subs in ((tiles, subs) for tiles in range(1, 9) for subs in (1, 2, 3, 4) if tiles % subs == 0):
             if kind == "backward":
-                made = [backward(size, cluster, tiles, warps, chip.shared) for warps in (4, 8, 12, 16)]
+                made = [backward(size, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
             else:
-                made = [forward(size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4, 8)]
+                made = [forward(size, cluster, tiles, splits, chip.shared, subs=subs) for splits in (1, 2, 4, 8)]
             yield from (tile for tile in made if tile is not None)
 
 

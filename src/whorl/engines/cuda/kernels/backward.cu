@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
-  Weights resident[MOST(RESIDENT)];
+  Planes resident[MOST(RESIDENT)];
   float unscale[SHARE][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const float even = scale_of(unscale[i / DEPTHS][0]), odd = scale_of(unscale[i / DEPTHS][1]);
       parts[2 * half] = {upper.x * even, lower.x * even}, parts[2 * half + 1] = {upper.y * odd, lower.y * odd};
     }
-    const Weights words = halves_of(parts);
+    const Planes words = halves_of(parts);
 #else
     uint4 word = {0, 0, 0, 0};
 #pragma unroll
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (half == 0) word.x = even, word.y = odd;
       if (half == 1) word.z = even, word.w = odd;
     }
-    const Weights words = {{word}};
+    const Planes words = {{word}};
 #endif
 #pragma unroll
     for (int p = 0; p < PLANES; ++p)

@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
-  Weights resident[MOST(RESIDENT)][RECURRENT];
+  Planes resident[MOST(RESIDENT)][RECURRENT];
   float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #pragma unroll
   for (int d = 0; d < DEPTHS; ++d)
@@ -139,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         return float2{weight(u, at) * scale, weight(u, at + 1) * scale};
       };
       const float2 parts[4] = {word(0, column), word(1, column), word(0, next), word(1, next)};
-      const Weights words = halves_of(parts);
+      const Planes words = halves_of(parts);
 #else
-      const Weights words = {{{weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
+      const Planes words = {{{weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
                                weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)}}};
 #endif
 #pragma unroll
@@ -421,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int half = 0; half < 2; ++half)
               if (d + half < DEPTHS) {
                 const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-                const Weights weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
+                const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
                 for (int n = 0; n < PART; ++n)
                   multiply(sums[g][n], left_of(weight),
@@ -565,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 
         if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
-          Sent data[OWN];
+          Planes data[OWN];
 #pragma unroll
           for (int j = first_item; j < last_item; ++j)
             data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);

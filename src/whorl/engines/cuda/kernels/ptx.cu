@@ -85,8 +85,6 @@ constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 constexpr int OPERAND_BYTES = ELEMENT_BYTES, PLANES = 1;
 #endif
 struct Planes { uint4 plane[PLANES]; };
-typedef Planes Weights;  // as they are kept
-typedef Planes Sent;
 constexpr int WORD_ELEMENTS = 4 / OPERAND_BYTES;
 constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make 16 bytes together
 
@@ -116,11 +114,11 @@ __device__ __forceinline__ void split_halves(float first, float second, unsigned
   high = half_pair(first, second);
   if constexpr (PLANES > 1) low = half_pair(first - low_half(high), second - low_half(high >> 16));
 }
-__device__ __forceinline__ Weights halves_of(const float2 (&words)[4]) {
+__device__ __forceinline__ Planes halves_of(const float2 (&words)[4]) {
   unsigned made[2][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) split_halves(words[i].x, words[i].y, made[0][i], made[1][i]);
-  Weights result;
+  Planes result;
 #pragma unroll
   for (int p = 0; p < PLANES; ++p) result.plane[p] = {made[p][0], made[p][1], made[p][2], made[p][3]};
   return result;
@@ -138,11 +136,11 @@ __device__ __forceinline__ uint4 gathered_words(unsigned mine, int lane) {
 #endif
 
 // the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each: each of them gets all
-__device__ __forceinline__ Sent gathered(float first, float second, int lane) {
+__device__ __forceinline__ Planes gathered(float first, float second, int lane) {
 #if HALVES
   unsigned words[2];
   split_halves(first * STATE_SCALE, second * STATE_SCALE, words[0], words[1]);
-  Sent result;
+  Planes result;
 #pragma unroll
   for (int p = 0; p < PLANES; ++p) result.plane[p] = gathered_words(words[p], lane);
   return result;
@@ -221,8 +219,7 @@ __device__ __forceinline__ unsigned high_of(unsigned value) {
 __device__ __forceinline__ unsigned low_of(unsigned value, unsigned high) {
   return __float_as_uint(__uint_as_float(value) - __uint_as_float(high)) & KEPT;  // which is at most one bit longer
 }
-__device__ __forceinline__ Left left_of(const Weights& weights) {
-  const uint4 a = weights.plane[0];
+__device__ __forceinline__ Left left_of(const uint4& a) {
   const uint4 high = {high_of(a.x), high_of(a.y), high_of(a.z), high_of(a.w)};
   return {high, {low_of(a.x, high.x), low_of(a.y, high.y), low_of(a.z, high.z), low_of(a.w, high.w)}};
 }
@@ -242,7 +239,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const 
 // As two numbers of float16; the product of the two small ones is left out, as above.
 struct Left { uint4 high, low; };
 struct Right { uint2 high, low; };
-__device__ __forceinline__ Left left_of(const Weights& a) { return {a.plane[0], a.plane[PLANES - 1]}; }
+__device__ __forceinline__ Left left_of(const Planes& a) { return {a.plane[0], a.plane[PLANES - 1]}; }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}}; }
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
   float part[4] = {};
@@ -255,14 +252,18 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const 
 #else
 typedef uint4 Left;
 typedef uint2 Right;
-__device__ __forceinline__ Left left_of(const Weights& a) { return a.plane[0]; }
+__device__ __forceinline__ Left left_of(const uint4& a) { return a; }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {b0, b1}; }
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) { multiply_words(sums, a, b); }
 #endif
 
+#if !(EXACT && HALVES)
+__device__ __forceinline__ Left left_of(const Planes& a) { return left_of(a.plane[0]); }
+#endif
+
 // weights from where one lane has its first plane
-__device__ __forceinline__ Weights weights_at(const uint4* at) {
-  Weights result;
+__device__ __forceinline__ Planes weights_at(const uint4* at) {
+  Planes result;
 #pragma unroll
   for (int p = 0; p < PLANES; ++p) result.plane[p] = at[p * 32];
   return result;
