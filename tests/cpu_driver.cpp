@@ -98,7 +98,13 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
     k.dheld = make<real>(k.batch * k.width);
   }
   auto width_of = [&](int state) { return state == 0 ? k.width : k.units; };
-  k.x_stride = up(cell.gates * k.units, 64), k.x = draw<real>(compact * k.x_stride, 1.0);
+  k.x_stride = up(cell.gates * k.units, 64);
+  if (form.initial) {
+    k.inputs = 6, k.input = draw<store>(rows * k.inputs), k.x = make<real>(compact * k.x_stride);
+    k.ih = draw<store>(cell.gates * k.units * k.inputs), k.bias_ih = draw<real>(cell.gates * k.units);
+  } else {
+    k.x = draw<real>(compact * k.x_stride, 1.0);
+  }
   k.hh = draw<store>(cell.recurrent * k.units * k.width), k.bias_hh = draw<real>(cell.recurrent * k.units);
   k.hr = form.projection ? draw<store>(k.width * k.units) : nullptr;
   real** vectors = make<real*>(cell.vectors);
@@ -209,16 +215,16 @@ uint64_t stream(const Cell& cell, int64_t threads) {
 // A digest of the products of many rows.
 uint64_t products(int64_t threads) {
   seed = 13;
-  const int64_t rows = 261, inputs = 131, outputs = 130, stride = up(outputs, LANES), wide = up(inputs, LANES);
+  const int64_t rows = 261, inputs = 131, outputs = 130, stride = up(outputs, LANES);
   store *x = draw<store>(rows * inputs), *w = draw<store>(outputs * inputs);
-  real *bias = draw<real>(outputs), *y = make<real>(rows * stride), *out = make<real>(outputs * wide);
+  real *bias = draw<real>(outputs), *y = make<real>(rows * stride), *out = make<real>(outputs * inputs);
   real* sums = make<real>(outputs);
   store* d = draw<store>(rows * outputs);
   whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads);
   for (int64_t add = 0; add < 2; ++add)
-    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, wide, add, threads);
+    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, threads);
   uint64_t made = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
-  made = digest(made, out, size_t(outputs * wide) * sizeof(real));
+  made = digest(made, out, size_t(outputs * inputs) * sizeof(real));
   made = digest(made, sums, size_t(outputs) * sizeof(real));
   release();
   return made;

@@ -204,6 +204,22 @@ inline uint4 load_matrices(unsigned address, int count) {
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
 inline void emulated_prefetch(const void*) {}
+// They arrive when they are waited for, not before.
+struct Copy { unsigned char *to, data[16]; int bytes; };
+static std::map<host::Fiber*, std::vector<Copy>> copies;
+inline void copy(unsigned to, const void* from, bool there, int bytes) {
+  if ((size_t)from % bytes || to % bytes) fprintf(stderr, "an address of a copy is odd\n"), abort();
+  Copy made = {host::at(to), {}, bytes};
+  if (there) memcpy(made.data, from, bytes);
+  copies[host::now].push_back(made);
+}
+inline void emulated_copy_16(unsigned to, const void* from, bool there) { copy(to, from, there, 16); }
+inline void emulated_copy_8(unsigned to, const void* from, bool there) { copy(to, from, there, 8); }
+inline void emulated_copy_4(unsigned to, const void* from, bool there) { copy(to, from, there, 4); }
+inline void emulated_copies_done() {
+  for (const Copy& made : copies[host::now]) memcpy(made.to, made.data, made.bytes);
+  copies[host::now].clear();
+}
 inline void emulated_named_barrier(int id, int count) { host::meet(host::now->block->meetings[id], count); }
 inline void emulated_arrive_at_barrier(int id, int count) { host::come(host::now->block->meetings[id], count); }
 inline float emulated_fast_tanh(float v) { return std::tanh(v); }

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from whorl import problem
 from whorl.bench.baseline import to_tf32
-from whorl.engines.cuda import entering, launch, layers, options, persistent, prepare, store
+from whorl.engines.cuda import aligned, entering, launch, layers, options, persistent, prepare, store
+from whorl.engines.cuda.tiling import Chip
 from whorl.plan import plan
 
 H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
+CHIP = Chip((9, 0), 132)
 _HOST = Path(__file__).with_suffix(".cpp")
 
 
@@ -70,7 +72,7 @@ class Kernel:
         assert status == 0, f"the threads of {self.name} wait for each other"
 
 
-def compiled(source: str, name: str, architecture: str, options: Any, folder: Path) -> bytes:
+def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
     text = _HOST.read_text().replace("//: kernel", on_host(source))
     defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16|HALVES) (\d)$", source, re.M)
@@ -94,7 +96,8 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         made = made if out is None or not add else made + out
         return made.to(torch.float32 if wide else a.dtype) if out is None else out.copy_(made)
 
-    chip = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    major, minor = CHIP.capability
+    chip = SimpleNamespace(major=major, minor=minor, multi_processor_count=CHIP.multiprocessors)
     real_mm, real_addmm = torch.mm, torch.addmm
 
     def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -114,6 +117,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)
         patch.setattr(layers, "product", product)
+        patch.setattr(aligned, "product", product)
         patch.setattr(entering, "product", product)
         patch.setattr(layers, "_prepared", {})
         patch.setattr(launch, "_loaded", {})

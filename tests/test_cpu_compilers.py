@@ -101,7 +101,7 @@ def test_the_kernels_run_clean(name: str, bits: int, tmp_path: Path) -> None:
 
 FAULTS = {
     "thread": ({"if (size == 1) return;": "return;"}, "data race"),
-    "address": ({"{up(k.largest * row * int64_t(sizeof(real)) + 4096, 4096)": "{4096"}, "heap-buffer-overflow"),
+    "address": ({"{up(reals * int64_t(sizeof(real)) + 4096, 4096)": "{4096"}, "heap-buffer-overflow"),
 }
 """A barrier at which nobody waits; memory of a team that is too small."""
 

@@ -54,7 +54,7 @@ MEAN = replace(LSTM, cell=layer_norm_lstm.graph)
 
 LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
-    ("persistent", {"device": T4}, "the GPU has compute capability 7.5, these kernels are made for 9.0"),
+    ("persistent", {"device": T4}, "the GPU has compute capability 7.5, these kernels are made for 8.0 to 9.0"),
     ("persistent", {"dtype": torch.float64}, "the dtype is float64, these kernels take float16, bfloat16 and float32"),
     (
         "persistent",

@@ -29,6 +29,7 @@ class Explanation:
             title = f"{name}: " if name else ""
             rows.append(f"{title}{plan.engine}, {ENGINES[plan.engine].summary}{_asked(plan)}")
             rows.append(f"  for {plan.problem}; {mode}")
+            rows += [f"  {line}" for line in ENGINES[plan.engine].numbers(plan.problem)]
             rows += [f"  not {refusal}" for refusal in plan.refusals]
         rows += [f"{name}: not a layer of whorl, but of torch; whorl.accelerate makes it one" for name in self.others]
         return "\n".join(rows) or "no recurrent layer was called"

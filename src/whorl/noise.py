@@ -65,9 +65,10 @@ class Given(NamedTuple):
 def given(form: Form, call: Call) -> list[Given]:
     """For each layer and direction.  In `Call.noise` a mask that is not given is a tensor without axes."""
     count = 2 + len(form.cell.states)
-    rows = [call.noise[start : start + count] for start in range(0, len(call.noise), count)]
-    rows = rows or [(call.x.new_empty(()),) * count] * (form.layers * form.directions)
+    if not call.noise:
+        return [Given(None, None, (None,) * (count - 2))] * (form.layers * form.directions)
     found = []
+    rows = [call.noise[start : start + count] for start in range(0, len(call.noise), count)]
     for row in rows:
         entering, recurrent, *zoneout = [mask if mask.dim() else None for mask in row]
         found.append(Given(entering, recurrent, tuple(zoneout)))

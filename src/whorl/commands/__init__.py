@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from whorl import __version__
-from whorl.commands import bench, doctor, generate, train, warm
+from whorl.commands import bench, doctor, generate, train, tune, warm
 from whorl.commands.generate import printable
 from whorl.errors import InputError, UnsupportedError
 
@@ -31,7 +31,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="whorl", description="Recurrent layers at the speed of the hardware.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"whorl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (train, generate, bench, warm, doctor):
+    for command in (train, generate, bench, warm, tune, doctor):
         command.add(commands)
     return parser.parse_args(words)
 

@@ -51,7 +51,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile, and print the name of each kernel."""
-    gpu = arguments.gpu or _own()
+    gpu = arguments.gpu or own_gpu()
     cores = gpu.chip.multiprocessors
     devices = {
         dtype: Device("cuda", gpu.name, gpu.chip.capability, tf32=dtype == "tf32", multiprocessors=cores)
@@ -83,7 +83,12 @@ def _gpu(text: str) -> Gpu:
     return Gpu(f"a GPU of compute capability {major}.{minor}", Chip((major, minor), multiprocessors))
 
 
-def _own() -> Gpu:
+def own_gpu() -> Gpu:
+    """The GPU that torch uses.
+
+    Raises:
+        InputError: it sees none.
+    """
     if not torch.cuda.is_available():
         raise InputError("torch sees no NVIDIA GPU here: say which one to compile for, as in --gpu 9.0:132.")
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())

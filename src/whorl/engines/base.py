@@ -70,6 +70,10 @@ class Engine(ABC):
         """Reasons to leave a problem that it can run to an engine that comes later, unless it is asked for by name."""
         return []
 
+    def numbers(self, problem: Problem) -> list[str]:
+        """How it runs a problem, in lines for `explain`: what decides the speed of its kernels."""
+        return []
+
     def prepares(self, problem: Problem) -> bool:
         """Whether it has a step of its own, with everything laid out once: the first choice for a stepper."""
         return False

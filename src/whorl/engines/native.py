@@ -70,33 +70,37 @@ class OneDNN(Engine):
         return found
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        problem, form = plan.problem, plan.problem.form
-        starts = _starts(problem, call)
-        x, ends, workspaces, inner = call.x, [], [], []
-        per_layer = split(form, call.weights)
         # The operator keeps what backward reads only where grad mode is on.  Where it was off, the gradient is whorl's
         # own to record: then torch's must not be.
-        recorded = torch.is_grad_enabled()
-        keep = problem.gradient and not recorded
-        beside = nullcontext() if recorded else torch._C._AutoDispatchBelowAutograd()
-        mode = nullcontext() if recorded == problem.gradient else torch.set_grad_enabled(problem.gradient)
-        with mode, beside:
-            for layer in range(form.layers):
-                x = x.contiguous()
-                outs = []
-                for direction in range(form.directions):
-                    index = layer * form.directions + direction
-                    out, h, c, workspace = _aten.mkldnn_rnn_layer(
-                        x, *_four(per_layer[index]), *starts[index], direction == 1, [], 2, form.units, 1,
-                        form.bias, form.directions == 2, False, problem.gradient,
-                    )  # fmt: skip
-                    outs.append(out)
-                    ends.append((h, c))
-                    # c as the operator gave it: the user gets a copy, which may be changed in place before backward.
-                    workspaces += [workspace, as_bytes(c)] if keep else []
-                y = _concatenated(outs)
-                inner += [as_bytes(out) for out in outs] if keep and not _is_output(form, layer) else []
-                x = _with_dropout(y, call, layer)
+        gradient, recorded = plan.problem.gradient, torch.is_grad_enabled()
+        if gradient == recorded:
+            return self._forward(plan.problem, call, keep=False)
+        keep = gradient and not recorded
+        with torch.set_grad_enabled(gradient), torch._C._AutoDispatchBelowAutograd() if keep else nullcontext():
+            return self._forward(plan.problem, call, keep)
+
+    def _forward(self, problem: Problem, call: Call, keep: bool) -> Outcome:
+        form = problem.form
+        starts = _starts(problem, call)
+        x, ends, workspaces, inner = call.x, [], [], []
+        per_layer = _four_by_four(form, call.weights)
+        for layer in range(form.layers):
+            x = x.contiguous()
+            outs = []
+            for direction in range(form.directions):
+                index = layer * form.directions + direction
+                (ih, hh, bias_ih, bias_hh), (h, c) = per_layer[index], starts[index]
+                out, h, c, workspace = torch.mkldnn_rnn_layer(
+                    x, ih, hh, bias_ih, bias_hh, h, c, direction == 1, [], 2, form.units, 1,
+                    form.bias, form.directions == 2, False, problem.gradient,
+                )  # fmt: skip
+                outs.append(out)
+                ends.append((h, c))
+                # c as the operator gave it: the user gets a copy, which may be changed in place before backward.
+                workspaces += [workspace, as_bytes(c)] if keep else []
+            y = _concatenated(outs)
+            inner += [as_bytes(out) for out in outs] if keep and not _is_output(form, layer) else []
+            x = _with_dropout(y, call, layer)
         if len(ends) == 1 and not problem.gradient:
             finals = tuple([state.unsqueeze(0) for state in ends[0]])
         else:
@@ -107,14 +111,14 @@ class OneDNN(Engine):
         problem, form = plan.problem, plan.problem.form
         count = form.layers * form.directions
         starts = _starts(problem, call)
-        per_layer = split(form, call.weights)
+        per_layer = _four_by_four(form, call.weights)
         kept, inner = saved[: 2 * count], saved[2 * count :]
         shape = (problem.time, problem.batch, form.units)
         grad_y, grad_h, grad_c = grads
         grads_h = grad_h.contiguous().unbind(0) if grad_h is not None else [None] * count
         grads_c = grad_c.contiguous().unbind(0) if grad_c is not None else [None] * count
         grad_starts: list[tuple[Tensor, Tensor]] = [(y, y)] * count
-        grad_weights: list[LayerWeights] = list(per_layer)
+        grad_weights = split(form, call.weights)
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
 
         def outs_of(layer: int) -> list[Tensor]:
@@ -135,7 +139,7 @@ class OneDNN(Engine):
                 h = outs[direction][-1 if direction == 0 else 0]
                 c = from_bytes(kept[2 * index + 1], h.shape, problem.dtype)
                 to_x, ih, hh, bias_ih, bias_hh, *to_starts = _aten.mkldnn_rnn_layer_backward(
-                    x, *_four(per_layer[index]), *starts[index], outs[direction], h, c,
+                    x, *per_layer[index], *starts[index], outs[direction], h, c,
                     parts[direction], _or_zeros(grads_h[index], h), grads_c[index],
                     direction == 1, 2, form.units, 1, form.bias, True, form.directions == 2, [], False,
                     kept[2 * index],
@@ -169,13 +173,12 @@ def _is_output(form: Form, layer: int) -> bool:
     return layer == form.layers - 1 and form.directions == 1
 
 
-def _four(weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator wants four tensors, and reads the last two only where it is told that there are biases."""
-    assert weights.hh is not None, "the cells of torch's kernels are recurrent"
-    if weights.bias_ih is not None and weights.bias_hh is not None:
-        return weights.ih, weights.hh, weights.bias_ih, weights.bias_hh
-    nothing = weights.ih.detach()  # detached: torch would give it a bias's gradient
-    return weights.ih, weights.hh, nothing, nothing
+def _four_by_four(form: Form, weights: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Of each layer and direction the four tensors that the operator wants; with no biases it reads the first two."""
+    if form.bias:
+        return [tuple(weights[start : start + 4]) for start in range(0, len(weights), 4)]
+    # Detached: torch would give it a bias's gradient.
+    return [(*weights[start : start + 2], *[weights[start].detach()] * 2) for start in range(0, len(weights), 2)]
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:

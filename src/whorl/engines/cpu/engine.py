@@ -7,7 +7,6 @@ step, masks, noise, lengths and resets.
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from math import prod
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from whorl import compiler
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cpu.build import fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
-from whorl.engines.cpu.memory import empty
+from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
 from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel
@@ -120,12 +119,11 @@ class _Pass:
                 sequences = [
                     empty(*whole.shape[:-1], width * form.directions, dtype=self.dtype) for width in self.widths
                 ]
-            chosen = rows.choose(x)
             for direction in range(form.directions):
                 index = layer * form.directions + direction
                 one = _One(self, index)
                 flat = [part.view(rows.outer, -1) for part in sequences]
-                kept = one.forward(chosen, y, [end[index] for end in ends], flat)
+                kept = one.forward(x, y, [end[index] for end in ends], flat)
                 if gradient:
                     inner = y if direction == 0 and not last else y.new_empty(0)
                     saved += map(as_bytes, (*kept, inner))
@@ -222,19 +220,6 @@ class _One:
         for product in range(len(source.products)):
             yield f"operand {product}", made.dtype, (rows, form.width)
 
-    def _views(self, buffer: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """All regions in one buffer, a new one where none is given, and each by name."""
-        regions, end, places = list(self._regions()), 0, {}
-        for name, dtype, shape in regions:
-            size = prod(shape) * dtype.itemsize
-            places[name] = (end, size)
-            end += -(-size // 64) * 64
-        if buffer is None:
-            buffer = empty(end, dtype=torch.uint8)
-        return buffer, {
-            name: buffer[places[name][0] : sum(places[name])].view(dtype).view(shape) for name, dtype, shape in regions
-        }
-
     def _fields(self) -> Fields:
         made, form = self._pass, self._form
         fields = Fields(made.kernel, self._rows, made.threads, form.units, form.width, self._direction == 1)
@@ -244,6 +229,11 @@ class _One:
         fields.set_lists(vectors=weights.vectors, extras=made.extras)
         fields.set_numbers("extra_widths", [extra.shape[-1] for extra in made.extras])
         return fields
+
+    def _point_to(self, kept: Regions, fields: Fields, *names: str) -> None:
+        for name in names:
+            setattr(fields.sweep, name, kept.address(name))
+        fields.keep(kept.buffer)
 
     def _sides(self, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
         """This direction's half of [outer rows, directions x width] tensors, and their strides."""
@@ -261,18 +251,18 @@ class _One:
             without a gradient.
         """
         made, fields = self._pass, self._fields()
-        projected = self._masks.project(x, self._weights)
         gradient = made.problem.gradient
+        projected = self._project(fields, x)
         apart: list[Tensor | None] = [None] * len(ends)
         if gradient:
-            buffer, kept = self._views()
-            fields.set(**{name: kept.get(name) for name in ("saved", "entered", "unprojected")})
-            fields.set_lists(operands=[kept[name] for name in kept if name.startswith("operand")])
+            kept = Regions(self._regions())
+            self._point_to(kept, fields, "saved", "entered", "unprojected")
             apart = [kept.get(f"apart {state}") for state in range(len(ends))]
+            fields.set_lists(operands=[kept[f"operand {product}"] for product in range(len(self._source.products))])
         self._masks.set(fields, apart, [None] * len(ends))
         (side,), (stride,) = self._sides([y])
         fields.set(x=projected, y=side)
-        fields.sweep.y_stride, fields.sweep.x_stride = stride, projected.shape[1]
+        fields.sweep.y_stride, fields.sweep.x_stride = stride, 0 if projected is None else projected.shape[1]
         if sequences:
             parts, strides = self._sides(sequences)
             fields.set_lists(sequences=parts)
@@ -281,7 +271,24 @@ class _One:
         made.kernel.forward(fields.sweep)
         if not gradient:
             return ()
-        return buffer, projected if self._source.reads_x else buffer.new_empty(0)
+        return kept.buffer, projected if self._source.reads_x and projected is not None else kept.buffer.new_empty(0)
+
+    def _project(self, fields: Fields, x: Tensor) -> Tensor | None:
+        """The input projection: made here, or its place where the loop makes it; None where nobody else reads it.
+
+        The loop makes it a few steps ahead, while it is near, where each thread has as many rows as the others.
+        """
+        made, form, rows, sweep, inputs = self._pass, self._form, self._rows, fields.sweep, x.shape[1]
+        even = sweep.threads == made.threads and 8 * sweep.groups * sweep.largest <= 9 * rows.batch
+        in_pairs = made.dtype != torch.bfloat16 or inputs % 2 == 0
+        if self._masks.input is not None or not (even and in_pairs and inputs):
+            return self._masks.project(rows.choose(x), self._weights)
+        bias = None if self._weights.bias_ih is None else made.widened(self._weights.bias_ih)
+        fields.set(input=x.contiguous(), ih=self._weights.ih, bias_ih=bias)
+        sweep.inputs = inputs
+        if not (made.problem.gradient and self._source.reads_x):
+            return None
+        return borrowed(rows.compact, filled_up(len(form.cell.gates) * form.units), dtype=made.wide)
 
     def backward(
         self, x: Tensor, y: Tensor, to_y: Tensor | None, to_sequences: Sequence[Tensor | None], saved: Sequence[Tensor],
@@ -295,17 +302,18 @@ class _One:
         """
         made, form, rows, source = self._pass, self._form, self._rows, self._source
         cell, units, fields = form.cell, form.units, self._fields()
-        _, kept = self._views(saved[0])
-        dx = empty(rows.compact, len(cell.gates) * units, dtype=made.dtype)
-        dr = dx if source.dr_is_dx else empty(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
-        dp = [empty(rows.compact, units, dtype=made.dtype) for _ in source.products]
+        kept = Regions(self._regions(), saved[0])
+        dx = borrowed(rows.compact, len(cell.gates) * units, dtype=made.dtype)
+        dr = dx if source.dr_is_dx else borrowed(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
+        dp = [borrowed(rows.compact, units, dtype=made.dtype) for _ in source.products]
         dv = [torch.zeros(rows.batch, units, dtype=made.wide) for _ in cell.vectors]
-        dprojected = empty(rows.compact, form.width, dtype=made.dtype) if form.projection else None
+        dprojected = borrowed(rows.compact, form.width, dtype=made.dtype) if form.projection else None
         dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
         self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
         parts, strides = self._sides([to_y])
-        fields.set(dy=parts[0], saved=kept["saved"], dx=dx, dr=dr, dprojected=dprojected, dheld=dheld)
+        self._point_to(kept, fields, "saved")
+        fields.set(dy=parts[0], dx=dx, dr=dr, dprojected=dprojected, dheld=dheld)
         if source.reads_x:
             fields.sweep.x_stride = saved[1].numel() // (made.wide.itemsize * max(1, rows.compact))
             fields.set(x=saved[1].view(made.wide))
@@ -328,7 +336,7 @@ class _One:
             to_bias_hh = to_bias.clone()  # autograd makes each .grad of what it is given, and adds into it
         to_hr = None
         if dprojected is not None:
-            to_hr = made.products.outer(dprojected, kept["unprojected"])[:, :units]
+            to_hr = made.products.outer(dprojected, kept["unprojected"])
         vectors = tuple(vector.sum(0) for vector in dv)
         return (
             to_x,
@@ -340,7 +348,7 @@ class _One:
         return tensor[first * self._form.units : (first + count) * self._form.units]
 
     def _recurrent(
-        self, dr: Tensor, dp: Sequence[Tensor], kept: dict[str, Tensor], y: Tensor, sums: Tensor | None
+        self, dr: Tensor, dp: Sequence[Tensor], kept: Regions, y: Tensor, sums: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of the recurrent weights, and of the mask in their product where it is given.
 
@@ -351,7 +359,7 @@ class _One:
         if hh is None:
             return None, None
         to_mask = masks.given_gradient()
-        to_hh = empty(hh.shape[0], filled_up(hh.shape[1]), dtype=self._pass.wide)
+        to_hh = empty(*hh.shape, dtype=self._pass.wide)
         for gate, read in enumerate(self._source.leaves):
             if not read:
                 self._rows_of(to_hh, gate).zero_()
@@ -369,7 +377,7 @@ class _One:
             products.outer(grad, masks.enter(operand, gate), self._rows_of(to_hh, gate), part_of_sums)
             if to_mask is not None:
                 masks.add_gradient(to_mask, operand, gate, grad @ self._rows_of(hh, gate))
-        return to_hh[:, : hh.shape[1]], to_mask
+        return to_hh, to_mask
 
     def _runs(self) -> list[tuple[int, int]]:
         """(first gate, gates) of what is one product: neighbours whose operand is the same."""

@@ -86,15 +86,16 @@ class Masks:
             apart: for each state with given zoneout, the state before less what the step made.
             gradients: for the same, where the gradient of its mask goes.
         """
-        sweep, form = fields.sweep, self._form
-        fields.set(noise=self.recurrent)
-        sweep.noise_kind, sweep.keep_plain = self.kind, self.recurrent is not None
-        sweep.seed = self._seed or 0
-        sweep.noise_tag, sweep.zoneout_tag = tag(RECURRENT, *self._place), tag(ZONEOUT, *self._place)
-        probability = form.recurrent_dropout
-        sweep.noise_below = threshold(probability)
-        sweep.noise_scale = 1 / (1 - probability) if probability < 1 else 0.0
+        sweep, probability = fields.sweep, self._form.recurrent_dropout
+        if self.kind != NONE:
+            fields.set(noise=self.recurrent)
+            sweep.noise_kind, sweep.keep_plain = self.kind, self.recurrent is not None
+            sweep.noise_tag, sweep.noise_below = tag(RECURRENT, *self._place), threshold(probability)
+            sweep.noise_scale = 1 / (1 - probability) if probability < 1 else 0.0
+        sweep.seed, sweep.zoneout_tag = self._seed or 0, tag(ZONEOUT, *self._place)
         for state, (kind, share, mask) in enumerate(self.zoneouts):
+            if kind == NONE:
+                continue
             zoneout = sweep.zoneout[state]
             zoneout.kind, zoneout.share, zoneout.below = kind, share, threshold(share)
             zoneout.given, zoneout.apart, zoneout.dgiven = map(address, (mask, apart[state], gradients[state]))
@@ -131,7 +132,7 @@ class Masks:
         if self.input is None or self.input.dim() == 2:
             entered = x if self.input is None else self._entered(x)
             to_entered = products.rows(dx, weights.ih, across=False)[:, :inputs]
-            to_ih = products.outer(dx, entered, sums=sums)[:, :inputs]
+            to_ih = products.outer(dx, entered, sums=sums)
             if self.input is None:
                 return to_entered, to_ih, None
             to_x, to_mask = to_entered * self._by_row(self.input), to_entered * x
@@ -140,7 +141,7 @@ class Masks:
             gates = list(zip(dx.split(units, 1), weights.ih.split(units), entered, strict=True))
             each = torch.stack([products.rows(d, weight, across=False)[:, :inputs] for d, weight, _ in gates])
             to_x, to_mask = (each * self._by_row(self.input)).sum(0), each * x
-            to_ih = torch.cat([products.outer(d, operand)[:, :inputs] for d, _, operand in gates])
+            to_ih = torch.cat([products.outer(d, operand) for d, _, operand in gates])
             if sums is not None:
                 sums += dx.sum(0)
         return to_x, to_ih, None if self._given.input is None else self._by_sequence(to_mask)

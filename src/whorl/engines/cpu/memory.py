@@ -1,13 +1,16 @@
-"""Large tensors in large pages.
+"""Large tensors in large pages, used again.
 
-A tensor of more than 32 MB is new memory at every call, which the system hands out page by page at its first use: 64 MB
-take 31 ms in pages of 4 KB and 8 ms in pages of 2 MB (Linux 6.1 as a guest, AMD EPYC of family 25).
+Memory of more than 32 MB is new at every call, and the system hands it out page by page at its first use: 64 MB take
+31 ms in pages of 4 KB and 8 ms in pages of 2 MB (Linux 6.1 as a guest, AMD EPYC of family 25).  What lives from the
+beginning of a call to the end of its backward pass at most therefore stays here when its tensor dies, for the next.
 """
 
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from math import prod
 
@@ -16,22 +19,59 @@ from torch import Tensor
 
 _PAGE = 1 << 21
 _LARGE = 2 * _PAGE
+_MOST_IDLE = 1 << 28
+"""Bytes that are kept for later calls.  A step of (128, 30, 512) takes 80 MB."""
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """torch.empty, in large pages where the system has them for who asks."""
+    """torch.empty for what the caller gets, in large pages where the system has them for who asks."""
     made = torch.empty(shape, dtype=dtype)
-    if prod(shape) * dtype.itemsize >= _LARGE:
-        advise(made)
+    size = prod(shape) * dtype.itemsize
+    if size >= _LARGE:
+        _advise(made.data_ptr(), size)
     return made
 
 
-def advise(made: Tensor) -> None:
+def borrowed(*shape: int, dtype: torch.dtype) -> Tensor:
+    """torch.empty for what no caller sees: large ones in memory that was used before, where there is some."""
+    size = prod(shape) * dtype.itemsize
+    if size < _LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(_lease(size), dtype=dtype, count=prod(shape)).view(shape)
+
+
+_idle: deque[mmap.mmap] = deque()
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+"""A child that was forked has what it writes for itself."""
+
+
+def _lease(size: int) -> ctypes.Array:
+    """Bytes whose memory comes back when they die."""
+    region = next((one for one in tuple(_idle) if size <= len(one) <= size + size // 4 + 2 * _PAGE), None)
+    try:
+        _idle.remove(region)  # type: ignore[arg-type]
+    except ValueError:  # there was none, or another thread took it
+        region = mmap.mmap(-1, -(-size // _PAGE) * _PAGE + _PAGE, **_PRIVATE)
+        _advise(ctypes.addressof(ctypes.c_char.from_buffer(region)), len(region))
+    assert region is not None
+    lease = (ctypes.c_char * len(region)).from_buffer(region)
+    weakref.finalize(lease, _back, region).atexit = False
+    return lease
+
+
+def _back(region: mmap.mmap) -> None:
+    """Those that have lain idle longest go, where there are too many."""
+    _idle.append(region)
+    for one in tuple(_idle):
+        if sum(map(len, tuple(_idle))) > _MOST_IDLE and one in _idle:
+            _idle.remove(one)
+
+
+def _advise(begin: int, size: int) -> None:
     """Ask for large pages in the inner of new memory; it is a wish, and what comes of it makes no other difference."""
     call = _madvise()
     if call is not None:
-        begin = made.data_ptr()
-        first, last = -(-begin // _PAGE) * _PAGE, (begin + made.numel() * made.element_size()) // _PAGE * _PAGE
+        first, last = -(-begin // _PAGE) * _PAGE, (begin + size) // _PAGE * _PAGE
         if last > first:
             call(first, last - first, mmap.MADV_HUGEPAGE)
 
@@ -43,3 +83,32 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     call = ctypes.CDLL(None).madvise
     call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     return call
+
+
+class Regions:
+    """Tensors that lie one after the other in one buffer, a new one where none is given.
+
+    Args:
+        regions: name, dtype and shape of each.
+    """
+
+    def __init__(
+        self, regions: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], buffer: Tensor | None = None
+    ) -> None:
+        end, self._places = 0, {}
+        for name, dtype, shape in regions:
+            size = prod(shape) * dtype.itemsize
+            self._places[name] = (end, size, dtype, shape)
+            end += -(-size // 64) * 64
+        self.buffer = borrowed(end, dtype=torch.uint8) if buffer is None else buffer
+
+    def address(self, name: str) -> int | None:
+        """Of a region; None where it is not there."""
+        return self.buffer.data_ptr() + self._places[name][0] if name in self._places else None
+
+    def get(self, name: str) -> Tensor | None:
+        return self[name] if name in self._places else None
+
+    def __getitem__(self, name: str) -> Tensor:
+        begin, size, dtype, shape = self._places[name]
+        return self.buffer[begin : begin + size].view(dtype).view(shape)

@@ -29,6 +29,9 @@ _FIELDS: dict[str, type] = {"cell": c_void_p} | dict.fromkeys(_NUMBERS.split(), 
 for _row in (
     ("starts lengths place mask reset ids order ends x", c_void_p),
     ("x_stride", c_int64),
+    ("input", c_void_p),
+    ("inputs", c_int64),
+    ("ih bias_ih", c_void_p),
     ("hh bias_hh hr vectors extras extra_widths states reset_to", c_void_p),
     ("noise_kind keep_plain", c_int64),
     ("noise", c_void_p),
@@ -106,7 +109,7 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
     library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
-    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 8)
+    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 7)
     library.whorl_project.restype = library.whorl_outer.restype = None
     return library
 
@@ -126,26 +129,28 @@ class Products:
         """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
         x, weight = x.contiguous(), weight.contiguous()
         columns = weight.shape[0 if across else 1]
-        made = empty(len(x), filled_up(columns), dtype=self._wide)
-        sizes = len(x), x.shape[1], columns, made.shape[1], across, self._threads
+        rows, inputs = x.shape
+        made = empty(rows, filled_up(columns), dtype=self._wide)
+        sizes = rows, inputs, columns, made.shape[1], across, self._threads
         self._kernel.project(*map(address, (made, x, weight, bias)), *sizes)
         return made
 
     def outer(
         self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None, add: bool = True
     ) -> Tensor:
-        """a' b in the dtype of sums, [columns of a, columns of b filled up to 64].
+        """a' b in the dtype of sums, [columns of a, columns of b].
 
         Args:
             to: where the product is written; with `add` it is added to what is there.
             sums: the columns of a are added to it.
         """
         if to is None:
-            to, add = empty(a.shape[1], filled_up(b.shape[1]), dtype=self._wide), False
-        if not len(a):
+            to, add = empty(a.shape[1], b.shape[1], dtype=self._wide), False
+        (rows, columns), inputs = a.shape, b.shape[1]
+        if not rows:
             return to if add else to.zero_()
-        assert a.stride(1) == b.stride(1) == 1 or 1 in (a.shape[1], b.shape[1])
-        sizes = len(a), a.shape[1], b.shape[1], a.stride(0), b.stride(0), to.shape[1], add, self._threads
+        assert a.stride(1) == b.stride(1) == 1 or 1 in (columns, inputs)
+        sizes = rows, columns, inputs, a.stride(0), b.stride(0), add, self._threads
         self._kernel.outer(*map(address, (to, sums, a, b)), *sizes)
         return to
 

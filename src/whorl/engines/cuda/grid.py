@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from whorl.engines.cuda import spreading, tiling
+from whorl.engines.cuda import spreading, tiling, tuned
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
@@ -18,9 +18,48 @@ def fits(size: Size, chip: Chip, kind: str) -> bool:
 
 
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
-    """The tile of a kind: of a cluster where one holds the weights, else of blocks that exchange through L2."""
+    """The tile of a kind: the one that `whorl tune` measured to be the fastest, else the one estimated to be."""
+    measured = tuned.found(likely, size, chip, batch, directions, kind)
+    return estimated(size, chip, batch, directions, kind) if measured is None else measured
+
+
+def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
+    """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread."""
     tile = tiling.choose(size, chip, batch, directions, kind)
     return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
+
+
+def likely(
+    size: Size, chip: Chip, batch: int, directions: int, kind: str, each: int | None = None
+) -> list[Tile | Spread]:
+    """The candidates, those of each regime that are estimated to be the fastest first.
+
+    Args:
+        each: how many of each regime; None: all.
+    """
+    found: list[Tile | Spread] = [*tiling.likely(size, chip, batch, directions, kind)[:each]]
+    return [*found, *spreading.likely(size, chip, batch, directions, kind)[:each]]
+
+
+def described(tile: Tile | Spread) -> str:
+    """A tile in words: who holds the weights for which sequences, and what of a multiprocessor a block takes."""
+    room = f"{tile.warps} warps, up to {tiling.registers(tile.warps)} registers a thread, {tile.shared / 1024:.0f} KiB"
+    if isinstance(tile, Spread):
+        who = f"{tile.blocks} blocks that exchange through L2"
+    else:
+        who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
+    return f"{who} for each {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
+
+
+def closer(tile: Tile | Spread, size: Size, chip: Chip, kind: str) -> str:
+    """Why no regime runs that has its weights closer together; empty where there is none."""
+    if isinstance(tile, Tile) and tile.cluster == 1:
+        return ""
+    fitting = tiling.likely(size, chip, 1, 1, kind)
+    one_block = any(other.cluster == 1 for other in fitting)
+    if isinstance(tile, Spread):
+        return "a cluster holds it, and takes longer" if fitting else "no cluster holds its weights"
+    return "one block holds it, and is estimated to take longer" if one_block else "no single block holds its weights"
 
 
 class Grid:

@@ -93,7 +93,7 @@ class Kernel:
         self._function, self._launch, self._context = function, library.cuLaunchKernelEx, context
         self._frames: list[_Frame] = []
 
-    def __call__(self, stream: int, grid: int, second: int, *values: int | float) -> None:
+    def __call__(self, stream: int, grid: int, second: int, *values: int | float | bytes) -> None:
         """Launch `grid` x `second` blocks on a stream with the fields of the argument.
 
         Raises:

@@ -1,40 +1,53 @@
 """How a call runs through the kernels of a plan: products of whole matrices before and after, one launch a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
+from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
-from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.sums import Gradients as Summed
+from whorl.engines.cuda.sums import Sums
+from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
 
 class Layers:
-    """A plan's kernels on one device, and how a call runs through them."""
+    """A plan's kernels on one device, and how a call runs through them.
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    Args:
+        tiles: of "forward" or "backward", in place of those that would be chosen.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, tiles: Mapping[str, Tile | Spread] = MappingProxyType({})
+    ) -> None:
         problem, form = plan.problem, plan.problem.form
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.saving(form.cell)
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
-        self.plain = self.blocks == [(False, 0, len(form.cell.gates), 0)]  # r has x's gates, and one gradient
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
+        self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize)
+        self._sums: Sums | None = None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
@@ -43,6 +56,8 @@ class Layers:
         self._kernel("forward", ahead)
         if self.problem.gradient:
             self._kernel("backward", back)
+            if self._sums is None:
+                self._sums = Sums(self.form, self.problem.dtype, self.chip, self.index)
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         found = self._made.get((kind, features))
@@ -50,7 +65,7 @@ class Layers:
             form, problem = self.form, self.problem
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
             batch, directions = problem.batch, form.directions
-            tile = grid.choose(size, self.chip, batch, directions, kind)
+            tile = self._tiles.get(kind) or grid.choose(size, self.chip, batch, directions, kind)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             with torch.cuda.device(self.index):
@@ -81,7 +96,7 @@ class Layers:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
+            gates = self._gates(stream, x.reshape(rows, -1), weights, layer, options)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -118,7 +133,8 @@ class Layers:
         options, features = self._options(call, stream), PLAIN
         found = None if options is None else Gradients(call, options)
         each, width = 2 * directions + 1, (*call.x.shape[:-1], directions * units)
-        summed = (len(cell.gates) + len(self.saving.apart) if form.bias else 0) + len(cell.vectors)
+        summing = self._sums
+        assert summing is not None, "it is made ready with the kernels"
         rows = call.x.shape[0] if self.problem.packed else time * batch
         for layer in reversed(range(form.layers)):
             if options is not None:
@@ -137,7 +153,8 @@ class Layers:
             to_apart = to_gates  # nothing is written there
             if self.saving.apart:
                 to_apart = [x.new_empty(rows, len(self.saving.apart) * units) for _ in weights]
-            sums = [x.new_empty(back.sums, summed * units, dtype=torch.float32) if summed else None for _ in weights]
+            columns = summing.columns
+            sums = [x.new_empty(back.sums, columns, dtype=torch.float32) if columns else None for _ in weights]
             out = _plain(out)
             entered: Sequence[Tensor | ByGate] = ()
             extra: list[int | float] = []
@@ -160,6 +177,7 @@ class Layers:
                 *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
                 time, batch, *extra,
             )  # fmt: skip
+            summed = summing(stream, sums)
             grad_x: Tensor | None = None
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
@@ -170,16 +188,17 @@ class Layers:
                     start, operand = starts[0][index] if starts else None, hidden
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
-                    to_ih = product(to_gates[direction].t(), x, tf32=self.tf32)
-                    grad_x = product(to_gates[direction], own.ih, grad_x, add=grad_x is not None, tf32=self.tf32)
+                    to_ih = self._product(stream, to_gates[direction].t(), x, tf32=self.tf32)
+                    adds = grad_x is not None
+                    grad_x = self._product(stream, to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
                 else:
                     to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
                     grad_x = to_x if grad_x is None else grad_x + to_x
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
-                    own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    sums[direction], direction == 1,
+                    stream, own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
+                    summed[direction], direction == 1,
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
@@ -213,20 +232,22 @@ class Layers:
         given = options.given_masks(layer, direction).input is not None
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
-    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
+    def _gates(
+        self, stream: int, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None
+    ) -> list[Tensor]:
         """x of every gate at every step, as the kernel reads it."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
             if dropped is None:
-                made.append(product(x, own.ih.t(), tf32=self.tf32, wide=wide))
+                made.append(self._product(stream, x, own.ih.t(), tf32=self.tf32, wide=wide))
             else:
                 made.append(dropped.projected(x, own.ih, wide))
         return made
 
     def _weight_gradients(
-        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
-        to_gates: Tensor, to_apart: Tensor, sums: Tensor | None, reverse: bool,
+        self, stream: int, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
+        to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool,
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
 
@@ -246,26 +267,13 @@ class Layers:
             entered = hidden[into] if isinstance(hidden, ByGate) else hidden
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
             if rest:
-                product(part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
+                self._product(stream, part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
             else:
                 target.zero_()
             if start is not None:
                 first_rows = part.narrow(0, 0 if at else rest, batch).t()
                 product(first_rows, start, target, add=True, tf32=self.tf32)
-        bias_ih = bias_hh = None
-        vectors: tuple[Tensor, ...] = ()
-        if sums is not None:
-            total = sums.sum(0).to(self.problem.dtype)
-            if self.form.bias and self.plain:
-                bias_ih = total.narrow(0, 0, len(hh)) if self.cell.vectors else total
-                bias_hh = bias_ih.clone()
-            elif self.form.bias:
-                bias_ih, bias_hh = total.narrow(0, 0, len(self.cell.gates) * units), hh.new_empty(hh.shape[0])
-                for apart, first, count, into in self.blocks:
-                    place = (first + len(self.cell.gates) * apart) * units
-                    bias_hh.narrow(0, into * units, count * units).copy_(total.narrow(0, place, count * units))
-            vectors = total.split(units)[-len(self.cell.vectors) :] if self.cell.vectors else ()
-        return LayerWeights(to_ih, hh, bias_ih, bias_hh, None, vectors)
+        return LayerWeights(to_ih, hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
@@ -351,10 +359,10 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
     return (values[0], values[1]) if len(values) == 2 else (values[0], 0)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor as kernels read it, in one piece and 8 bytes at a time: mostly the tensor itself."""
+def _plain(tensor: Tensor, at_once: int = 8) -> Tensor:
+    """The tensor as kernels read it, in one piece and so many bytes at a time: mostly the tensor itself."""
     tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % at_once == 0 else tensor.clone()
 
 
 def _hidden(own: LayerWeights) -> Tensor:
@@ -365,7 +373,7 @@ def _hidden(own: LayerWeights) -> Tensor:
 def _plain_weights(own: LayerWeights) -> LayerWeights:
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
-    return own._replace(hh=_plain(_hidden(own)), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
+    return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)
 
 
 def _with_dropout(x: Tensor, call: Call, layer: int) -> Tensor:

@@ -33,8 +33,9 @@ class Persistent(Engine):
         found = []
         if device.kind != "cuda":
             return [f"the tensors are on {device.kind}, whorl's CUDA kernels run on cuda"]
-        if device.capability != (9, 0):
-            found.append(f"the GPU has compute capability {_dotted(device.capability)}, these kernels are made for 9.0")
+        if not (8, 0) <= device.capability <= (9, 0):
+            made_for = "these kernels are made for 8.0 to 9.0"
+            found.append(f"the GPU has compute capability {_dotted(device.capability)}, {made_for}")
         found += [reason] if (reason := missing()) is not None else []
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
@@ -51,7 +52,8 @@ class Persistent(Engine):
             most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             what += ", with options," * source.has_options(cell, features)
-            room = "one cluster" if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
+            together = "one cluster" if device.capability >= (9, 0) else "one block"
+            room = together if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
             found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 
@@ -68,6 +70,8 @@ class Persistent(Engine):
         22 us a step, of which cuDNN took 14 there; 1,024 units at batch 128 took 5.6 us, and cuDNN 10.
         """
         form = problem.form
+        if problem.device.capability < (9, 0) and not CuDNN().obstacles(problem):
+            return [f"it was never timed on a GPU of compute capability {_dotted(problem.device.capability)}"]
         if form.units < 512 or CuDNN().obstacles(problem):
             return []
         chip = _chip(problem.device)
@@ -87,6 +91,19 @@ class Persistent(Engine):
         rows = f"batch {problem.batch} of {form.units} units takes {rounds} rounds of clusters"
         known = "was measured" if most == 3 else "is estimated"
         return [f"{rows}, and cuDNN {known} to be faster from {most} on"]
+
+    def numbers(self, problem: Problem) -> list[str]:
+        form, features, chip = problem.form, expected(problem), _chip(problem.device)
+        size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
+        lines = []
+        for kind in ("forward", "backward")[: 1 + problem.gradient]:
+            where = (size, chip, problem.batch, form.directions, kind)
+            tile = grid.choose(*where)
+            assert tile is not None, "the obstacles say that it fits"
+            how = "" if tile == grid.estimated(*where) else ", as `whorl tune` measured"
+            reason = grid.closer(tile, size, chip, kind)
+            lines.append(f"{kind}: {grid.described(tile)}{how}{'; ' * bool(reason)}{reason}")
+        return lines
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device)

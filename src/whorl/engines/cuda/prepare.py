@@ -20,6 +20,10 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
     return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
+_LEAST_ROOM = 12 * 512
+"""Bytes of shared memory through which weights come to a warp: 12 operands at a time, as kernels/weights.cu has it."""
+
+
 @lru_cache(maxsize=256)
 def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
@@ -46,9 +50,37 @@ def kernel(
         if source.has_options(cell, features):
             fields += options.layout(states, len(cell.inputs))
         fields += "4Q" * together
-        return Kernel(machine_code, name, index, 32 * tile.warps, tile.shared, tile.cluster, fields, together)
+        shared = max(tile.shared, tile.warps * _LEAST_ROOM)
+        return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
 
     return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
+
+
+_ADDING = "14Q64s"  # the argument of kernels/sums.cu
+
+
+def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
+    """The kernel that adds up the gradients of biases and vectors, on a device."""
+
+    def make() -> Kernel:
+        name = source.adding_name(dtype)
+        return Kernel(store.kernel(source.adding(dtype), name, chip.architecture), name, index, 128, 0, 1, _ADDING)
+
+    return loaded(("adding", dtype, index), make)
+
+
+_COPYING = "7Q"  # the argument of kernels/rows.cu
+
+
+def row_copier(word: int, chip: Chip, index: int) -> Kernel:
+    """The kernel that copies rows in words of so many bytes, on a device."""
+
+    def make() -> Kernel:
+        name = f"copy_rows_{word}"
+        code = store.kernel(source.row_copier(word), name, chip.architecture)
+        return Kernel(code, name, index, 256, 0, 1, _COPYING)
+
+    return loaded(("rows", word, index), make)
 
 
 def code(

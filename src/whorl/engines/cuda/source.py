@@ -195,6 +195,24 @@ def order() -> str:
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
 
 
+def adding(dtype: torch.dtype) -> str:
+    """The source of the kernel that adds up the gradients of biases and vectors."""
+    words = ["#define KERNEL " + adding_name(dtype), f"#define ELEMENT_BYTES {dtype.itemsize}"]
+    words.append(f"#define BFLOAT16 {int(dtype == torch.bfloat16)}")
+    return _text("sums.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def adding_name(dtype: torch.dtype) -> str:
+    """Its name in a profiler."""
+    return f"add_up_{str(dtype).removeprefix('torch.')}"
+
+
+def row_copier(word: int) -> str:
+    """The source of the kernel that copies rows in words of so many bytes."""
+    words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {'int' if word == 4 else 'short'} Word;"]
+    return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
 def has_options(graph: Graph, features: Features) -> bool:
     """Whether a kernel has the argument of kernels/options.cu."""
     return features != PLAIN or bool(graph.inputs)
@@ -233,10 +251,16 @@ def _source(
         _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
         _text("ptx.cu"),
+        _text("weights.cu"),
         *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         step,
     ]
     return _text(f"{'spread_' * isinstance(tile, Spread)}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def texts() -> list[str]:
+    """Every file that sources of kernels are made of."""
+    return [_text(path.name) for path in sorted(_KERNELS.glob("*.cu"))]
 
 
 @cache

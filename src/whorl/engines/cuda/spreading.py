@@ -166,6 +166,12 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Sp
     return min(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile), default=None)
 
 
+def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Spread]:
+    """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
+    found = _fitting(size, chip, kind) if size.element == 2 else ()
+    return sorted(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile))
+
+
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
     """Microseconds that a step of the chosen tile takes, estimated; all launches of a batch together."""
     tile = choose(size, chip, batch, directions, kind)

@@ -32,8 +32,8 @@ def kernel(source: str, name: str, architecture: str, options: Sequence[str] = (
     code = _read(path, key)
     if code is None:
         code = cubin(source, name, architecture, options)
-        _write(stem.with_suffix(".cu"), source.encode())
-        _write(path, code + _seal(key, code))
+        write(stem.with_suffix(".cu"), source.encode())
+        write(path, code + _seal(key, code))
     return code
 
 
@@ -86,7 +86,12 @@ def _read(path: Path, key: str) -> bytes | None:
     return code if seal == _seal(key, code) else None
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
+    """Put `content` into a file of the private folder, all of it or nothing.
+
+    Raises:
+        KernelError: it cannot be written.
+    """
     temporary = ""
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)

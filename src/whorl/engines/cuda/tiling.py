@@ -235,6 +235,11 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
     return min(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile), default=None)
 
 
+def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
+    """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
+    return sorted(_fitting(size, chip, kind), key=lambda tile: _time(size, chip, batch, directions, kind, tile))
+
+
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
     """How many times the clusters of a batch fill the chip."""
     clusters = -(-batch // tile.rows) * directions

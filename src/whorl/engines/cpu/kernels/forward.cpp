@@ -2,12 +2,30 @@
 
 namespace kernel {
 
+// The input projection of the rows that count from `step` to before step + ahead, into row.x of `at`.
+template <typename At>
+static void project_ahead(const Group& g, const Own& own, int64_t step, int64_t ahead, At at) {
+  const Sweep& k = g.k;
+  int64_t n = 0;
+  for (int64_t next = step; next < step + ahead && next < k.time; ++next)
+    for (int64_t i = 0; i < g.count; ++i) {
+      const int64_t r = g.rows[i], t = k.reverse ? k.time - 1 - next : next;
+      if (t >= g.length(r) || !g.counts(g.outer(t, r))) continue;
+      const int64_t o = g.outer(t, r);
+      own.ahead_a[n] = k.input + o * k.inputs, own.ahead_c[n] = at(next, i, o), ++n;
+    }
+  g.team.wait();
+  g.multiply(g.w.input, n, own.ahead_a, own.ahead_c);
+  g.team.wait();
+}
+
 static void forward_group(const Group& g, Memory own_memory, Memory memory) {
   const Sweep& k = g.k;
   const Cell& cell = g.cell;
   const Weights& w = g.w;
   const int64_t slots = cell.forward.slots * g.padded, deep = up(up(k.width, STEP), 32), larger = g.larger;
-  Own own = Own::take(own_memory, cell, g.count, larger, cell.forward.means);
+  const int64_t ahead = steps_ahead(k, g.count), x_wide = up(cell.gates * k.units, LANES);
+  Own own = Own::take(own_memory, cell, g.count, larger, cell.forward.means, ahead);
   const int kinds = k.noise_kind == 2 ? cell.recurrent : 1;
   real* r_rows = memory.take<real>(g.count * w.r_size);
   real* scratch = memory.take<real>(g.count * slots);
@@ -16,6 +34,10 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
   real* room = memory.take<real>(g.count * cell.extras * g.padded);
   store* entering = memory.take<store>(g.count * kinds * deep);
   store* second = memory.take<store>(g.count * up(up(larger, STEP), 32));
+  real* x_rows = memory.take<real>(k.x ? 0 : ahead * g.count * x_wide);
+  auto x_of = [&](int64_t step, int64_t i, int64_t o) {
+    return k.x ? k.x + g.compact(o) * k.x_stride : x_rows + (step % ahead * g.count + i) * x_wide;
+  };
   real* kept[MOST_STATES];
   for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
   const bool direct = WHORL_DTYPE != 16 && k.noise_kind == 0;
@@ -25,6 +47,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
   for (int64_t step = 0; step < k.time; ++step) {
     const int64_t t = k.reverse ? k.time - 1 - step : step;
     int64_t n = 0;
+    if (ahead && step % ahead == 0) project_ahead(g, own, step, ahead, x_of);
     for (int64_t i = 0; i < g.count; ++i) {
       const int64_t r = g.rows[i];
       if (t >= g.length(r)) {
@@ -60,7 +83,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       const int64_t i = own.active[j], r = g.rows[i], o = own.outer[j], c = g.compact(o);
       Row& row = own.row[j];
       row.units = k.units, row.first = g.first, row.last = g.last, row.means_at = cell.saved * k.units;
-      row.x = k.x + c * k.x_stride;
+      row.x = x_of(step, i, o);
       row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
       row.scratch = scratch + j * slots, row.padded = g.padded;
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;

@@ -104,6 +104,9 @@ struct Group {
   }
 };
 
+// Steps whose input is projected at once: so many rows that the weights are read from far seldom.
+INLINE int64_t steps_ahead(const Sweep& k, int64_t rows) { return k.input ? up(48, rows) / rows : 0; }
+
 struct Own {  // of one member, so that nothing is written by two
   Row* row;
   int64_t *active, *outer, *last;
@@ -114,8 +117,10 @@ struct Own {  // of one member, so that nothing is written by two
   real* means;
   real* drawn;
   real* nowhere;
+  const store** ahead_a;
+  real** ahead_c;
 
-  static Own take(Memory& memory, const Cell& cell, int64_t rows, int64_t larger, int64_t means) {
+  static Own take(Memory& memory, const Cell& cell, int64_t rows, int64_t larger, int64_t means, int64_t ahead = 0) {
     Own own;
     own.row = memory.take<Row>(rows), own.active = memory.take<int64_t>(rows), own.outer = memory.take<int64_t>(rows);
     own.last = memory.take<int64_t>(rows), own.a = memory.take<const store*>(rows), own.c = memory.take<real*>(rows);
@@ -123,6 +128,7 @@ struct Own {  // of one member, so that nothing is written by two
     own.lists = memory.take<real*>(rows * (cell.vectors + cell.extras + cell.products + 1));
     own.means = memory.take<real>(rows * (means + 1)), own.drawn = memory.take<real>(larger * MOST_STATES);
     own.nowhere = memory.take<real>(cell.saved * larger + cell.saved_means + 1);
+    own.ahead_a = memory.take<const store*>(ahead * rows + 1), own.ahead_c = memory.take<real*>(ahead * rows + 1);
     return own;
   }
 };

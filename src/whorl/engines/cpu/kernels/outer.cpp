@@ -7,13 +7,15 @@ namespace kernel {
 struct Outer {
   real *out, *sums;
   const store *a, *b;
-  int64_t rows, n, m, lda, ldb, stride;
+  int64_t rows, n, m, lda, ldb;
   bool add;  // to what `out` holds
-  int64_t next;
+  int64_t next, pieces;
   packed_t* packed;
   real* zeros;
 
-  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS;
+  // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
+  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 4 * WIDE;
+  int64_t place(int64_t piece) const { return piece < pieces ? up(n * piece / pieces, ROWS) : n; }
   Packed block(int64_t begin) const {
     Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
     made.data = packed + begin / STEP * up(m, LANES);
@@ -57,8 +59,12 @@ static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64
   }
   for (int i = 0; i < M; ++i)
     for (int j = 0; j < N; ++j) {
-      loose* out = (loose*)(o.out + (column + i) * o.stride + place + j * LANES);
-      *out = add ? *out + sum[i][j] : sum[i][j];
+      real* out = o.out + (column + i) * o.m + place + j * LANES;
+      const int64_t left = o.m - place - j * LANES;
+      if (left >= LANES)
+        *(loose*)out = add ? *(loose*)out + sum[i][j] : sum[i][j];
+      else  // the next row begins where this one ends
+        for (int64_t lane = 0; lane < left; ++lane) out[lane] = add ? out[lane] + sum[i][j][lane] : sum[i][j][lane];
     }
 }
 
@@ -82,28 +88,35 @@ static void pack_outer(void* data, int thread, int threads) {
   }
 }
 
+// What one block of rows adds to a few columns of `a` and a few panels of b.
+static void outer_block(const Outer& o, int64_t begin, int64_t panels, int64_t column, int64_t end, packed_t* a) {
+  const Packed block = o.block(begin);
+  const int64_t every = block.panels(), last = panels + Outer::PANELS < every ? panels + Outer::PANELS : every;
+  pack_columns(o, begin, block.k, column, end, a);
+  const bool add = o.add || begin > 0;
+  for (int64_t panel = panels; panel < last; ++panel)
+    if (panel < block.wide())
+      outer_panel<VECTORS>(o, block, a, panel, column, end, add);
+    else
+      outer_panel<1>(o, block, a, panel, column, end, add);
+  if (!o.sums || panels) return;
+  real part[Outer::WIDE] = {};
+  for (int64_t k = begin; k < begin + block.k; ++k)
+    for (int64_t i = column; i < end; ++i) part[i - column] += widened(o.a[k * o.lda + i]);
+  for (int64_t i = column; i < end; ++i) o.sums[i] += part[i - column];
+}
+
 static void outer_columns(void* data, int, int) {
   Outer& o = *(Outer*)data;
   packed_t* a = (packed_t*)aligned_alloc(64, sizeof(packed_t) * Outer::WIDE * Outer::DEEP / STEP);
   for (;;) {
-    const int64_t column = __atomic_fetch_add(&o.next, Outer::WIDE, __ATOMIC_RELAXED);
-    if (column >= o.n) break;
-    const int64_t end = column + Outer::WIDE < o.n ? column + Outer::WIDE : o.n;
-    for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP) {
-      const Packed block = o.block(begin);
-      pack_columns(o, begin, block.k, column, end, a);
-      const bool add = o.add || begin > 0;
-      for (int64_t panel = 0; panel < block.panels(); ++panel)
-        if (panel < block.wide())
-          outer_panel<VECTORS>(o, block, a, panel, column, end, add);
-        else
-          outer_panel<1>(o, block, a, panel, column, end, add);
-      if (!o.sums) continue;
-      real part[Outer::WIDE] = {};
-      for (int64_t k = begin; k < begin + block.k; ++k)
-        for (int64_t i = column; i < end; ++i) part[i - column] += widened(o.a[k * o.lda + i]);
-      for (int64_t i = column; i < end; ++i) o.sums[i] += part[i - column];
-    }
+    const int64_t piece = __atomic_fetch_add(&o.next, 1, __ATOMIC_RELAXED);
+    if (piece >= o.pieces) break;
+    const int64_t first = o.place(piece), last = o.place(piece + 1);
+    for (int64_t panels = 0; panels < o.block(0).panels(); panels += Outer::PANELS)
+      for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP)
+        for (int64_t column = first; column < last; column += Outer::WIDE)
+          outer_block(o, begin, panels, column, column + Outer::WIDE < last ? column + Outer::WIDE : last, a);
   }
   free(a);
 }
@@ -112,6 +125,7 @@ static void outer(Outer o, int threads) {
   const int64_t blocks = up(o.rows, Outer::DEEP);
   o.packed = (packed_t*)aligned_alloc(64, size_t(up(up(o.m, LANES) * (blocks / STEP) * int64_t(sizeof(packed_t)), 64) + 64));
   const int now = o.rows * o.n * o.m < 200000 ? 1 : threads;
+  o.pieces = now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
   parallel(now, pack_outer, &o);
   parallel(now, outer_columns, &o);
   free(o.packed);

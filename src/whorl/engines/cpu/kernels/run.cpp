@@ -42,7 +42,9 @@ static Room room_of(const Sweep& k, const Weights& w, bool backward) {
   const int64_t pointers = cell.vectors + 2 * cell.extras + cell.products + 16;
   const int64_t own = k.largest * (int64_t(sizeof(Row)) + (pointers + way.means) * 8) +
                       (cell.saved + MOST_STATES) * (larger + 64) * 8;
-  return {up(k.largest * row * int64_t(sizeof(real)) + 4096, 4096), up(own + 2 * cell.saved_means * 8 + 8192, 4096)};
+  const int64_t ahead = backward || !k.input ? 0 : 48 + k.largest;  // rows whose input is projected at once, at most
+  const int64_t reals = k.largest * row + ahead * up(cell.gates * k.units, 64);
+  return {up(reals * int64_t(sizeof(real)) + 4096, 4096), up(own + (2 * cell.saved_means + 2 * ahead) * 8 + 8192, 4096)};
 }
 
 static void run_all(const Sweep& k, bool backward) {
@@ -83,12 +85,12 @@ void whorl_project(
   kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
 }
 
-// out [n, stride] = a' b over rows (`add`: += a' b): a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] +=
+// out [n, m] = a' b over rows (`add`: += a' b): a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] +=
 // those of a, where wanted.
 void whorl_outer(
     kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
-    int64_t m, int64_t lda, int64_t ldb, int64_t stride, int64_t add, int64_t threads) {
-  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, stride, add != 0, 0, nullptr, nullptr}, int(threads));
+    int64_t m, int64_t lda, int64_t ldb, int64_t add, int64_t threads) {
+  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, add != 0, 0, 0, nullptr, nullptr}, int(threads));
 }
 
 // Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].

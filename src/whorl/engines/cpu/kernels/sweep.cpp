@@ -32,8 +32,12 @@ struct Sweep {
   const int64_t* ids;      // what noise counts a row as, [batch]; null: itself
   const int64_t* order;    // rows, group by group, [batch]
   const int64_t* ends;     // where each group begins in `order`, [groups + 1]
-  const real* x;           // [compact rows, x_stride]: the input projection, gate by gate
+  real* x;                 // [compact rows, x_stride]: the input projection, gate by gate; null: made here, and not kept
   int64_t x_stride;
+  const store* input;      // [outer rows, inputs]: what forward makes it of; null: it is there
+  int64_t inputs;
+  const store* ih;         // [gates x units, inputs]
+  const real* bias_ih;     // [gates x units]; null: zero
   const store* hh;         // [recurrent gates x units, width]
   const real* bias_hh;     // [recurrent gates x units]; null: zero
   const store* hr;         // [width, units]; null: no projection

@@ -10,7 +10,7 @@ struct Weights {
   bool leaf[MOST_MATRICES];  // a part of r; else only multiplied inside the step
   int of_gate[MOST_GATES];
   int64_t r_offset[MOST_GATES], r_size;
-  Packed projection;
+  Packed projection, input;
   void* memory;
   bool across;
 };
@@ -23,14 +23,14 @@ struct Packing {
 static void pack_all(void* data, int thread, int threads) {
   const Packing& job = *(Packing*)data;
   const Sweep& k = *job.k;
-  for (int index = 0; index <= job.w->count; ++index) {
-    const bool is_hr = index == job.w->count;
-    if (is_hr && !k.hr) break;
-    const Packed& to = is_hr ? job.w->projection : job.w->packed[index];
-    const int64_t first = to.panels() * thread / threads, last = to.panels() * (thread + 1) / threads;
-    const store* from = is_hr ? k.hr : k.hh + int64_t(job.w->first[index]) * k.units * k.width;
-    pack(to, from, is_hr ? k.units : k.width, job.w->across, first, last);
-  }
+  const Weights& w = *job.w;
+  auto share = [&](const Packed& to, const store* from, int64_t ld) {
+    pack(to, from, ld, w.across, to.panels() * thread / threads, to.panels() * (thread + 1) / threads);
+  };
+  for (int index = 0; index < w.count; ++index)
+    share(w.packed[index], k.hh + int64_t(w.first[index]) * k.units * k.width, k.width);
+  if (k.hr) share(w.projection, k.hr, k.units);
+  if (w.input.data) share(w.input, k.ih, k.inputs);
 }
 
 // Gates side by side as one matrix, or each on its own where operands differ.
@@ -62,6 +62,8 @@ static Weights make_weights(const Sweep& k, bool across) {
     measure(w.packed[index], across ? rows : k.width, across ? k.width : rows);
   }
   if (k.hr) measure(w.projection, across ? k.width : k.units, across ? k.units : k.width);
+  const bool projects = across && k.input;
+  if (projects) measure(w.input, cell.gates * k.units, k.inputs);
   char* memory = (char*)(w.memory = aligned_alloc(64, size_t(bytes + 64)));
   auto lay = [&](Packed& to, const real* bias) {
     to.data = (packed_t*)memory, memory += up(to.bytes(), 64);
@@ -75,8 +77,9 @@ static Weights make_weights(const Sweep& k, bool across) {
     w.r_size += up(w.packed[index].n, LANES);
   }
   if (k.hr) lay(w.projection, nullptr);
+  if (projects) lay(w.input, k.bias_ih);
   Packing job = {&k, &w};
-  parallel(k.units * k.width < 4096 ? 1 : int(k.threads), pack_all, &job);
+  parallel(k.units * (k.width + (projects ? k.inputs : 0)) < 4096 ? 1 : int(k.threads), pack_all, &job);
   return w;
 }
 

@@ -101,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
   Planes resident[MOST(RESIDENT)];
   float unscale[SHARE][2];  // what a sum is multiplied with, where what is multiplied was scaled
+#if HALVES
 #pragma unroll
   for (int i = 0; i < SHARE * DEPTHS; ++i) {
     const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
     const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
-#if HALVES
     const auto pair_at = [&](int depth) {  // of two units, by a gradient of this block
       const int own = rank * SLICE + depth % SLICE;
       const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
@@ -133,24 +133,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       parts[2 * half] = {upper.x * even, lower.x * even}, parts[2 * half + 1] = {upper.y * odd, lower.y * odd};
     }
     const Planes words = halves_of(parts);
-#else
-    uint4 word = {0, 0, 0, 0};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * WORD_ELEMENTS, own = rank * SLICE + depth % SLICE;
-      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
-      const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
-#if ELEMENT_BYTES == 2
-      const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
-      const unsigned even = __byte_perm(upper, lower, 0x5410), odd = __byte_perm(upper, lower, 0x7632);
-#else
-      const unsigned even = operand(upper.x), odd = operand(upper.y);
-#endif
-      if (half == 0) word.x = even, word.y = odd;
-      if (half == 1) word.z = even, word.w = odd;
-    }
-    const Planes words = {{word}};
-#endif
 #pragma unroll
     for (int p = 0; p < PLANES; ++p)
       if (i < RESIDENT)
@@ -158,6 +140,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       else
         streamed[((warp * STREAMED + i - RESIDENT) * PLANES + p) * 32 + lane] = words.plane[p];
   }
+#else
+  const auto ask = [&](int i, unsigned* to) {
+    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
+    const int depth = i % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
+    const Element* const row = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS;
+    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+  };
+  bring_operands<First<RESIDENT>, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
+      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i].plane[0] = words; });
+#endif
 
   if constexpr (GATEWISE)
     for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {

@@ -82,18 +82,6 @@ struct Arguments {
 #endif
 };
 
-// one word of the weights of unit `row`, from element `column` on; zero outside
-__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
-  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
-#if HALVES
-  return 0u;
-#elif ELEMENT_BYTES == 2
-  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
-#else
-  return row < UNITS && column < UNITS ? operand(*at) : 0u;
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, plane, lane]
@@ -114,13 +102,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
   Planes resident[MOST(RESIDENT)][RECURRENT];
   float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
+#if HALVES
 #pragma unroll
   for (int d = 0; d < DEPTHS; ++d)
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g) {
-      if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
+      asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
       const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
-#if HALVES
       const auto weight = [&](int u, int at) {
         return unit + u < UNITS && at < UNITS ? weights[((long long)g * UNITS + unit + u) * UNITS + at] : 0.f;
       };
@@ -140,10 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       };
       const float2 parts[4] = {word(0, column), word(1, column), word(0, next), word(1, next)};
       const Planes words = halves_of(parts);
-#else
-      const Planes words = {{{weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
-                               weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)}}};
-#endif
 #pragma unroll
       for (int p = 0; p < PLANES; ++p)
         if (d < RESIDENT)
@@ -151,6 +135,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         else
           streamed[(((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * PLANES + p) * 32 + lane] = words.plane[p];
     }
+#else
+  const auto ask = [&](int i, unsigned* to) {
+    const int own = rank * SLICE + group * 16 + row_of_chunk(lane);
+    const int column = (split * DEPTHS + i / RECURRENT) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
+    const Element* const row = weights + ((long long)(i % RECURRENT) * UNITS + own) * UNITS;
+    bring(to, row + column, own < UNITS ? UNITS - column : 0);
+  };
+  bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, WARPS>(
+      memory, warp, lane, ask,
+      [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT].plane[0] = words; });
+#endif
 
   // steps of the longest sequence of the cluster
   const int time = LENGTHS ? longest(a, blockIdx.x / CLUSTER * ROWS) : (int)a.time;

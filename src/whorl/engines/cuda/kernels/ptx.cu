@@ -289,6 +289,18 @@ __device__ __forceinline__ uint4 load_half_columns(unsigned address) {
   return b;
 }
 
+// bytes from global to shared memory, past the registers; zero where they are not there.  Done when `copies_done` is.
+__device__ __forceinline__ void copy_16(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_8(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_4(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
 
 __device__ __forceinline__ void prefetch(const void* global) {

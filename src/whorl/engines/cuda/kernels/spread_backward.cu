@@ -91,31 +91,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
   const Element* const weights = a.weights[direction];
 
-  // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
   uint4 resident[MOST(RESIDENT)];
-#pragma unroll
-  for (int i = 0; i < SHARE * DEPTHS; ++i) {
+  const auto ask = [&](int i, unsigned* to) {
     const int chunk = i / (CHUNK * DEPTHS) * CHUNK, wide = min(CHUNK, SHARE - chunk), within = i - chunk * DEPTHS;
-    const int strip = warp * SHARE + chunk + within % wide, d = within / wide;
-    const int column = (place * STRIPS + strip) * 16 + lane / 4 * 2;
-    uint4 word = {0, 0, 0, 0};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int depth = (d * 8 + lane % 4 + 4 * half) * 2, gate = depth % (RECURRENT * SLICE) / SLICE;
-      const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
-      const Element* const at = weights + ((long long)gate * UNITS + own) * UNITS + column;
-      const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
-      const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
-      const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
-      const unsigned even = __byte_perm(upper, lower, 0x5410), odd = __byte_perm(upper, lower, 0x7632);
-      if (half == 0) word.x = even, word.y = odd;
-      if (half == 1) word.z = even, word.w = odd;
-    }
-    if (Weights::streamed(i))
-      streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
-    else
-      resident[Weights::resident(i)] = word;
-  }
+    const int strip = warp * SHARE + chunk + within % wide, column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
+    const int depth = within / wide * 8 * WORD_ELEMENTS + depth_of_chunk(lane), gate = depth % (RECURRENT * SLICE) / SLICE;
+    const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
+    const Element* const row = weights + ((long long)gate * UNITS + own) * UNITS;
+    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+  };
+  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
+      memory, warp, lane, ask, [&](int i, uint4 words) { resident[Weights::resident(i)] = words; });
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums
   const auto mask_of = [&](int gate, int sub, int strip, int n, int e) {

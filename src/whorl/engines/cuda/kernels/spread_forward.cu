@@ -84,26 +84,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
   const Element* const weights = a.weights[direction];
 
-  // rows 0 to 7 of an operand are a strip's even rows, rows 8 to 15 the odd: a thread has two neighbours
   uint4 resident[MOST(RESIDENT)];
-#pragma unroll
-  for (int i = 0; i < SHARE * DEPTHS; ++i) {
-    const int m = (group * SHARE + i % SHARE) * 16 + lane / 4 * 2;
-    const int column = ((split * DEPTHS + i / SHARE) * 8 + lane % 4) * 2, next = column + 8;
+  const auto ask = [&](int i, unsigned* to) {
+    const int m = (group * SHARE + i % SHARE) * 16 + row_of_chunk(lane);
+    const int column = (split * DEPTHS + i / SHARE) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
     int gate, unit;
     place_of(m, gate, unit);
     unit += rank * SLICE;
-    const bool first = m < RECURRENT * SLICE && unit < UNITS, second = first && unit + 1 < UNITS;
-    const Element* const at = weights + ((long long)gate * UNITS + unit) * UNITS;
-    const uint4 word = {load_pair(at + column, first && column < UNITS, first && column + 1 < UNITS),
-                        load_pair(at + UNITS + column, second && column < UNITS, second && column + 1 < UNITS),
-                        load_pair(at + next, first && next < UNITS, first && next + 1 < UNITS),
-                        load_pair(at + UNITS + next, second && next < UNITS, second && next + 1 < UNITS)};
-    if (Weights::streamed(i))
-      streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane] = word;
-    else
-      resident[Weights::resident(i)] = word;
-  }
+    const bool there = m < RECURRENT * SLICE && unit < UNITS;
+    bring(to, weights + ((long long)gate * UNITS + unit) * UNITS + column, there ? UNITS - column : 0);
+  };
+  bring_operands<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(
+      memory, warp, lane, ask, [&](int i, uint4 words) { resident[Weights::resident(i)] = words; });
   // steps of the longest of these sequences
   const int time = LENGTHS ? longest(a, row0, SUBS * ROWS) : (int)a.time;
   const bool reverse = direction == 1;

@@ -1,0 +1,63 @@
+"""Gradients of biases and vectors from the sums over the batch that a layer's backward kernel leaves: one launch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.engines.cuda.prepare import adding
+from whorl.engines.cuda.source import saving
+from whorl.engines.cuda.tiling import Chip
+from whorl.problem import Form
+
+_THREADS = 128
+
+
+class Gradients(NamedTuple):
+    """Of one layer and direction, in the layer's dtype."""
+
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+    vectors: tuple[Tensor, ...]
+
+
+class Sums:
+    """What is summed in the layers of a form, and the kernel that ends it."""
+
+    def __init__(self, form: Form, dtype: torch.dtype, chip: Chip, index: int) -> None:
+        cell, kept = form.cell, saving(form.cell)
+        self._units, self._dtype, self._vectors = form.units, dtype, len(cell.vectors)
+        counts = (len(cell.gates), len(cell.recurrent), len(kept.apart)) if form.bias else (0, 0, 0)
+        self._gates, self._recurrent, self._apart = counts
+        self.columns = (self._gates + self._apart + self._vectors) * form.units
+        """Sums of one block."""
+        apart = {gate: len(cell.gates) + place for place, gate in enumerate(kept.apart)}
+        places = [apart[gate] if gate in apart else kept.sums.index(gate) for gate in range(len(cell.recurrent))]
+        self._places = bytes(places if form.bias else ())
+        self._kernel = adding(dtype, chip, index) if self.columns else None
+
+    def __call__(self, stream: int, sums: Sequence[Tensor | None]) -> list[Gradients]:
+        """The gradients of each direction.
+
+        Args:
+            sums: float32 [rows, `columns`] of each; None where nothing is summed.
+        """
+        if self._kernel is None:
+            return [Gradients(None, None, ()) for _ in sums]
+        given = [one for one in sums if one is not None]
+        size = (self._gates, self._recurrent, self._vectors)
+        made = [[one.new_empty(count * self._units, dtype=self._dtype) for count in size] for one in given]
+        rows = [given, *zip(*made, strict=True)]
+        addresses = [tensor.data_ptr() for row in rows for tensor in (row[0], row[-1])]
+        self._kernel(
+            stream, -(-sum(size) * self._units // _THREADS), len(given), *addresses,
+            len(given[0]), self._units, self._gates, self._recurrent, self._apart, self._vectors, self._places,
+        )  # fmt: skip
+        return [
+            Gradients(
+                of_x if self._gates else None, of_r if self._gates else None,
+                vectors.split(self._units) if self._vectors else (),
+            )
+            for of_x, of_r, vectors in made
+        ]  # fmt: skip

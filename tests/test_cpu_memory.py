@@ -1,0 +1,75 @@
+"""Memory of engine `cpu` that is used again: never by two at once, no more than is said, and a child's is its own."""
+
+import gc
+import os
+
+import pytest
+import torch
+
+import whorl
+from whorl import compiler
+from whorl.engines.cpu import memory
+from whorl.engines.cpu.memory import borrowed
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_idle() -> None:
+    gc.collect()
+    memory._idle.clear()
+
+
+def test_what_died_is_used_again_and_what_lives_is_not() -> None:
+    one = borrowed(8 * MB, dtype=torch.uint8)
+    other = borrowed(2, MB, dtype=torch.float32)
+    assert one.data_ptr() != other.data_ptr()
+    assert other.shape == (2, MB)
+    one.fill_(1)
+    other.fill_(2.0)
+    assert one.min() == one.max() == 1
+    inner, place = one[MB:].view(torch.int32), one.data_ptr()
+    del one
+    assert borrowed(8 * MB, dtype=torch.uint8).data_ptr() != place, "a part of it lives"
+    del inner
+    found = {tensor.data_ptr() for tensor in [borrowed(8 * MB - 5, dtype=torch.uint8) for _ in range(2)]}
+    assert place in found
+    assert len(found) == 2
+
+
+def test_no_more_lies_idle_than_is_said() -> None:
+    held = [borrowed(60 * MB, dtype=torch.uint8) for _ in range(6)]
+    last = held[-1].data_ptr()
+    while held:
+        del held[0]
+    assert 0 < sum(map(len, memory._idle)) <= memory._MOST_IDLE
+    assert borrowed(60 * MB, dtype=torch.uint8).data_ptr() != last or len(memory._idle) < 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_writes_into_its_own() -> None:
+    shared = borrowed(8 * MB, dtype=torch.uint8)
+    shared.numpy()[:] = 3
+    child = os.fork()
+    if not child:
+        shared.numpy()[:] = 4
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shared.min() == shared.max() == 3
+
+
+@pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
+def test_two_graphs_at_once() -> None:
+    """What the first forward kept is not what the second writes, and both backwards are right."""
+    layer = whorl.LSTM(16, 256, engine="cpu")
+    xs = [torch.randn(70, 24, 16, requires_grad=True) for _ in range(2)]
+    alone = []
+    for x in xs:
+        layer(x)[0].sum().backward()
+        alone.append(x.grad)
+        x.grad = None
+    assert memory._idle, "large enough to be borrowed"
+    outs = [layer(x)[0].sum() for x in xs]
+    for out, x, wanted in zip(outs, xs, alone, strict=True):
+        out.backward()
+        assert torch.equal(x.grad, wanted)

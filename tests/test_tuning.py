@@ -1,0 +1,124 @@
+"""`whorl tune`: what is measured to be the fastest is kept, and runs from then on; the times here are made up."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import whorl
+from emulation import H200, emulated
+from whorl import settings
+from whorl.cells import library
+from whorl.engines.cuda import grid, source, tuned, tuning
+from whorl.engines.cuda.grid import described
+from whorl.engines.cuda.layers import Layers
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.tuning import Choice, tune
+from whorl.plan import decide
+from whorl.problem import Call, Form, Problem
+
+CHIP = Chip((9, 0), 132)
+SIZE = size_of(library.lstm.graph, 512, 2)
+WHERE = (SIZE, CHIP, 32, 1, "forward")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Path:
+    settings.cache = tmp_path / "cache"
+    return tmp_path / "cache" / "cuda"
+
+
+def test_what_is_kept_is_chosen_for_its_own_shape_alone() -> None:
+    first, *others = grid.likely(*WHERE)
+    assert grid.choose(*WHERE) == first == grid.estimated(*WHERE)
+    tuned.keep(others[3], *WHERE)
+    assert grid.choose(*WHERE) == others[3]
+    for other in (
+        (SIZE, CHIP, 33, 1, "forward"), (SIZE, CHIP, 32, 2, "forward"), (SIZE, CHIP, 32, 1, "backward"),
+        (SIZE, Chip((9, 0), 114), 32, 1, "forward"), (SIZE._replace(units=511), CHIP, 32, 1, "forward"),
+    ):  # fmt: skip
+        assert grid.choose(*other) == grid.estimated(*other)
+
+
+def test_a_tile_of_the_other_regime_is_kept_too() -> None:
+    spread = next(tile for tile in grid.likely(*WHERE) if isinstance(tile, Spread))
+    assert not isinstance(grid.estimated(*WHERE), Spread)
+    tuned.keep(spread, *WHERE)
+    assert grid.choose(*WHERE) == spread
+
+
+def test_other_kernels_forget_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.keep(grid.likely(*WHERE)[2], *WHERE)
+    monkeypatch.setattr(source, "texts", lambda: ["another kernel"])
+    tuned._sources.cache_clear()
+    assert grid.choose(*WHERE) == grid.estimated(*WHERE)
+    tuned._sources.cache_clear()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": 1}'])
+def test_a_damaged_file_is_as_none_and_is_replaced(text: str, folder: Path) -> None:
+    tile = grid.likely(*WHERE)[1]
+    path = tuned.keep(tile, *WHERE)
+    path.write_text(text)
+    assert grid.choose(*WHERE) == grid.estimated(*WHERE)
+    tuned.keep(tile, *WHERE)
+    assert grid.choose(*WHERE) == tile
+
+
+def test_numbers_of_no_tile_that_fits_are_as_none() -> None:
+    path = tuned.keep(grid.likely(*WHERE)[1], *WHERE)
+    path.write_text(path.read_text().replace('"shared": ', '"shared": 1'))
+    assert grid.choose(*WHERE) == grid.estimated(*WHERE)
+
+
+def test_the_estimate_stays_where_another_gains_nothing_to_speak_of() -> None:
+    first, second = grid.likely(*WHERE)[:2]
+    assert Choice("forward", {first: 100.0, second: 99.5}).best == first
+    assert Choice("forward", {first: 100.0, second: 98.0}).best == second
+
+
+@needs_compiler
+def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, Layers]] = []
+
+    def work(made: Layers, call: Call, kind: str) -> tuning.Work:
+        assert call.x.shape == (5, 32, 24)
+        seen.append((kind, made))
+        return lambda: None
+
+    def timer(work: tuning.Work) -> float:
+        work()
+        return 90.0 if len(seen) in (4, 11) else 100.0
+
+    monkeypatch.setattr(tuning, "_work", work)
+    problem = Problem(Form(library.lstm.graph, 24, 512), H200, torch.bfloat16, 5, 32, gradient=True)
+    with emulated(tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layers, "_ready", lambda *_: None)
+        plan = decide(problem, "persistent")
+        ahead, back = tune(plan, torch.device("cpu"), timer)
+        text = "\n".join(whorl.engines.ENGINES["persistent"].numbers(problem))
+    assert [ahead.kind, back.kind] == ["forward", "backward"]
+    assert list(ahead.times) == [made._tiles["forward"] for kind, made in seen if kind == "forward"]
+    assert grid.choose(*WHERE) == ahead.best == list(ahead.times)[3] != grid.estimated(*WHERE)
+    assert f"forward: {described(ahead.best)}, as `whorl tune` measured" in text
+
+
+@needs_compiler
+def test_the_tile_that_was_kept_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer, x = whorl.RNN(3, 20, engine="persistent").bfloat16(), torch.randn(2, 3, 3).bfloat16()
+    size = size_of(library.rnn_tanh.graph, 20, 2)
+    tile = next(tile for tile in grid.likely(size, CHIP, 3, 1, "forward") if "2 blocks that" in described(tile))
+    tuned.keep(tile, size, CHIP, 3, 1, "forward")
+    with emulated(tmp_path), torch.no_grad():
+        told, (y, _) = str(whorl.explain(layer, x)), layer(x)
+    assert described(tile) in told
+    assert len(list(tmp_path.glob("*.so"))) == 3  # with those that copy rows
+    layer.engine = "reference"
+    torch.testing.assert_close(y, layer(x)[0], atol=0.02, rtol=0)
