@@ -119,7 +119,7 @@ def forward(
     part, items = tiles // subs, 2 * tiles // subs
     if subs > 1 and (tiles % subs or cluster == 1 or (items % splits and splits % items)):
         return None
-    words = 2 if size.halves else 4 // size.element
+    words = _words(size)
     units = _slice(size.units, cluster)
     groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
     warps = groups * splits
@@ -156,7 +156,7 @@ def backward(
     part = tiles // subs
     if subs > 1 and (tiles % subs or cluster == 1):
         return None
-    words = 2 if size.halves else 4 // size.element
+    words = _words(size)
     units = _slice(size.units, cluster)
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
@@ -189,6 +189,11 @@ def _extra(size: Size, base: int, tiles: int) -> int:
     if size.halves:
         return base + 4 + 8 * size.exact
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
+
+
+def _words(size: Size) -> int:
+    """Elements of a word of what enters a product."""
+    return 2 if size.halves else 4 // size.element
 
 
 def registers(warps: int) -> int:
@@ -254,27 +259,34 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
 def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
-    Fitted to LSTM in bfloat16 on an H200, 128, 256 and 512 units, batch 32 to 512, 49 tiles: it chose a tile within a
-    tenth of the fastest for each.  What arrives from the cluster costs a multiprocessor 0.05 us a KB in forward.
+    Fitted to LSTM in bfloat16 on an H200, 128 to 512 units, batch 32 to 512, 49 tiles; what arrives in forward, to
+    8 tiles of 512 units since what a block sends lies in a row there.  Sub-tiles save a tenth, or nearly nothing where
+    weights are read from shared memory (8 tiles).  Operands of float16 are taken to cost as much as those of bfloat16,
+    two as three products, and what is read from shared memory as much as it costs float32.
     """
     taken = rounds(chip, batch, directions, tile)
     begin = 0.3 * (taken - 1)  # each round loads its weights anew: about 20 us, over 60 steps or so
-    groups, words = tile.slice // 16, 4 // size.element
+    groups, words = tile.slice // 16, _words(size)
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
-    if size.element == 4:
+    read = tile.warps * _streamed(size, tile, kind) * size.planes / 2
+    if size.element == 4 and not size.halves:
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
-        read = tile.warps * _streamed(size, tile, kind) / 2
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
         return begin + taken * sum(cost * count for cost, count in zip(costs, counts, strict=True))
+    products *= 2 * size.planes - 1
+    again = 0.003 * read * tile.subs * size.halves
     if kind == "forward":
         items = groups * tile.tiles / 2
-        step = 0.45 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
-        return begin + taken * (step + 0.05 * size.element * arriving)
+        step = 0.13 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
+        step += 0.08 * size.planes * arriving
+        if tile.subs > 1:
+            step *= 0.9 if tile.resident == tile.depths else 0.97
+        return begin + taken * (step + again)
     items = groups * tile.tiles / 4
     step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
-    return begin + taken * (step + 0.04 * arriving)
+    return begin + taken * (step + 0.04 * arriving + again)
 
 
 _FOUR_BYTES = {
@@ -293,6 +305,6 @@ def _streamed(size: Size, tile: Tile, kind: str) -> int:
     """Pieces of 512 bytes of the weights that one warp reads from shared memory at every step."""
     if kind == "forward":
         return (tile.depths - tile.resident) * size.recurrent
-    groups, words = tile.slice // 16, 4 // size.element
+    groups, words = tile.slice // 16, _words(size)
     share = -(-tile.cluster * groups // tile.warps)
     return share * (size.recurrent * tile.slice // (8 * words)) - tile.resident
