@@ -48,8 +48,8 @@ def main() -> None:
     whorl.settings.slow = "allow"  # explain's text is in the figures
     given.out.mkdir(parents=True, exist_ok=True)
     parts = {
-        "imdb": lambda: example("imdb", f"{given.data} --bf16 --compare", given.out),
-        "imdb200": lambda: example("imdb", f"{given.data} --bf16 --length 200", given.out, "imdb-200-words"),
+        "imdb": lambda: example("imdb", f"{given.data} --bf16 --graph --compare", given.out),
+        "imdb200": lambda: example("imdb", f"{given.data} --bf16 --graph --length 200", given.out, "imdb-200-words"),
         "ppo": lambda: example("recurrent_ppo", "--bf16 --steps 150000 --compare --loop-steps 12288", given.out),
         "forecast": lambda: example("forecast", "--bf16 --epochs 4", given.out),
         "autoencoder": lambda: crossover("autoencoder", given.batches, given.out),

@@ -14,7 +14,7 @@ import option_draws
 import whorl
 from comparison import broken, error, flat, weighted
 from emulation import H200, emulated
-from option_draws import drawn
+from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS
 from whorl.engines.cuda import grid, spreading, tiling
 from whorl.engines.cuda.spreading import Spread
@@ -175,6 +175,17 @@ def test_random_options(seed: int, folder: Path) -> None:
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inputs, units", [(8, 16), (4, 24), (3, 12)])
+def test_whole_tensors_behind_masks(inputs: int, units: int, packed: bool, folder: Path) -> None:
+    """16 bytes at a time, where a row has so many, and element by element."""
+    on = frozenset({"gate", "input_dropout", *(["packed"] if packed else ["lengths", "mask"])})
+    case = Drawn("LSTM", on, units, 9, 3, 2, inputs=inputs, seed=1)
+    with emulated(folder):
+        for dtype in (torch.bfloat16, torch.float32):
+            assert case.errors("cpu", dtype) == {}
 
 
 @pytest.mark.parametrize("seed", range(12))

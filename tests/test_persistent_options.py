@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import whorl
-from option_draws import drawn
+from option_draws import Drawn, drawn
 from whorl.engines.cuda import grid, layers, spreading
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +34,20 @@ def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(grid, "choose", spreading.choose)
     monkeypatch.setattr(layers, "_prepared", {})
     large = seed % 4 == 0
-    case = drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 45)
+    case = drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 12)
     print(case)
     assert case.errors("cuda", (torch.bfloat16, torch.float16)[seed % 2]) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("more", ["step", "gate", "packed"])
+def test_many_steps_where_blocks_exchange(more: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers come round."""
+    monkeypatch.setattr(grid, "choose", spreading.choose)
+    monkeypatch.setattr(layers, "_prepared", {})
+    on = frozenset({"reset", "zoneout", "initial", more, *(() if more == "packed" else ("lengths", "mask"))})
+    case = Drawn("LSTM", on, 170, 50, 90, directions=2, seed=7)
+    assert case.errors("cuda", dtype) == {}
 
 
 def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:

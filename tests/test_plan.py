@@ -12,7 +12,6 @@ import whorl
 from cells_for_tests import layer_norm_lstm
 from whorl import compiler
 from whorl.cells import library
-from whorl.cells.expr import var
 from whorl.engines import ENGINES
 from whorl.engines.cuda import persistent
 from whorl.engines.native import OneDNN
@@ -58,13 +57,13 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
     ("persistent", {"dtype": torch.float64}, "the dtype is float64, these kernels take float16, bfloat16 and float32"),
     (
         "persistent",
-        {"form": MEAN},
-        "the step of layer_norm_lstm has a mean or a product inside, these kernels take pointwise steps",
+        {"form": replace(MEAN, units=1)},
+        "the step of layer_norm_lstm has means over 1 unit, these kernels take 2 units or more there",
     ),
     (
         "persistent",
-        {"form": replace(RNN, cell=replace(library.rnn_tanh.graph, x_only=("n",), outputs=(-var("x.n"),)))},
-        "the cell rnn_tanh has no recurrent weights, these kernels are made for them",
+        {"form": replace(LSTM, cell=library.mgu.graph, recurrent_dropout=0.1), "extras": ("drawn",)},
+        "the step of mgu has products inside, these kernels take no recurrent dropout there",
     ),
     ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
@@ -155,6 +154,8 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(GRU, units=509, directions=2), "dtype": torch.float16}),
     ("persistent", {"form": replace(RNN, units=1024, memory="recompute")}),
     ("persistent", {"form": replace(LSTM, cell=four.graph)}),
+    ("persistent", {"form": replace(MEAN, units=512, recurrent_dropout=0.1), "extras": ("mask", "drawn")}),
+    ("persistent", {"form": replace(GRU, cell=library.mgu.graph, units=768)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
     ("persistent", {"form": replace(LSTM, units=2048, zoneout=(0.1, 0.1)), "extras": tuple(EXTRAS)}),
     ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),

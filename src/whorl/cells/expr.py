@@ -365,7 +365,8 @@ _CONDITIONS = frozenset({"lt", "le", "eq", "ne", "and", "or", "not"})
 #   mean(a, b, ...)      the mean over the units of the layer, and over a, b, ...
 #   product(gate, a)     recurrent weights of the gate times a, plus the gate's recurrent bias
 #   pull(gate, g)        the transposed recurrent weights of the gate times g: the gradient of product with respect to a
-COLLECTIVES = frozenset({"mean", "product", "pull"})
+#   variance(a, b, ...)  of what `mean` takes, biased; no step is traced to it: `graphs.merged` finds it
+COLLECTIVES = frozenset({"mean", "variance", "product", "pull"})
 
 
 # --- graphs: order and text -------------------------------------------------------------------------------------------

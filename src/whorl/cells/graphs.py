@@ -13,8 +13,14 @@ def _mean_gradient(g: Expr, y: Expr, *parts: Expr) -> tuple[Expr, ...]:
     return (mean(g) / float(len(parts)) if len(parts) > 1 else mean(g),) * len(parts)
 
 
+def _variance_gradient(g: Expr, y: Expr, *parts: Expr) -> tuple[Expr, ...]:
+    middle, factor = mean(list(parts)), 2.0 / len(parts) * mean(g)
+    return tuple([factor * (part - middle) for part in parts])
+
+
 _COLLECTIVE_GRADIENTS: dict[str, Callable[..., tuple[Expr | None, ...]]] = {
     "mean": _mean_gradient,
+    "variance": _variance_gradient,
     "product": lambda g, y, gate, a: (None, Expr("pull", gate, g)),
 }
 
@@ -46,6 +52,31 @@ def rewritten(outputs: Sequence[Expr], change: Callable[[Expr, Expr], Expr]) -> 
         same = all(new is old for new, old in zip(args, node.args, strict=True))
         done[node.digest] = change(node, node if same else Expr(node.op, *args))
     return [done[node.digest] for node in outputs]
+
+
+def merged(outputs: Sequence[Expr]) -> list[Expr]:
+    """The graph with one `variance` in the place of each mean of squared distances from the mean of the same values.
+
+    A mean and a variance of the same values can be found in one exchange, and so can what their gradients need.
+    """
+
+    def change(node: Expr, made: Expr) -> Expr:
+        values = [_distance(part) for part in made.args] if made.op == "mean" else [None]
+        middles = {pair[1].digest: pair[1] for pair in values if pair is not None}
+        if len(middles) != 1 or None in values:
+            return made
+        parts, (middle,) = [pair[0] for pair in values if pair is not None], middles.values()
+        same = middle.op == "mean" and [part.digest for part in parts] == [part.digest for part in middle.args]
+        return Expr("variance", *parts) if same else made
+
+    return rewritten(outputs, change)
+
+
+def _distance(node: Expr) -> tuple[Expr, Expr] | None:
+    """a and b where a node is (a - b)^2."""
+    if node.op != "mul" or node.args[0].digest != node.args[1].digest or node.args[0].op != "sub":
+        return None
+    return node.args[0].args
 
 
 class Evaluator:

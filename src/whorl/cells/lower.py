@@ -23,7 +23,10 @@ class Value(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What a kernel computes between two stages: `result` is "mean" of the operands, or gate's "product" or "pull"."""
+    """What a kernel computes between two stages.
+
+    `result` is the "mean" or "variance" of the operands, or the gate's "product" or "pull".
+    """
 
     kind: str
     result: str
@@ -187,7 +190,7 @@ def _stage(
                     operands[-1] = f"{name[node.digest]}_{len(operands)}"
                     lines.append(f"const real {operands[-1]} = {name[operand.digest]};")
                     writes[operands[-1]] = Value(operands[-1])
-            gate = "" if node.op == "mean" else node.args[0]
+            gate = node.args[0] if node.op in ("product", "pull") else ""
             collectives.append(Collective(node.op, name[node.digest], tuple(operands), gate))
     for output, node in outputs.items():
         if level[node.digest] == index:

@@ -86,7 +86,8 @@ def capture(trainer: Trainer, vocabulary: Vocabulary, source: Source, text: str)
     """
     parts = [states for states in trainer.states if states is not None]
     group = trainer.group
-    states = [group.joint(torch.cat(state, 1), 1) for state in zip(*parts, strict=True)]
+    units = trainer.model.architecture.units  # a step on a copy of the parameters may have more
+    states = [group.joint(torch.cat(state, 1)[..., :units], 1) for state in zip(*parts, strict=True)]
     training = {f"states.{i}": state for i, state in enumerate(states)}
     group.average(trainer.losses)
     training["losses"] = trainer.losses

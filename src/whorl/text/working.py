@@ -107,7 +107,7 @@ class Working:
 
         Args:
             inputs, targets: token numbers [time, batch].
-            states: those before the window, as the model has them; None: zeros.
+            states: those before the window, of the model or as this gave them, with widened units; None: zeros.
             rate: [], float32; it is scaled as the gradients are clipped.
             recipe: how gradients are clipped.
         """
@@ -165,7 +165,8 @@ class Working:
         dropout = self.model.architecture.dropout if self.model.training else 0.0
         given: Any = states
         if states is not None:
-            given = tuple(F.pad(state.to(self.dtype), (0, wide - own)) for state in states)
+            short = wide > own and states[0].shape[-1] == own
+            given = tuple((F.pad(state, (0, wide - own)) if short else state).to(self.dtype) for state in states)
             given = given[0] if len(given) == 1 else given
         outputs, finals = self.recurrent(F.dropout(rows, dropout), given)
         finals = finals if isinstance(finals, tuple) else (finals,)
@@ -173,7 +174,7 @@ class Working:
         x = _WithOne.apply(outputs, self._one).flatten(0, 1)
         logits = x @ self.head.t() if self._beside is None else _Product.apply(x, self.head, self._beside)
         loss = passes.cross_entropy(logits, targets.flatten())
-        return loss, tuple(state.detach()[..., :own] if wide > own else state.detach() for state in finals)
+        return loss, tuple(state.detach() for state in finals)
 
     def _pairs(self) -> Iterator[tuple[Moved, int]]:
         """Each parameter beside its copy, and of which of `_copies` that is a part."""

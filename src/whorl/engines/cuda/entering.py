@@ -1,6 +1,7 @@
 """What enters the products of whole matrices by cuBLAS: the input product of all steps, and gradients of weights."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class Dropped:
             to_entered = torch.stack([self._product(part, w) for part, w in pairs])
             pairs = zip(gates, entered, strict=True)
             to_weight = torch.cat([product(part.t(), each, tf32=self._tf32) for part, each in pairs])
+        if not self._given and to_entered.dim() == x.dim():
+            return self._options.masked(to_entered, self._mask), to_weight, None
         to_x = to_entered * self._by_row(x)
         to_x = to_x.sum(0) if to_x.dim() > x.dim() else to_x
         to_mask = _by_sequence(to_entered * x, self._options) if self._given else None
@@ -51,7 +54,7 @@ class Dropped:
         return product(a, b, tf32=self._tf32, wide=self._given)
 
     def _entered(self, x: Tensor) -> Tensor:
-        return (x * self._by_row(x)).to(x.dtype)
+        return self._options.masked(x, self._mask)
 
     def _by_row(self, x: Tensor) -> Tensor:
         """The mask for each row of x."""
@@ -75,12 +78,12 @@ class ByGate:
 
     def __getitem__(self, gate: int) -> Tensor:
         """[rows, units], in the layer's dtype."""
-        options, before = self._options, self._before
-        if options.sequences is not None:
-            return (before * self._mask[gate][options.sequences]).to(before.dtype)
-        steps = before.view(options.time, options.batch, -1)
-        made = torch.mul(steps, self._mask[gate], out=torch.empty_like(steps))
-        return options.cleaned(made).view(before.shape)
+        return self._entered[gate]
+
+    @cached_property
+    def _entered(self) -> Tensor:
+        """The same of all gates."""
+        return self._options.masked(self._before, self._mask)
 
     def gradient(self, parts: Sequence[Tensor], weight: Tensor) -> Tensor:
         """Of the mask.

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from whorl.engines.cuda import spreading, tiling, tuned
+from whorl.engines.cuda import spreading, staging, tiling, tuned
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
@@ -14,6 +14,8 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 @lru_cache(maxsize=1024)
 def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
+    if size.staged is not None:
+        return bool(staging.fitting(size.staged, size, chip, kind))
     return tiling.fits(size, chip, kind) or spreading.fits(size, chip, kind)
 
 
@@ -24,7 +26,12 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
 
 
 def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
-    """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread."""
+    """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
+
+    Cells whose step has several stages are not spread.
+    """
+    if size.staged is not None:
+        return next(iter(staging.likely(size.staged, size, chip, batch, directions, kind)), None)
     tile = tiling.choose(size, chip, batch, directions, kind)
     return spreading.choose(size, chip, batch, directions, kind) if tile is None else tile
 
@@ -37,6 +44,8 @@ def likely(
     Args:
         each: how many of each regime; None: all.
     """
+    if size.staged is not None:
+        return [*staging.likely(size.staged, size, chip, batch, directions, kind)[:each]]
     found: list[Tile | Spread] = [*tiling.likely(size, chip, batch, directions, kind)[:each]]
     return [*found, *spreading.likely(size, chip, batch, directions, kind)[:each]]
 
@@ -53,7 +62,7 @@ def described(tile: Tile | Spread) -> str:
 
 def closer(tile: Tile | Spread, size: Size, chip: Chip, kind: str) -> str:
     """Why no regime runs that has its weights closer together; empty where there is none."""
-    if isinstance(tile, Tile) and tile.cluster == 1:
+    if size.staged is not None or (isinstance(tile, Tile) and tile.cluster == 1):
         return ""
     fitting = tiling.likely(size, chip, 1, 1, kind)
     one_block = any(other.cluster == 1 for other in fitting)
@@ -84,7 +93,7 @@ class Grid:
     @property
     def sums(self) -> int:
         """Rows of the sums over the batch that backward leaves."""
-        return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.tiles
+        return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.tiles * max(1, self.tile.splits)
 
     def __call__(self, stream: int, like: Tensor, *values: int | float) -> None:
         """Launch with the fields of the kernel's argument that do not depend on the launch.

@@ -16,6 +16,7 @@ from whorl.engines.cuda.prepare import kernel, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.sums import Gradients as Summed
 from whorl.engines.cuda.sums import Sums
 from whorl.engines.cuda.tiling import Chip, Tile
@@ -36,7 +37,9 @@ class Layers:
         problem, form = plan.problem, plan.problem.form
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
-        self.saving = source.saving(form.cell)
+        self.saving = source.kept(form.cell)
+        self.steps = steps(form.cell) if staged(form.cell) else None
+        self.links = [] if self.steps is None else by_link(self.steps, form.cell)
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
@@ -110,7 +113,7 @@ class Layers:
                 stream, x,
                 *_pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
-                *self._spaces(spaces, rows), time, batch, *extra,
+                *self._spaces(spaces, rows), *self._inside(spaces, rows), time, batch, *extra,
             )  # fmt: skip
             if keep:
                 saved += [as_bytes(gate) for gate in gates] + spaces
@@ -170,12 +173,12 @@ class Layers:
             back(
                 stream, x,
                 *_pair([gate.data_ptr() for gate in kept[:directions]]),
-                *_pair([_hidden(own).data_ptr() for own in weights]),
+                *_pair([_address(own.hh) for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),
                 0 if grad_y is None else grad_y.data_ptr(), *self._places(grad_finals, layer),
                 *_pair([gate.data_ptr() for gate in to_gates]), *_pair([gate.data_ptr() for gate in to_apart]),
                 *self._places(grad_starts, layer), *_pair([0 if s is None else s.data_ptr() for s in sums]),
-                time, batch, *extra,
+                *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
             summed = summing(stream, sums)
             grad_x: Tensor | None = None
@@ -198,7 +201,7 @@ class Layers:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
                     stream, own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    summed[direction], direction == 1,
+                    summed[direction], direction == 1, self._operands(spaces, rows, direction),
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
@@ -247,12 +250,13 @@ class Layers:
 
     def _weight_gradients(
         self, stream: int, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
-        to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool,
+        to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool, operands: Sequence[Tensor] = (),
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
 
         Args:
             hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
+            operands: what entered each product inside the step.
         """
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
@@ -261,31 +265,81 @@ class Layers:
         else:  # the output of the step before it, and the initial state
             assert isinstance(hidden, Tensor)
             hidden = hidden.narrow(0, int(reverse), time - 1).reshape(rest, units)
-        hh = torch.empty_like(_hidden(own))
-        for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
-            part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
-            entered = hidden[into] if isinstance(hidden, ByGate) else hidden
+        written: set[int] = set()  # first recurrent gates
+
+        def multiply(into: int, count: int, part: Tensor, entered: Tensor, first: bool, last: Tensor | None) -> None:
+            """Of `count` gates from `into` on; `first`: `entered` is of all steps but one, which `last` entered."""
             target = hh if count * units == hh.shape[0] else hh.narrow(0, into * units, count * units)
-            if rest:
-                self._product(stream, part.narrow(0, at, rest).t(), entered, target, tf32=self.tf32)
-            else:
+            again, most_of = into in written, part.narrow(0, at, rest) if first else part
+            written.add(into)
+            if len(most_of):
+                self._product(stream, most_of.t(), entered, target, again, tf32=self.tf32)
+            elif not again:
                 target.zero_()
-            if start is not None:
-                first_rows = part.narrow(0, 0 if at else rest, batch).t()
-                product(first_rows, start, target, add=True, tf32=self.tf32)
-        return LayerWeights(to_ih, hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
+            if last is not None:
+                product(part.narrow(0, 0 if at else rest, batch).t(), last, target, add=True, tf32=self.tf32)
+
+        hh = to_ih.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
+        if self.links:
+            for (gate, place), block in zip(self.links, self.gates, strict=True):
+                part = self._of_gate(to_gates, to_apart, block)
+                if place:
+                    multiply(gate, 1, part, operands[place - 1], False, None)
+                else:
+                    assert isinstance(hidden, Tensor)
+                    multiply(gate, 1, part, hidden, True, start)
+            for gate in {*range(len(self.cell.recurrent))} - written:  # the step does not read it
+                hh.narrow(0, gate * units, units).zero_()
+        else:
+            for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
+                part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
+                multiply(into, count, part, hidden[into] if isinstance(hidden, ByGate) else hidden, True, start)
+        of_hh = None if own.hh is None else hh
+        return LayerWeights(to_ih, of_hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
         states, apart = len(self.cell.states) - 1, len(self.saving.apart)
         each = 4 * states + apart * self.gate.itemsize + features.before * self.problem.dtype.itemsize
-        return like.new_empty(rows * self.form.units * each, dtype=torch.uint8)
+        each += self._rounds * self.problem.dtype.itemsize
+        return like.new_empty(rows * (self.form.units * each + 4 * self._levels), dtype=torch.uint8)
+
+    @property
+    def _levels(self) -> int:
+        """Means that are saved for each step of a sequence, after the states."""
+        return 0 if self.steps is None else self.steps.levels
+
+    @property
+    def _rounds(self) -> int:
+        """Products inside the step, whose operands are saved after r."""
+        return 0 if self.steps is None else len(self.steps.forward.rounds)
+
+    def _inside(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, ...]:
+        """The addresses of the means of each direction, then of the operands of products inside the step."""
+        if self.steps is None:
+            return ()
+        if not spaces:
+            return 0, 0, 0, 0
+        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
+        apart = 4 * self._levels * rows + len(self.saving.apart) * self.gate.itemsize * rows * self.form.units
+        levels = [space.data_ptr() + states for space in spaces]
+        return *_pair(levels), *_pair([level + apart for level in levels])
+
+    def _operands(self, spaces: Sequence[Tensor], rows: int, direction: int) -> list[Tensor]:
+        """What entered each product inside the step, [rows, units]."""
+        if not self._rounds:
+            return []
+        units, dtype = self.form.units, self.problem.dtype
+        first = self._inside(spaces, rows)[2 + direction] - spaces[direction].data_ptr()
+        size = rows * units * dtype.itemsize
+        found = spaces[direction][first : first + self._rounds * size].split(size)
+        return [from_bytes(data, (rows, units), dtype) for data in found]
 
     def _spaces(self, spaces: Sequence[Tensor], rows: int) -> tuple[int, int, int, int]:
         """The addresses of r apart, then of the states, in each direction's room; 0 where there is none."""
         if not spaces:
             return 0, 0, 0, 0
-        states = 4 * (len(self.cell.states) - 1) * rows * self.form.units
+        states = 4 * ((len(self.cell.states) - 1) * self.form.units + self._levels) * rows
         return *_pair([space.data_ptr() + states for space in spaces]), *_pair([space.data_ptr() for space in spaces])
 
     def _before(self, spaces: Sequence[Tensor], rows: int, features: Features) -> list[Tensor]:
@@ -351,7 +405,7 @@ def _recurrent(weights: Sequence[LayerWeights]) -> tuple[int, ...]:
     """The addresses of the weights, then of r's bias, then of x's."""
     of_r = [0 if own.bias_hh is None else own.bias_hh.data_ptr() for own in weights]
     of_x = [0 if own.bias_ih is None else own.bias_ih.data_ptr() for own in weights]
-    return *_pair([_hidden(own).data_ptr() for own in weights]), *_pair(of_r), *_pair(of_x)
+    return *_pair([_address(own.hh) for own in weights]), *_pair(of_r), *_pair(of_x)
 
 
 def _pair(values: Sequence[int]) -> tuple[int, int]:
@@ -365,12 +419,18 @@ def _plain(tensor: Tensor, at_once: int = 8) -> Tensor:
     return tensor if tensor.data_ptr() % at_once == 0 else tensor.clone()
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _hidden(own: LayerWeights) -> Tensor:
     assert own.hh is not None, "the obstacles say that there are recurrent weights"
     return own.hh
 
 
 def _plain_weights(own: LayerWeights) -> LayerWeights:
+    if own.hh is None:
+        return own._replace(vectors=tuple(vector.contiguous() for vector in own.vectors))
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
     return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)

@@ -1,7 +1,8 @@
 """The options of a call as the kernels take them: which of kernels/options.cu a layer has, and its argument."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
 from whorl.problem import Call, Form, Problem
 
-_DRAW, _ORDER = "3Q6q2d", "2Qq"  # the arguments of kernels/draw.cu and kernels/order.cu
+_DRAW, _ORDER, _MASKED = "3Q6q2d", "2Qq", "6Q4q"  # the arguments of kernels/draw.cu, order.cu and masked.cu
 _THREADS = 256
 _FEWEST = 8
 
@@ -252,29 +253,42 @@ class Options:
             return None
         return torch.arange(self.count, device=self.starts.device) - self.starts[self.steps]
 
-    @cached_property
-    def ignored(self) -> Tensor | None:
-        """bool [time, batch, 1]: the steps that do not count; None where all do."""
-        if self.packed or (self.lengths is None and self.mask is None):
-            return None
-        past = None
-        if self.lengths is not None:
-            past = torch.arange(self.time, device=self.lengths.device).unsqueeze(1) >= self.lengths
-        if self.mask is None:
-            assert past is not None
-            return past.unsqueeze(-1)
-        masked = self.mask.logical_not()
-        return (masked if past is None else masked | past).unsqueeze(-1)
+    @property
+    def all_count(self) -> bool:
+        """Whether every step counts: there is no padding, and no mask."""
+        return self.packed or (self.lengths is None and self.mask is None)
 
     def cleaned(self, x: Tensor) -> Tensor:
         """Zero in the steps that do not count: there may be anything, and zero times infinite is not a number."""
-        return x if self.ignored is None else x.masked_fill(self.ignored, 0.0)
+        return x if self.all_count else self.masked(x)
+
+    def masked(self, x: Tensor, masks: Tensor | None = None) -> Tensor:
+        """x [..., width] behind masks that are held over all steps, and zero in the steps that do not count.
+
+        Args:
+            masks: float32 [batch, width], or [count, batch, width] for as many results, [count, ..., width].
+        """
+        x, width = x.contiguous(), x.shape[-1]
+        masks = None if masks is None else masks.contiguous()
+        count = masks.shape[:-2] if masks is not None else ()
+        made = x.new_empty(*count, *x.shape)
+        lengths, sequences = (None, self.sequences) if self.packed else (self.lengths, None)
+        tensors = (made, x, masks, lengths, self.mask, sequences)
+        vector = 16 // x.element_size()
+        if width % vector or x.data_ptr() % 16 or (masks is not None and masks.data_ptr() % 16):
+            vector = 1
+        name = f"masked_{source.NAMES[x.dtype]}_{vector}"
+        kernel = _small(name, partial(source.masked, name, x.dtype, vector), _MASKED, self._chip, self._index)
+        blocks = max(1, min(8192, -(-x.numel() // vector // _THREADS)))
+        numbers = prod(count), self.count, self.batch, width
+        kernel(self._stream, blocks, 1, *_addresses(tensors, 6), *numbers)
+        return made
 
     def _order(self) -> Tensor:
         made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
         assert self.lengths is not None
         kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
-        kernel(self._stream, -(-self.batch // _THREADS), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch)
+        kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch)
         return made
 
     def _draw(

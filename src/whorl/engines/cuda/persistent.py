@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whorl.cells import library
 from whorl.cells.cell import Graph
-from whorl.cells.expr import COLLECTIVES, topological
+from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
@@ -17,6 +17,7 @@ from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import code, size_of
 from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
@@ -39,21 +40,22 @@ class Persistent(Engine):
         found += [reason] if (reason := missing()) is not None else []
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
-        if any(node.op in COLLECTIVES for node in topological(cell.outputs)):
-            found.append(f"the step of {cell.name} has a mean or a product inside, these kernels take pointwise steps")
-        if not cell.recurrent:
-            found.append(f"the cell {cell.name} has no recurrent weights, these kernels are made for them")
         if form.projection:
             found.append(f"the projection is {form.projection} wide, these kernels take none")
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         features, width = expected(problem), (problem.dtype.itemsize, exact(problem))
+        if cell.products and features.noise:
+            found.append(f"the step of {cell.name} has products inside, these kernels take no recurrent dropout there")
+        if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
+            found.append(f"the step of {cell.name} has means over 1 unit, these kernels take 2 units or more there")
         if not found and not _fits(cell, form.units, width, _chip(device), features):
             most = most_units(problem)
             what = f"{form.units} units of {cell.name} in {problem.precision}"
             what += ", with options," * source.has_options(cell, features)
             together = "one cluster" if device.capability >= (9, 0) else "one block"
-            room = together if width[0] == 4 else f"the {device.multiprocessors} multiprocessors"
+            one = width[0] == 4 or staged(cell)
+            room = together if one else f"the {device.multiprocessors} multiprocessors"
             found.append(f"{what} do not fit {room}, at most {most} do")
         return found
 

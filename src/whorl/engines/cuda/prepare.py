@@ -9,6 +9,7 @@ from whorl.engines.cuda import options, source, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 
@@ -27,12 +28,13 @@ _LEAST_ROOM = 12 * 512
 @lru_cache(maxsize=256)
 def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, exact: bool = False) -> Size:
     """What of a layer decides its tiles."""
-    apart, gate = len(source.saving(cell).apart), 4 if source.wide_gates(cell) else element
+    apart, gate = len(source.kept(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
+    own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     # states that stay in [-1, 1] are multiplied as float16, scaled: those that options put in their place may not be
-    halves = element == 4 and not source.has_options(cell, features) and source.bounded(cell)
-    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, halves)
+    halves = own is None and element == 4 and not source.has_options(cell, features) and source.bounded(cell)
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own, halves)
 
 
 def kernel(
@@ -45,6 +47,7 @@ def kernel(
         vectors, states = max(1, len(cell.vectors)), len(cell.states)
         together = isinstance(tile, Spread)
         count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+        count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
         name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
         fields = f"{count}Q"
         if source.has_options(cell, features):

@@ -11,6 +11,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import Pass, Steps, most, staged, steps
 from whorl.engines.cuda.tiling import Tile
 
 _KERNELS = Path(__file__).parent / "kernels"
@@ -95,6 +96,12 @@ def saving(graph: Graph) -> Saving:
     return Saving(tuple(sums), tuple(index for index in range(len(graph.recurrent)) if index not in sums))
 
 
+@lru_cache(maxsize=256)
+def kept(graph: Graph) -> Saving:
+    """What the kernel that a cell takes saves; of a cell with several stages, links stand for recurrent gates."""
+    return Saving(steps(graph).sums, steps(graph).apart) if staged(graph) else saving(graph)
+
+
 _KINKS = {"abs", "clip", "eq", "le", "lt", "maximum", "minimum", "ne", "relu", "where"}
 
 
@@ -165,6 +172,10 @@ def forward(
 ) -> str:
     """The source of the forward kernel."""
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
+    if staged(graph):
+        assert isinstance(tile, Tile), "they are not spread"
+        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
+        return _source("forward", graph, units, dtype, tile, own, steps(graph).forward.text, features)
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"GROUPS": tile.groups}
     else:
@@ -177,12 +188,16 @@ def backward(
 ) -> str:
     """The source of the backward kernel."""
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
+    if staged(graph):
+        assert isinstance(tile, Tile), "they are not spread"
+        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
+        return _source("backward", graph, units, dtype, tile, own, steps(graph).backward.text, features)
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered}
     else:
         own |= {"SUBS": tile.subs}
-    steps = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
-    return _source("backward", graph, units, dtype, tile, own, "\n".join(steps), features)
+    lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
+    return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
 
 
 def draw() -> str:
@@ -193,6 +208,20 @@ def draw() -> str:
 def order() -> str:
     """The source of the kernel that sorts sequences by their lengths."""
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
+
+
+def masked(name: str, dtype: torch.dtype, vector: int) -> str:
+    """The source of the kernel that puts whole tensors behind masks, so many elements in a thread."""
+    words = [
+        f"#define KERNEL {name}",
+        f"#define ELEMENT_BYTES {dtype.itemsize}",
+        f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
+        *(f"#define {word} 0" for word in ("FORWARD", "WIDE_GATES", "EXACT", "HALVES")),
+        "#define CLUSTER 1",
+        f"constexpr int UNITS = 1, VECTOR = {vector};",
+        _text("ptx.cu"),
+    ]
+    return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
 def adding(dtype: torch.dtype) -> str:
@@ -226,12 +255,13 @@ def _source(
     kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, own: Mapping[str, int], step: str,
     features: Features,
 ) -> str:  # fmt: skip
-    kept = saving(graph)
+    saves = kept(graph)
     numbers = {
         "UNITS": units, "SLICE": tile.slice, "TILES": tile.tiles, "SHARED": tile.shared, "GATES": len(graph.gates),
         "RECURRENT": len(graph.recurrent), "STATES": len(graph.states), "VECTORS": len(graph.vectors),
-        "APART": len(kept.apart), "INPUTS": len(graph.inputs), **own,
+        "APART": len(saves.apart), "INPUTS": len(graph.inputs), **own,
     }  # fmt: skip
+    inside = _stages(kind, graph, tile) if staged(graph) else []
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     words = [
@@ -247,15 +277,73 @@ def _source(
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
         "#define MOST(count) ((count) > 0 ? (count) : 1)",
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
-        _table("sum_of", kept.sums, "the recurrent gate that is saved with a gate's x, as their sum; -1: none"),
-        _table("apart", kept.apart, "the recurrent gates that are saved on their own"),
+        _table("sum_of", saves.sums, "the recurrent gate that is saved with a gate's x, as their sum; -1: none"),
+        _table("apart", saves.apart, "the recurrent gates that are saved on their own"),
         _table("zoneout", features.zoneout, "how much of each state stays as it was"),
+        *inside,
         _text("ptx.cu"),
         _text("weights.cu"),
         *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
+        *([_text("means.cu")] if inside else []),
         step,
     ]
-    return _text(f"{'spread_' * isinstance(tile, Spread)}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
+    return _text(f"{way}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
+    """What a kernel is told of a step with several stages."""
+    made = steps(graph)
+    own = made.forward if kind == "forward" else made.backward
+    reductions, numbers = own.reductions, {"STAGES": own.stages, "LINKS": len(made.links), "LEAVES": made.leaves}
+    values = [sum(it.values for it in reductions if it.stage == stage) for stage in range(own.stages)]
+    numbers |= {
+        "ROUNDS": len(own.rounds), "EXCHANGES": bool(made.leaves) + own.exchanges, "REDUCTIONS": len(reductions),
+        "VALUES": most(values), "PACKS": most(map(own.packs, range(own.stages))), "LEVELS": made.levels,
+        "MEANS": 2 * len(reductions) + made.levels * (kind == "backward"),
+        "MEAN_WORDS": mean_words(own, tile.slice, tile.cluster, tile.rows),
+    }  # fmt: skip
+    lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
+    offsets = [mean_words(own, tile.slice, tile.cluster, tile.rows, stage) for stage in range(own.stages)]
+    lines += [
+        _table("reduction_stage", (it.stage for it in reductions), "after which a mean is made"),
+        _table("reduction_first", (it.first for it in reductions), "of the values that it is made of"),
+        _table("reduction_count", (it.values for it in reductions), "how many they are"),
+        _table("reduction_place", (it.place for it in reductions), "among the means of a step"),
+        _table("reduction_moments", (it.moments for it in reductions), "whether a variance comes after it"),
+        _table("packs", map(own.packs, range(own.stages)), "16 bytes that a warp sends of a sequence after a stage"),
+        _table("mean_offset", offsets, "words before a stage's slots"),
+        _table("round_stage", (-1, *(it.stage for it in own.rounds)), "after which its operand is known"),
+    ]
+    if kind == "forward":
+        table = rounds_of(made)
+        wide = len(made.links)
+        lines += [
+            f"constexpr int WIDEST = {most(map(len, table))};",
+            _table("width_of", map(len, table), "results of a round"),
+            _table("link_at", (link for row in table for link in (*row, *[-1] * (wide - len(row)))), "which they are"),
+            _table("link_gate", (link.gate for link in made.links), "the recurrent gate of a result"),
+        ]
+    else:
+        lines.append(_table("pull_gate", (it.links[0] for it in own.rounds), "the gate of a transposed product"))
+        leaves = [link.gate for link in made.links if link.round == 0]
+        lines.append(_table("leaf_gate", leaves, "the recurrent gate of a product with the first state"))
+        gates = range(len(graph.recurrent))
+        of = (leaves.index(gate) if gate in leaves else -1 for gate in gates)
+        lines.append(_table("leaf_of", of, "which of these a recurrent gate has; -1: none"))
+    return lines
+
+
+def rounds_of(made: Steps) -> list[tuple[int, ...]]:
+    """The links of each product forward: with the first state, then of each round inside the step."""
+    return [tuple(range(made.leaves)), *(it.links for it in made.forward.rounds)]
+
+
+def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None = None) -> int:
+    """Words of shared memory of what means are made of: of all stages, or of those before one."""
+    sources = cluster * part // 16
+    packs = [own.packs(stage) for stage in range(own.stages if before is None else before)]
+    return sum(4 * rows * (sources * count + 2) for count in packs if count)
 
 
 def texts() -> list[str]:
@@ -269,7 +357,7 @@ def _text(name: str) -> str:
 
 
 def _table(name: str, values: Iterable[int], meaning: str) -> str:
-    text = "".join(f"index == {index} ? {value} : " for index, value in enumerate(values))
+    text = "".join(f"index == {index} ? {int(value)} : " for index, value in enumerate(values))
     return f"__device__ constexpr int {name}(int index) {{ return {text}-1; }}  // {meaning}"
 
 

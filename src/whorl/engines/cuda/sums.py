@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from whorl.engines.cuda.prepare import adding
-from whorl.engines.cuda.source import saving
+from whorl.engines.cuda.source import kept as kept_by
+from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form
 
@@ -26,14 +27,17 @@ class Sums:
     """What is summed in the layers of a form, and the kernel that ends it."""
 
     def __init__(self, form: Form, dtype: torch.dtype, chip: Chip, index: int) -> None:
-        cell, kept = form.cell, saving(form.cell)
+        cell, kept = form.cell, kept_by(form.cell)
+        self._links = by_link(steps(cell), cell) if staged(cell) else []
+        self._own = len(cell.recurrent)
+        results = len(self._links) or self._own
         self._units, self._dtype, self._vectors = form.units, dtype, len(cell.vectors)
-        counts = (len(cell.gates), len(cell.recurrent), len(kept.apart)) if form.bias else (0, 0, 0)
+        counts = (len(cell.gates), results, len(kept.apart)) if form.bias else (0, 0, 0)
         self._gates, self._recurrent, self._apart = counts
         self.columns = (self._gates + self._apart + self._vectors) * form.units
         """Sums of one block."""
         apart = {gate: len(cell.gates) + place for place, gate in enumerate(kept.apart)}
-        places = [apart[gate] if gate in apart else kept.sums.index(gate) for gate in range(len(cell.recurrent))]
+        places = [apart[gate] if gate in apart else kept.sums.index(gate) for gate in range(results)]
         self._places = bytes(places if form.bias else ())
         self._kernel = adding(dtype, chip, index) if self.columns else None
 
@@ -56,8 +60,17 @@ class Sums:
         )  # fmt: skip
         return [
             Gradients(
-                of_x if self._gates else None, of_r if self._gates else None,
+                of_x if self._gates else None, self._of_gates(of_r) if self._gates and self._own else None,
                 vectors.split(self._units) if self._vectors else (),
             )
             for of_x, of_r, vectors in made
         ]  # fmt: skip
+
+    def _of_gates(self, of_r: Tensor) -> Tensor:
+        """Of each recurrent gate, from those of all products with its weights."""
+        if not self._links:
+            return of_r
+        made = of_r.new_zeros(self._own, self._units)
+        for link, part in zip(self._links, of_r.split(self._units), strict=True):
+            made[link.gate] += part
+        return made.view(-1)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from whorl.cells.cell import Graph
+
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227,
           (11, 0): 227, (12, 0): 99, (12, 1): 99}  # fmt: skip
 """KiB of shared memory that one block may use, by compute capability (CUDA C++ Programming Guide, table of limits)."""
@@ -66,6 +68,8 @@ class Size(NamedTuple):
     """Such masks as bits."""
     exact: bool = False
     """Products of float32 are as good as float32: each is three of less."""
+    staged: Graph | None = None
+    """The cell, where its step has several stages: staging.py chooses its tiles."""
     halves: bool = False
     """float32 is multiplied as float16, scaled, or (where products are exact) as two float16."""
 
@@ -88,10 +92,11 @@ class Tile:
     """Depths of the product (forward), or strips times depths (backward), whose weights stay in registers."""
     shared: int
     warps: int
-    subs: int = 1
-    """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
     splits: int = 0
-    """Forward: warps that share the depth of the product of 16 units."""
+    """Forward: warps that share the depth of the product of 16 units.
+
+    Backward, of steps with several stages: warps that share 16 units of 8 sequences.
+    """
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
     chunk: int = 0
@@ -100,6 +105,8 @@ class Tile:
     """As in `Size`."""
     halves: bool = False
     """As in `Size`."""
+    subs: int = 1
+    """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
 
     @property
     def rows(self) -> int:
@@ -120,7 +127,7 @@ def forward(
     if subs > 1 and (tiles % subs or cluster == 1 or (items % splits and splits % items)):
         return None
     words = _words(size)
-    units = _slice(size.units, cluster)
+    units = slice_of(size.units, cluster)
     groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
     warps = groups * splits
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
@@ -134,7 +141,7 @@ def forward(
         + 8 * bool(size.ahead)
         + 10 * part * (size.bits or bool(size.masks))
     )
-    room = _room(size, warps, used + _extra(size, _FORWARD_EXTRA, part))
+    room = _room(size, warps, used + extra(size, _FORWARD_EXTRA, part))
     if room is None:
         return None
     resident = min(depths, room // (4 * size.planes * size.recurrent)) if resident is None else resident
@@ -145,8 +152,10 @@ def forward(
     shared = 4 * (streamed + 2 * states + partial + masks + 8 * tiles * size.halves) + 16 * subs
     if shared > limit or groups * subs > 15:
         return None
-    made = (cluster, units, tiles, resident, shared, warps, subs, splits, depths)
-    return Tile(*made, exact=size.exact, halves=size.halves)
+    if subs > 1 and resident < depths and not size.halves:
+        return None  # then sub-tiles save nearly nothing
+    made = (cluster, units, tiles, resident, shared, warps, splits, depths)
+    return Tile(*made, exact=size.exact, halves=size.halves, subs=subs)
 
 
 def backward(
@@ -157,7 +166,7 @@ def backward(
     if subs > 1 and (tiles % subs or cluster == 1):
         return None
     words = _words(size)
-    units = _slice(size.units, cluster)
+    units = slice_of(size.units, cluster)
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
@@ -167,7 +176,7 @@ def backward(
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
     used += (2 * share + 4 * chunk * part * size.planes) * size.halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 6 * chunk * part * (size.bits or bool(size.masks))
-    room = _room(size, warps, used + _extra(size, _BACKWARD_EXTRA, part))
+    room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, part))
     if room is None:
         return None
     resident = min(share * depths, room // (4 * size.planes)) if resident is None else resident
@@ -178,13 +187,14 @@ def backward(
     shared += 32 * subs if subs > 1 else 16
     if shared > limit or (size.halves and groups > 12):
         return None
-    return Tile(cluster, units, tiles, resident, shared, warps, subs, chunk=chunk, exact=size.exact, halves=size.halves)
+    made = (cluster, units, tiles, resident, shared, warps)
+    return Tile(*made, chunk=chunk, exact=size.exact, halves=size.halves, subs=subs)
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 
 
-def _extra(size: Size, base: int, tiles: int) -> int:
+def extra(size: Size, base: int, tiles: int) -> int:
     """Of four bytes more, and where each operand is split into two."""
     if size.halves:
         return base + 4 + 8 * size.exact
@@ -212,7 +222,8 @@ def _room(size: Size, warps: int, used: int) -> int | None:
     return min(room, MOST_REGISTERS if size.halves else 160) if room >= 0 else None
 
 
-def _slice(units: int, cluster: int) -> int:
+def slice_of(units: int, cluster: int) -> int:
+    """Units of a block."""
     each = -(-units // cluster)
     return -(-each // 16) * 16
 
@@ -237,12 +248,12 @@ def fits(size: Size, chip: Chip, kind: str) -> bool:
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | None:
     """The tile of a kind that takes the least time by the estimate below; None where none fits."""
     found = _fitting(size, chip, kind)
-    return min(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile), default=None)
+    return min(found, key=lambda tile: step_time(size, chip, batch, directions, kind, tile), default=None)
 
 
 def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
     """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
-    return sorted(_fitting(size, chip, kind), key=lambda tile: _time(size, chip, batch, directions, kind, tile))
+    return sorted(_fitting(size, chip, kind), key=lambda tile: step_time(size, chip, batch, directions, kind, tile))
 
 
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
@@ -256,7 +267,7 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
     return tuple(candidates(size, chip, kind))
 
 
-def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM in bfloat16 on an H200, 128 to 512 units, batch 32 to 512, 49 tiles; what arrives in forward, to
@@ -281,8 +292,8 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
         items = groups * tile.tiles / 2
         step = 0.13 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
         step += 0.08 * size.planes * arriving
-        if tile.subs > 1:
-            step *= 0.9 if tile.resident == tile.depths else 0.97
+        if tile.subs > 1 and tile.resident == tile.depths:
+            step *= 0.9
         return begin + taken * (step + again)
     items = groups * tile.tiles / 4
     step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products

@@ -47,7 +47,7 @@ def keep(tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: in
 
 
 def _key(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> str:
-    return json.dumps([kind, chip, size, batch, directions, _sources()])
+    return json.dumps([kind, chip, size, batch, directions, _sources()], default=lambda cell: cell.fingerprint)
 
 
 def _numbers(tile: Tile | Spread) -> dict[str, int | str]:

@@ -1,4 +1,4 @@
-// The places of sequences from the longest to the shortest, those of a length as they came: a thread finds one's place.
+// The places of sequences from the longest to the shortest, those of a length as they came: a warp finds one's place.
 
 // @generated
 
@@ -9,13 +9,15 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
-  const long long mine = blockIdx.x * 256ll + threadIdx.x;
+  const long long mine = blockIdx.x * 8ll + threadIdx.x / 32;
   if (mine >= a.batch) return;
   const long long length = a.lengths[mine];
-  long long place = 0;
-  for (long long other = 0; other < a.batch; ++other) {
+  unsigned place = 0;
+  for (long long other = threadIdx.x % 32; other < a.batch; other += 32) {
     const long long its = a.lengths[other];
     place += its > length || (its == length && other < mine);
   }
-  a.to[place] = mine;
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) place += __shfl_xor_sync(0xffffffffu, place, apart);
+  if (threadIdx.x % 32 == 0) a.to[place] = mine;
 }

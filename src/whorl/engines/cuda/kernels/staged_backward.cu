@@ -1,0 +1,777 @@
+// All steps of a recurrent layer, backward, in one launch, for cells whose step has several stages: the mirror of
+// staged_forward.cu.  Its first lines say what a stage is, those of backward.cu who holds what.
+//
+// A step is: add up what has come for the first state | stage 0 | exchange | stage 1 | ... | the last stage | product.
+// An exchange is of what means are made of (means.cu), or of sums of a product with the transposed weights of one gate,
+// inside the step; the last product is of all gates that multiply the first state.
+//
+//   registers  weights, sums of one product, and of the thread's items: gradients of the states, means, what stages keep
+//   shared     gradients of results twice, arrived sums of each product, what means are made of, vectors, barriers, more
+//              weights
+//   global     as in backward.cu, and the means that forward saved
+//
+// What is exchanged lies in shared memory once where a step has several exchanges, twice where it has one.  Gradients of
+// results lie there twice, in turns: who writes them has passed the block's barrier after the product before the last.
+//
+// A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+
+// @generated
+
+constexpr int ROWS = 8 * TILES, CELLS = GROUPS * TILES, ITEMS = CELLS * SPLITS;
+constexpr int PER = 2 / SPLITS, OWN = (ITEMS + WARPS - 1) / WARPS;
+constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
+constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
+constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
+constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
+constexpr unsigned ARRIVING = SUM_WORDS * 4;
+constexpr int GATE_DEPTHS = SLICE / (8 * WORD_ELEMENTS);
+// masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
+// or [gate, strip, tile, lane, 4]
+constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
+                           : NOISE == GIVEN_BY_GATE ? RECURRENT * STRIPS * TILES * 128 / WORD_ELEMENTS
+                                                    : 0;
+constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;  // of what is exchanged
+constexpr int ARRIVED_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * SUM_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
+constexpr int VECTOR_WORDS = VECTORS * SLICE;
+constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
+static_assert(4 * (WEIGHT_WORDS + ARRIVED_WORDS + 2 * GRADIENT_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + MASK_WORDS) +
+                      8 * COPIES * BARRIERS == SHARED,
+              "tiling and kernel disagree");
+
+// Whether a gate's weights are in a product: with the first state (0), or of a round inside the step.
+__device__ constexpr bool is_in(int round, int gate) {
+  return round == 0 ? leaf_of(gate) >= 0 : pull_gate(round - 1) == gate;
+}
+
+// Bytes that a barrier waits for: 0 of the first state, from 1 on the means of each stage, then the sums of each round.
+__device__ constexpr unsigned arriving(int exchange) {
+  return exchange == 0 || exchange > STAGES ? ARRIVING : (unsigned)(ROWS * CLUSTER * GROUPS * packs(exchange - 1) * 16);
+}
+
+struct Arguments {
+  const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
+  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Element* vectors[2][MOST(VECTORS)];
+  const Element* initial[STATES];  // [directions, batch, UNITS], all or null
+  const Element* y;                // [time, batch, directions x UNITS]
+  const Gate* apart[2];            // [time, batch, APART x UNITS]
+  const float* states[2];          // [STATES - 1, time, batch, UNITS]
+  const Element* y_gradient;       // [time, batch, directions x UNITS] or null
+  const Element* final_gradients[STATES];  // [directions, batch, UNITS] or null
+  Element* gate_gradients[2];              // [time, batch, GATES x UNITS]
+  Element* apart_gradients[2];             // [time, batch, APART x UNITS]
+  Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
+  float* sums[2];                          // [clusters x TILES x SPLITS, SUMMED x UNITS]
+  const float* levels[2];                  // [time, batch, LEVELS]: the means that forward saved
+  long long time, batch;
+#if OPTIONS
+  Options o;
+#else
+  static constexpr Options o = {};
+#endif
+};
+
+struct Item {  // what one thread reads for an item at a step: two units of each of PER sequences
+  GatePair gates[PER][GATES], apart[PER][MOST(APART)];
+  Pair y_gradient[PER], before[PER];
+  float2 states[PER][MOST(STATES - 1)];
+  float m[PER][MOST(MEANS)];
+  bool within[PER], valid[PER], cut[PER];  // before the end; the step counts; no state came into it from the one before
+  float2 zones[PER][STATES], noise[PER], inputs[PER][MOST(INPUTS)];
+  Pair state_gradients[PER][STATES];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(128) unsigned memory[];
+  uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
+  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [round, copy, item, source, lane]
+  unsigned* const gradients = memory + WEIGHT_WORDS + ARRIVED_WORDS;  // [2, sequence, gate, unit]
+  float* const slots = (float*)(gradients + 2 * GRADIENT_WORDS);
+  float* const own_vectors = slots + COPIES * MEAN_WORDS;  // [vector, unit of the block]
+  unsigned* const mask_bits = (unsigned*)(own_vectors + VECTOR_WORDS);
+  Element* const masks = (Element*)mask_bits;
+  const unsigned base = shared_address(memory);
+  const unsigned barriers = shared_address(mask_bits + MASK_WORDS);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const unsigned rank = rank_in_cluster();
+  const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER;
+  const Element* const weights = a.weights[direction];
+
+  // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
+  uint4 resident[MOST(RESIDENT)];
+#pragma unroll
+  for (int i = 0; i < SHARE * DEPTHS; ++i) {
+    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
+    uint4 word = {0, 0, 0, 0};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * WORD_ELEMENTS, own = rank * SLICE + depth % SLICE;
+      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
+      const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
+      const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
+#if ELEMENT_BYTES == 2
+      const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
+      const unsigned even = __byte_perm(upper, lower, 0x5410), odd = __byte_perm(upper, lower, 0x7632);
+#else
+      const unsigned even = operand(upper.x), odd = operand(upper.y);
+#endif
+      if (half == 0) word.x = even, word.y = odd;
+      if (half == 1) word.z = even, word.w = odd;
+    }
+    if (i < RESIDENT)
+      resident[i < RESIDENT ? i : 0] = word;
+    else
+      streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
+  }
+
+  for (int i = threadIdx.x; i < VECTOR_WORDS; i += THREADS) {
+    const int own = rank * SLICE + i % SLICE;
+    own_vectors[i] = own < UNITS ? wide(a.vectors[direction][i / SLICE][own]) : 0.f;
+  }
+  if constexpr (GATEWISE)
+    for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {
+      unsigned bits = 0;
+      for (int i = 0; i < RECURRENT * 4; ++i) {
+        const int e = i % 4, its = item % 32, tile = item / 32 % TILES, strip = item / 32 / TILES;
+        const int gate = i / 4, unit = strip * 16 + its / 4 * 2 + e / 2;
+        const int place = cluster * ROWS + tile * 8 + its % 4 * 2 + e % 2;
+        const bool there = place < batch && unit < UNITS;
+        const long long sequence = there ? sequence_at(a, place) : 0;
+        const float mask = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + unit] : 0.f;
+        if constexpr (NOISE == GIVEN_BY_GATE) masks[(gate * STRIPS * TILES * 32 + item) * 4 + e] = narrow(mask);
+        bits |= (mask != 0.f) << i;
+      }
+      if constexpr (NOISE == BY_GATE) mask_bits[item] = bits;
+    }
+  // steps of the longest sequence of the cluster; they are computed from the one that forward computed last
+  const int time = LENGTHS ? longest(a, cluster * ROWS) : (int)a.time, width = gridDim.y * UNITS;
+  const bool reverse = direction == 1;
+  const int first_step = reverse || time == 0 ? 0 : time - 1;
+  long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? 1 : time - 2 : first_step);
+  long long row_step = PACKED ? next_rows - rows : reverse ? batch : -(long long)batch;
+  const long long begin = rows, state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
+  const bool has_output_gradient = a.y_gradient != nullptr;
+
+  float carried[OWN][STATES][PER][2], summed[OWN][2][MOST(SUMMED)] = {};
+  Item item[OWN];
+  bool in[OWN][PER][2];  // whether the value of this sequence and unit is there
+  long long sequence[OWN][PER];
+  int ends[OWN][PER];  // steps of each sequence
+  // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
+  float factor[OWN][PER][2], held[OWN][PER][2] = {}, noise_sums[OWN][PER][2] = {}, reset_sums[OWN][STATES][PER][2] = {};
+  float2 operand_before[OWN][PER];
+  bool was_cut[OWN][PER];
+  unsigned drawn[OWN][PER];
+  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
+  const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
+  const Gate* gates_at[OWN];
+  Element *gradients_at[OWN], *apart_gradients_at[OWN];
+  long long outputs_at[OWN], apart_at[OWN], states_at[OWN], levels_at[OWN];
+  // an item is 16 units x 8 sequences for a warp, or where SPLITS is 2 every other sequence of them
+  const auto cell_of = [&](int j) { return (warp + j * WARPS) / SPLITS; };
+  const auto part_of = [&](int j) { return (warp + j * WARPS) % SPLITS; };
+  const auto unit_of = [&](int j) { return (int)rank * SLICE + cell_of(j) / TILES * 16 + lane / 4 * 2; };
+  const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
+    return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
+  };
+  // what options need of a step, whose rows begin at `at`
+  const auto load_options = [&](int j, int b, int step, long long at) {
+    const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]), also = there && in[j][b][1];
+    const long long row = at + sequence[j][b], from = row * UNITS + unit_of(j);
+    Item& to = item[j];
+    to.within[b] = there;
+    to.valid[b] = there && (!MASK || a.o.mask[row]);
+    if constexpr (RESET)
+      to.cut[b] = reverse ? in[j][b][0] && step + 1 < ends[j][b] && a.o.reset[rows_of(a, step + 1) + sequence[j][b]]
+                          : there && a.o.reset[row];
+    if constexpr (NOISE == GIVEN) to.noise[b] = load_wide_pair(a.o.noise[direction] + from, there, also);
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      if (zoneout(s) == BY_MASK) to.zones[b][s] = load_wide_pair(a.o.zoneout[direction][s] + from, there, also);
+      if constexpr (SEQUENCES) {
+        const bool wanted = a.o.sequences[s] != nullptr;
+        to.state_gradients[b][s] = load_pair(a.o.sequences[s] + row * width + direction * UNITS + unit_of(j),
+                                             there && wanted, also && wanted);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, step, sequence[j][b], direction, key);
+  };
+  // what the item reads at the step that the places above have come to; `last`: nothing came before it
+  const auto load = [&](int j, int step, bool last) {
+#pragma unroll
+    for (int b = 0; b < PER; ++b) {
+      const bool there = !LENGTHS || step < ends[j][b], first = there && in[j][b][0], second = there && in[j][b][1];
+#pragma unroll
+      for (int i = 0; i < LEVELS; ++i)
+        item[j].m[b][i] = first ? a.levels[direction][levels_at[j] + away(j, b) * LEVELS + i] : 0.f;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g)
+        item[j].gates[b][g] = load_gates(gates_at[j] + (away(j, b) * GATES + g) * UNITS, first, second);
+#pragma unroll
+      for (int i = 0; i < APART; ++i)
+        item[j].apart[b][i] =
+            load_gates(a.apart[direction] + apart_at[j] + (away(j, b) * APART + i) * UNITS, first, second);
+      item[j].y_gradient[b] = load_pair(a.y_gradient + outputs_at[j] + away(j, b) * width,
+                                        first && has_output_gradient, second && has_output_gradient);
+      if constexpr (BEFORE) {
+        const long long at = states_at[j] + away(j, b) * UNITS;
+        item[j].before[b] = load_pair(a.o.before[direction] + at, first, second);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          item[j].states[b][s - 1] =
+              load_wide_pair(a.states[direction] + at + (s - 1) * state_stride, first, second);
+      } else if (last) {
+        const bool given = a.initial[0] != nullptr;
+        item[j].before[b] = load_pair(a.initial[0] + start_of(j, b), first && given, second && given);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          item[j].states[b][s - 1] =
+              wide_pair(load_pair(a.initial[s] + start_of(j, b), first && given, second && given));
+      } else {
+        item[j].before[b] = load_pair(a.y + outputs_at[j] + (row_step + away(j, b)) * width, first, second);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          item[j].states[b][s - 1] = load_wide_pair(
+              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS, first,
+              second);
+      }
+    }
+  };
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) {
+    const int unit = unit_of(j), place = cluster * ROWS + cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j);
+    const bool own = warp + j * WARPS < ITEMS;
+#pragma unroll
+    for (int b = 0; b < PER; ++b) {
+      sequence[j][b] = place + b < batch ? sequence_at(a, place + b) : place + b;
+      ends[j][b] = LENGTHS && place + b < batch ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
+    }
+    const long long row = sequence[j][0];
+    gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
+    gradients_at[j] = a.gate_gradients[direction] + (begin + row) * GATES * UNITS + unit;
+    apart_gradients_at[j] = a.apart_gradients[direction] + (begin + row) * APART * UNITS + unit;
+    outputs_at[j] = (begin + row) * width + direction * UNITS + unit;
+    apart_at[j] = (begin + row) * APART * UNITS + unit;
+    states_at[j] = (begin + row) * UNITS + unit;
+    levels_at[j] = (begin + row) * LEVELS;
+#pragma unroll
+    for (int b = 0; b < PER; ++b) {
+      in[j][b][0] = own && place + b < batch && unit < UNITS;
+      in[j][b][1] = own && place + b < batch && unit + 1 < UNITS;
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.final_gradients[s] != nullptr;
+        const float2 value =
+            wide_pair(load_pair(a.final_gradients[s] + start_of(j, b), given && in[j][b][0], given && in[j][b][1]));
+        carried[j][s][b][0] = value.x;
+        carried[j][s][b][1] = value.y;
+      }
+    }
+    load(j, first_step, time == 1);
+    if constexpr (OPTIONS)
+#pragma unroll
+      for (int b = 0; b < PER; ++b) {
+        load_options(j, b, first_step, rows);
+        if constexpr (NOISE == HELD)
+          item[j].noise[b] = load_wide_pair(a.o.noise[direction] + sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
+      }
+  }
+
+#if CLUSTER > 1
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i, 1);
+    barriers_started();
+    for (int i = 0; i < COPIES * BARRIERS; ++i) expect(barriers + 8 * i, arriving(i / COPIES));
+  }
+  cluster_barrier();
+#else
+  __syncthreads();
+#endif
+
+  const bool cells = warp < ITEMS;  // the warp computes some: the same for all of it
+  const auto await = [&](int exchange, int copy, int completed) {
+#if CLUSTER > 1
+    const unsigned barrier = barriers + 8 * (exchange * COPIES + copy);
+    wait(barrier, completed / COPIES % 2);
+    if (threadIdx.x == 0) expect(barrier, arriving(exchange));
+#endif
+  };
+  const auto sums_at = [&](int round, int copy) {  // where the sums of a round lie, as float4 of `arrived`
+    return ((round == 0 ? 0 : round - 1 + (LEAVES > 0)) * COPIES + copy) * CELLS * CLUSTER * 32;
+  };
+  const auto slots_at = [&](int stage, int copy, int sequence_in_cluster) {  // bytes
+    return (copy * MEAN_WORDS + mean_offset(stage)) * 4 + sequence_in_cluster * slots_of(stage) * 16;
+  };
+  const auto row_of = [&](int j, int b) { return cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j) + b; };
+  const auto gather = [&](int round, int copy, int j, float (&sums)[PER][2]) {
+    const float4* const from = arrived + sums_at(round, copy) + cell_of(j) * CLUSTER * 32 + lane;
+#pragma unroll
+    for (int source = 0; source < CLUSTER; ++source) {
+      if constexpr (PER == 2) {
+        const float4 part = from[source * 32];
+        const float values[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i / 2 % PER][i % 2] = source == 0 ? values[i] : sums[i / 2 % PER][i % 2] + values[i];
+      } else {
+        const float2 part = ((const float2*)(from + source * 32))[part_of(j)];
+        sums[0][0] = source == 0 ? part.x : sums[0][0] + part.x;
+        sums[0][1] = source == 0 ? part.y : sums[0][1] + part.y;
+      }
+    }
+  };
+  const auto put_gradient = [&](int turn, int gate, int j, int b, float first, float second) {
+    const int group = cell_of(j) / TILES;
+    unsigned* const to = gradients + turn * GRADIENT_WORDS + row_of(j, b) * STRIDE +
+                         (gate * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
+#if ELEMENT_BYTES == 2
+    *to = narrow_pair(first, second);
+#else
+    to[0] = operand(first), to[1] = operand(second);
+#endif
+  };
+
+  const auto arrive = [&](int t, long long was) {  // t: steps done before; the rows of the last of them begin at `was`
+    const int copy = COPIES > 1 ? t % 2 : 0;
+    if constexpr (LEAVES > 0) {
+      if (CLUSTER == 1) __syncthreads();
+      await(0, copy, t - 1);
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+      float sums[PER][2] = {};
+      if constexpr (LEAVES > 0) gather(0, copy, j, sums);
+#pragma unroll
+      for (int b = 0; b < PER; ++b) {
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          carried[j][0][b][u] += NOISE && !GATEWISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
+          if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
+          if (RESET && was_cut[j][b])
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              if constexpr (RESET_TO) reset_sums[j][s][b][u] += carried[j][s][b][u];
+              carried[j][s][b][u] = 0.f;
+            }
+        }
+        if (NOISE_GRADIENT && NOISE == GIVEN) {
+          const bool there = in[j][b][0] && (!PACKED || (reverse ? t - 1 : time - t) < ends[j][b]);
+          store_wide_pair(a.o.noise_gradients[direction] + (was + sequence[j][b]) * UNITS + unit_of(j),
+                          noise_sums[j][b][0], noise_sums[j][b][1], there, there && in[j][b][1]);
+          noise_sums[j][b][0] = noise_sums[j][b][1] = 0.f;
+        }
+      }
+    }
+  };
+
+  const unsigned columns = shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
+  const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
+  long long rows_before = rows;
+  // sums of a product with the transposed weights of a round's gates, to the blocks that own their units
+  const auto multiply_round = [&](int round, int copy, int turn) {
+#pragma unroll
+    for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
+      float sums[CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d += 2) {
+        if (!is_in(round, d / GATE_DEPTHS) && !is_in(round, (d + 1) / GATE_DEPTHS)) continue;
+        uint4 b[TILES];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const unsigned at = columns + (unsigned)turn * GRADIENT_WORDS * 4 + (n * 8 * STRIDE + d * 8) * 4;
+          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (d + half < DEPTHS && is_in(round, (d + half) / GATE_DEPTHS)) {
+            Right right[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#pragma unroll
+            for (int c = 0; c < CHUNK; ++c)
+              if (i0 + c < SHARE) {
+                const int i = (i0 + c) * DEPTHS + d + half;
+                const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                         : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) {
+                  multiply(sums[c][n], weight, right[n]);
+                  if constexpr (GATEWISE)
+                    if ((d + half + 1) % GATE_DEPTHS == 0) {
+                      const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+                      const int item = (strip * TILES + n) * 32 + lane;
+                      const unsigned bits = NOISE == BY_GATE ? mask_bits[item] >> gate * 4 : 0u;
+                      const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
+#pragma unroll
+                      for (int e = 0; e < 4; ++e) {
+                        if constexpr (NOISE == BY_GATE)
+                          all[c][n][e] += bits >> e & 1 ? (float)a.o.noise_scale * sums[c][n][e] : 0.f;
+                        else
+                          all[c][n][e] += (float)a.o.noise_scale * wide(mask[e]) * sums[c][n][e];
+                        sums[c][n][e] = 0.f;
+                      }
+                    }
+                }
+              }
+          }
+      }
+#pragma unroll
+      for (int c = 0; c < CHUNK; ++c) {
+        const int strip = warp * SHARE + i0 + c;
+        if (i0 + c >= SHARE || strip >= STRIPS) break;
+#if CLUSTER > 1
+        const unsigned target = at_rank(base, strip / GROUPS);
+#endif
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
+          const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
+          const int slot = sums_at(round, copy) + ((strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + lane;
+#if CLUSTER > 1
+          const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
+                              __float_as_uint(sum[3])};
+          const int exchange = round == 0 ? 0 : STAGES + round;
+          send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (exchange * COPIES + copy), data);
+#else
+          arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
+#endif
+        }
+      }
+    }
+  };
+  int turn = 0;  // which of the two places gradients of results are written to
+  for (int t = 0; t < time; ++t) {
+    if (t > 0) arrive(t, rows_before);
+    rows_before = rows;
+    const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
+    const int copy = COPIES > 1 ? t % 2 : 0;
+
+    float dx[OWN][PER][2][GATES], dr[OWN][PER][2][MOST(LINKS)], d[OWN][PER][2][STATES], stayed[OWN][PER][2][STATES];
+    float to_s[OWN][PER][2][STATES], to_e[OWN][PER][2][MOST(INPUTS)], to_zones[OWN][PER][2][STATES], q[OWN][PER][2][MOST(ROUNDS)];
+    Pair entered[OWN][PER];
+    Values values[OWN][PER][2];
+    if (cells) {
+#pragma unroll
+      for (int j = 0; j < OWN; ++j)
+#pragma unroll
+        for (int b = 0; b < PER; ++b) {
+          const float2 output = wide_pair(item[j].y_gradient[b]);
+          const bool valid = !MARKED || item[j].valid[b];
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float(&to)[STATES] = d[j][b][u];
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              if constexpr (SEQUENCES) carried[j][s][b][u] += half_of(wide_pair(item[j].state_gradients[b][s]), u);
+              to[s] = carried[j][s][b][u];
+            }
+            to[0] += half_of(output, u);
+            if constexpr (MASK) {  // what came to an output that was held goes to the step that it was held from
+              held[j][b][u] += half_of(output, u);
+              to[0] = carried[j][0][b][u] + held[j][b][u];
+              if (valid) held[j][b][u] = 0.f;
+            }
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {  // what zoneout kept
+              stayed[j][b][u][s] = 0.f;
+              if constexpr (OPTIONS) {
+                const float share =
+                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                to_zones[j][b][u][s] = to[s];
+                const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
+                if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK)
+                  stayed[j][b][u][s] = share * to[s], to[s] -= stayed[j][b][u][s];
+                if (keeps) stayed[j][b][u][s] = to[s], to[s] = 0.f;
+              }
+            }
+          }
+        }
+    }
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      float to[OWN][PER][2][MOST(VALUES)], operands[OWN][PER][2][MOST(ROUNDS)];
+      if (cells) {
+#pragma unroll
+        for (int j = 0; j < OWN; ++j)
+#pragma unroll
+          for (int b = 0; b < PER; ++b)
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+              float x[GATES], r[MOST(LINKS)] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
+              const bool there = in[j][b][u] && (!MARKED || item[j].valid[b]);
+#pragma unroll
+              for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
+#pragma unroll
+              for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(item[j].apart[b][i]), u);
+              before[0] = half_of(wide_pair(item[j].before[b]), u);
+#pragma unroll
+              for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
+#pragma unroll
+              for (int i = 0; i < VECTORS; ++i)
+                v[i] = own_vectors[i * SLICE + cell_of(j) / TILES % GROUPS * 16 + lane / 4 * 2 + u];
+#pragma unroll
+              for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
+              float after[STATES];  // written after the first stage
+              run_stage(stage, x, r, before, v, e, item[j].m[b], values[j][b][u], to[j][b][u], operands[j][b][u],
+                        d[j][b][u], q[j][b][u], there, dx[j][b][u], dr[j][b][u], to_s[j][b][u],
+                        summed[j][u] + SUMMED - VECTORS, to_e[j][b][u], after);
+#if ZONEOUT_GRADIENT
+              if (stage == 0)
+#pragma unroll
+                for (int s = 0; s < STATES; ++s)
+                  to_zones[j][b][u][s] = there ? to_zones[j][b][u][s] * (before[s] - after[s]) : 0.f;
+#endif
+            }
+        if (packs(stage) > 0)
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+            const int source = rank * GROUPS + cell_of(j) / TILES, unit = unit_of(j);
+#pragma unroll
+            for (int b = 0; b < PER; ++b) {
+              float data[4 * MOST(PACKS)] = {};
+              summarise(stage, to[j][b], unit < UNITS, unit + 1 < UNITS, units_of(source), lane, data);
+              const int slot = slots_at(stage, copy, row_of(j, b)) + source * packs(stage) * 16;
+              send_means(stage, data, shared_address(slots) - base + slot, memory,
+                         barriers - base + 8 * ((1 + stage) * COPIES + copy), lane);
+            }
+          }
+      }
+      int asked = 0;
+#pragma unroll
+      for (int round = 1; round <= ROUNDS; ++round)
+        if (round_stage(round) == stage) {
+          if (cells)
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+              if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+#pragma unroll
+              for (int b = 0; b < PER; ++b) {
+                const bool valid = !MARKED || item[j].valid[b];
+                const int which = asked < ROUNDS ? asked : 0;
+                put_gradient(turn, pull_gate(round - 1), j, b, in[j][b][0] && valid ? operands[j][b][0][which] : 0.f,
+                             in[j][b][1] && valid ? operands[j][b][1][which] : 0.f);
+              }
+            }
+          ++asked;
+          __syncthreads();
+          multiply_round(round, copy, turn);
+          turn = 1 - turn;
+        }
+      if (CLUSTER == 1 && stage + 1 < STAGES) __syncthreads();
+      if (cells) {
+        if (packs(stage) > 0) {
+          await(1 + stage, copy, t);
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+#pragma unroll
+            for (int b = 0; b < PER; ++b)
+              merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy, row_of(j, b))), lane, item[j].m[b]);
+          }
+        }
+#pragma unroll
+        for (int round = 1; round <= ROUNDS; ++round)
+          if (round_stage(round) == stage) {
+            await(STAGES + round, copy, t);
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+              if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+              float sums[PER][2];
+              gather(round, copy, j, sums);
+#pragma unroll
+              for (int b = 0; b < PER; ++b) q[j][b][0][round - 1] = sums[b][0], q[j][b][1][round - 1] = sums[b][1];
+            }
+          }
+      }
+    }
+    if (cells) {
+#pragma unroll
+      for (int j = 0; j < OWN; ++j)
+#pragma unroll
+        for (int b = 0; b < PER; ++b) {
+          const bool valid = !MARKED || item[j].valid[b];
+          const float2 h = wide_pair(item[j].before[b]);
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            const bool there = in[j][b][u] && valid;  // a sum never takes what the cell makes of nothing
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (valid) carried[j][s][b][u] = to_s[j][b][u][s] + stayed[j][b][u][s];
+            if constexpr (MARKED) {
+#pragma unroll
+              for (int g = 0; g < GATES; ++g) dx[j][b][u][g] = valid ? dx[j][b][u][g] : 0.f;
+#pragma unroll
+              for (int i = 0; i < INPUTS; ++i) to_e[j][b][u][i] = valid ? to_e[j][b][u][i] : 0.f;
+            }
+            if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
+            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+#pragma unroll
+            for (int l = 0; l < LINKS; ++l) dr[j][b][u][l] = there ? dr[j][b][u][l] : 0.f;
+            if constexpr (BIAS) {
+#pragma unroll
+              for (int g = 0; g < GATES; ++g) summed[j][u][g] += there ? dx[j][b][u][g] : 0.f;
+#pragma unroll
+              for (int i = 0; i < APART; ++i) summed[j][u][GATES + i] += dr[j][b][u][apart(i)];
+            }
+          }
+          if constexpr (NOISE && !GATEWISE)
+            entered[j][b] = narrow_pair(h.x * factor[j][b][0], h.y * factor[j][b][1]), operand_before[j][b] = h;
+          if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
+        }
+      if constexpr (LEAVES > 0)
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+          if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
+#pragma unroll
+          for (int b = 0; b < PER; ++b)
+#pragma unroll
+            for (int l = 0; l < LEAVES; ++l)
+              put_gradient(turn, leaf_gate(l), j, b, dr[j][b][0][l], dr[j][b][1][l]);
+        }
+    }
+    const bool goes_on = LEAVES > 0 && (t + 1 < time || wants_initial);
+    if (goes_on) __syncthreads();
+    if (cells && t + 1 < time) {
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        gates_at[j] += row_step * GATES * UNITS;
+        outputs_at[j] += row_step * width;
+        apart_at[j] += row_step * APART * UNITS;
+        states_at[j] += row_step * UNITS;
+        levels_at[j] += row_step * LEVELS;
+        load(j, next, t + 2 == time);
+      }
+    }
+    if (goes_on) {
+      multiply_round(0, COPIES > 1 ? 1 - copy : 0, turn);
+      turn = 1 - turn;
+    }
+
+    if (cells) {  // what nobody waits for
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+#pragma unroll
+        for (int b = 0; b < PER; ++b) {
+          const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
+          const auto beyond = away(j, b);
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            store_pair(gradients_at[j] + (beyond * GATES + g) * UNITS, dx[j][b][0][g], dx[j][b][1][g], first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_pair(apart_gradients_at[j] + (beyond * APART + i) * UNITS, dr[j][b][0][apart(i)],
+                       dr[j][b][1][apart(i)], first, second);
+          if constexpr (OPTIONS) {
+            const long long from = (rows + sequence[j][b]) * UNITS + unit_of(j);
+            if constexpr (NOISE && !GATEWISE) {
+              const float2 pair = wide_pair(entered[j][b]);
+              store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
+            }
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+                store_wide_pair(a.o.zoneout_gradients[direction][s] + from, to_zones[j][b][0][s], to_zones[j][b][1][s],
+                                first, second);
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i)
+              store_wide_pair(a.o.input_gradients[direction][i] + from, to_e[j][b][0][i], to_e[j][b][1][i],
+                              first, second);
+            if (t + 1 < time) load_options(j, b, next, next_rows);
+          }
+          if (t + 1 + AHEAD < time && first && !PACKED) {
+            const auto far = AHEAD * row_step + beyond;
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
+#pragma unroll
+            for (int i = 0; i < APART; ++i)
+              prefetch(a.apart[direction] + apart_at[j] + (far * APART + i) * UNITS);
+            if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + far * width);
+            if constexpr (BEFORE)
+              prefetch(a.o.before[direction] + states_at[j] + far * UNITS);
+            else
+              prefetch(a.y + outputs_at[j] + far * width);
+#pragma unroll
+            for (int s = 1; s < STATES; ++s)
+              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + far * UNITS);
+          }
+        }
+        gradients_at[j] += row_step * GATES * UNITS;
+        apart_gradients_at[j] += row_step * APART * UNITS;
+      }
+    }
+    if constexpr (OPTIONS) {
+      rows = next_rows;
+      if (t + 2 < time) next_rows = rows_of(a, reverse ? next + 1 : next - 1);
+      if constexpr (PACKED) row_step = next_rows - rows;
+    }
+  }
+
+  if (wants_initial) {
+    if (!LENGTHS || time > 0) arrive(time, rows_before);
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int b = 0; b < PER; ++b)
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) {
+          const bool given = a.initial_gradients[s] != nullptr;
+          store_pair(a.initial_gradients[s] + start_of(j, b), carried[j][s][b][0], carried[j][s][b][1],
+                     given && in[j][b][0], given && in[j][b][1]);
+          if constexpr (RESET_TO)
+            store_pair(a.o.reset_gradients[s] + start_of(j, b), reset_sums[j][s][b][0], reset_sums[j][s][b][1],
+                       in[j][b][0], in[j][b][1]);
+          if (NOISE_GRADIENT && NOISE == HELD && s == 0)
+            store_wide_pair(a.o.noise_gradients[direction] + sequence[j][b] * UNITS + unit_of(j), noise_sums[j][b][0],
+                            noise_sums[j][b][1], in[j][b][0], in[j][b][1]);
+        }
+  }
+  if constexpr (LENGTHS && !PACKED)  // past the end of all of the cluster's sequences
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int b = 0; b < PER; ++b)
+        for (long long t = time; t < a.time; ++t) {
+          const long long row = t * batch + sequence[j][b], from = row * UNITS + unit_of(j);
+          const bool first = in[j][b][0], second = in[j][b][1];
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            store_pair(a.gate_gradients[direction] + (row * GATES + g) * UNITS + unit_of(j), 0.f, 0.f, first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit_of(j), 0.f, 0.f, first, second);
+          if constexpr (NOISE && !GATEWISE)
+            store_pair(a.o.entered[direction] + from, 0.f, 0.f, first, second);
+          if (NOISE_GRADIENT && NOISE == GIVEN)
+            store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, first, second);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (ZONEOUT_GRADIENT && zoneout(s) == BY_MASK)
+              store_wide_pair(a.o.zoneout_gradients[direction][s] + from, 0.f, 0.f, first, second);
+#pragma unroll
+          for (int i = 0; i < INPUTS; ++i)
+            store_wide_pair(a.o.input_gradients[direction][i] + from, 0.f, 0.f, first, second);
+        }
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) {
+    const int unit = unit_of(j), tile = cell_of(j) % TILES;
+    const bool own = warp + j * WARPS < ITEMS && lane % 4 == 0;
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) {
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        summed[j][u][i] += __shfl_xor_sync(0xffffffffu, summed[j][u][i], 1);
+        summed[j][u][i] += __shfl_xor_sync(0xffffffffu, summed[j][u][i], 2);
+      }
+      float* const to = a.sums[direction] + ((long long)((cluster * TILES + tile) * SPLITS + part_of(j)) * SUMMED + i) * UNITS + unit;
+      store_wide_pair(to, summed[j][0][i], summed[j][1][i], own && unit < UNITS, own && unit + 1 < UNITS);
+    }
+  }
+#if CLUSTER > 1
+  cluster_barrier();  // a block that has ended must not be sent to
+#endif
+}

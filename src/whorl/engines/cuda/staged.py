@@ -1,0 +1,364 @@
+"""A step with means or products inside, for the kernels of staged_forward.cu and staged_backward.cu.
+
+Between two stages of a step all blocks of a cluster exchange something: what means are made of, the operand of a
+product, or, backward, the sums of a transposed one.  A stage's lines are functions of one unit of one sequence; what a
+later stage reads of them is kept in `Values`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from whorl.cells.cell import Graph
+from whorl.cells.expr import COLLECTIVES, Expr, topological, var
+from whorl.cells.graphs import merged, rewritten
+from whorl.cells.lower import CUDA, Stage, Value, identifier, stages
+
+
+class Reduction(NamedTuple):
+    """A mean, or a mean and a variance of the same values, over the units of each sequence."""
+
+    stage: int
+    """After which it is made."""
+    first: int
+    """Of the values that it is made of, among those of its stage."""
+    values: int
+    place: int
+    """Among the means of a step; a variance comes after its mean."""
+    moments: bool
+
+    @property
+    def floats(self) -> int:
+        """That a block sends of it for each sequence."""
+        return 1 + self.moments
+
+
+class Round(NamedTuple):
+    """Forward a product of several gates with one operand; backward of one gate, transposed."""
+
+    stage: int
+    links: tuple[int, ...]
+
+
+class Link(NamedTuple):
+    """One result of the recurrent weights of a gate."""
+
+    gate: int
+    """Among the recurrent ones."""
+    round: int
+    """0: times the first state; else times the operand of that round, inside the step."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction of a step."""
+
+    text: str
+    """A function for each stage, what they keep, and one that calls them by number."""
+    stages: int
+    reductions: tuple[Reduction, ...]
+    rounds: tuple[Round, ...]
+    """Those inside the step."""
+    kept: int
+    """Values that a later stage reads, at most, between any two stages."""
+
+    def packs(self, stage: int) -> int:
+        """16 bytes that a block sends for each sequence after a stage."""
+        return -(-sum(made.floats for made in self.reductions if made.stage == stage) // 4)
+
+    @property
+    def exchanges(self) -> int:
+        """Inside the step."""
+        return len({made.stage for made in self.reductions}) + len(self.rounds)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What kernels know of a cell whose step has several stages."""
+
+    forward: Pass
+    backward: Pass
+    links: tuple[Link, ...]
+    """Those with the first state come first."""
+    sums: tuple[int, ...]
+    """For each gate the link that is saved with its x, as their sum; -1: none."""
+    apart: tuple[int, ...]
+    """The links that are saved on their own."""
+    levels: int
+    """Means that forward saves for each step of a sequence."""
+
+    @property
+    def leaves(self) -> int:
+        """Links with the first state."""
+        return sum(link.round == 0 for link in self.links)
+
+
+@lru_cache(maxsize=256)
+def staged(graph: Graph) -> bool:
+    """Whether a cell needs these kernels: its step has several stages, or no recurrent weights."""
+    return any(node.op in COLLECTIVES for node in topological(graph.outputs)) or not graph.recurrent
+
+
+@lru_cache(maxsize=256)
+def steps(graph: Graph) -> Steps:
+    """Both directions of a cell's step."""
+    graph = replace(graph, outputs=tuple(merged(graph.outputs)))
+    nodes = topological(graph.outputs)
+    read = {node.args[0] for node in nodes if node.op == "var"}
+    leaves = [gate for gate in graph.recurrent if f"r.{gate}" in read]
+    own = {"after": graph.states, "x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs}
+    places = {f"{kind}_{name}": f"{kind}[{i}]" for kind in "xsve" for i, name in enumerate(own[kind])}
+    places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
+    made = _lean(stages(graph.named(), CUDA), nodes)
+    operands: dict[str, int] = {}
+    links = [Link(graph.recurrent.index(gate), 0) for gate in leaves]
+    products = [result for stage in made for result in stage.collectives if result.kind == "product"]
+    # results are numbered as they stand in the graph, and so are its products
+    for result in sorted(products, key=lambda result: int(result.result[1:])):
+        places[result.result] = f"r[{len(links)}]"
+        links.append(Link(graph.recurrent.index(result.gate), -1))
+    rounds: list[Round] = []
+    for index, stage in enumerate(made):
+        operands = {}
+        for result in stage.collectives:
+            if result.kind == "product":
+                link, (operand,) = int(places[result.result][2:-1]), result.operands
+                if operand not in operands:
+                    operands[operand] = len(rounds)
+                    rounds.append(Round(index, ()))
+                place = operands[operand]
+                rounds[place] = Round(index, (*rounds[place].links, link))
+                links[link] = Link(links[link].gate, place + 1)
+    writes = {f"after_{state}": f"after[{i}] = {{0}};" for i, state in enumerate(graph.states)}
+    ahead = _Printer(made, places, writes, "float* after", "after", 0).printed(rounds)
+    names: dict[str, str] = {}  # digests to what backward reads
+    for index, node in enumerate(nodes):  # `stages` names a node by its place among all
+        if node.op in ("mean", "variance"):
+            names[node.digest] = f"m.{places[f't{index}'][2:-1]}"
+    for index, node in enumerate(graph.products):
+        names[node.digest] = f"p.{index}"
+    sums, apart = _saving(graph, leaves, names, tuple(links))
+    levels = 2 * len(ahead.reductions)
+    return Steps(ahead, _backward(graph, leaves, names, levels), tuple(links), sums, apart, levels)
+
+
+def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels: int) -> Pass:
+    named = graph.backward.named()
+    unread = [gate for gate in graph.recurrent if gate not in leaves]
+    named = {name: node for name, node in named.items() if name not in {f"dr.{gate}" for gate in unread}}
+    named |= graph.named()  # gradients of what zoneout keeps read it
+
+    def from_saved(node: Expr, made: Expr) -> Expr:
+        return var(names[node.digest]) if node.digest in names else made
+
+    named = dict(zip(named, rewritten(list(named.values()), from_saved), strict=True))
+    made = _lean(stages(named, CUDA), topological(named.values()))
+    kinds = {"x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs, "d": graph.states}
+    places = {f"{kind}_{name}": f"{kind}[{i}]" for kind, row in kinds.items() for i, name in enumerate(row)}
+    places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
+    places |= {f"p_{index}": f"r[{len(leaves) + index}]" for index in range(len(graph.products))}
+    places |= {identifier(name): f"m[{name[2:]}]" for name in names.values() if name.startswith("m.")}
+    writes = {f"d{kind}_{name}": f"d{kind}[{i}] = {{0}};" for kind in "xse" for i, name in enumerate(kinds[kind])}
+    writes |= {f"after_{state}": f"after[{i}] = {{0}};" for i, state in enumerate(graph.states)}
+    writes |= {f"dv_{name}": f"dv[{i}] += there ? {{0}} : 0.f;" for i, name in enumerate(graph.vectors)}
+    writes |= {f"dr_{gate}": f"dr[{i}] = {{0}};" for i, gate in enumerate(leaves)}
+    writes |= {f"dp_{i}": f"dr[{len(leaves) + i}] = {{0}};" for i in range(len(graph.products))}
+    rounds: list[Round] = []
+    for index, stage in enumerate(made):
+        for result in stage.collectives:
+            if result.kind == "pull":
+                places[result.result] = f"q[{len(rounds)}]"
+                rounds.append(Round(index, (graph.recurrent.index(result.gate),)))
+    arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de, "
+    arguments += "float* after"
+    return _Printer(made, places, writes, arguments, "d, q, there, dx, dr, ds, dv, de, after", levels).printed(rounds)
+
+
+def _saving(
+    graph: Graph, leaves: Sequence[str], names: dict[str, str], links: tuple[Link, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`Steps.sums` and `Steps.apart`."""
+
+    def change(node: Expr, made: Expr) -> Expr:
+        return var(names[node.digest]) if node.op == "product" else made
+
+    roots = rewritten([*graph.outputs, *(node.args[1] for node in graph.products)], change)
+    parents: dict[str, list[Expr]] = {}
+    for node in topological(roots):
+        for arg in node.args:
+            if isinstance(arg, Expr) and arg.op == "var":
+                parents.setdefault(arg.args[0], []).append(node)
+    whole = {node.args[0] for node in roots if node.op == "var"}
+    names_of = [f"r.{gate}" for gate in leaves] + [f"p.{index}" for index in range(len(graph.products))]
+    sums = []
+    for gate in graph.gates:
+        over, found = parents.get(f"x.{gate}", []), -1
+        for place, link in enumerate(links):
+            own = parents.get(names_of[place], [])
+            if graph.recurrent[link.gate] != gate or len(over) != 1 or len(own) != 1:
+                continue
+            if own[0].op == "add" and own[0].digest == over[0].digest and not {f"x.{gate}", names_of[place]} & whole:
+                found = place
+        sums.append(found)
+    return tuple(sums), tuple(place for place in range(len(links)) if place not in sums)
+
+
+_CHEAP = {"add", "sub", "mul", "neg", "rsqrt"}
+
+
+def _lean(made: Sequence[Stage], nodes: Sequence[Expr]) -> list[Stage]:
+    """The stages, where what is cheap is computed again rather than kept, if fewer values are kept so.
+
+    Args:
+        nodes: in the order in which `stages` numbered them.
+    """
+    names = {node.digest: f"t{place}" for place, node in enumerate(nodes)}
+    by_name = {name: node for name, node in zip(names.values(), nodes, strict=True) if node.op not in ("var", "const")}
+    found = {found[1]: (line, index) for index, stage in enumerate(made) for line in stage.lines
+             if (found := re.match(r"const \w+ (t\d+) =", line))}  # fmt: skip
+
+    def arguments(name: str) -> set[str]:
+        """The temporaries among them."""
+        return {names[arg.digest] for arg in by_name[name].args if names.get(arg.digest) in found}
+
+    lean, wanted = [*made], [{value.name: value for value in stage.writes} for stage in made]
+    for index, stage in enumerate(made):
+        reads = {value.name: value for value in stage.reads}
+        needed = {name for name in _read(stage) if name in found and found[name][1] < index}
+        again: set[str] = set()
+        while True:
+            groups: dict[str, list[str]] = {}
+            for name in sorted(needed):
+                missing = arguments(name) - needed
+                if by_name[name].op in _CHEAP and len(missing) <= 1:
+                    groups.setdefault(min(missing, default=""), []).append(name)
+            best = [(arg, group) for arg, group in groups.items() if not arg or len(group) > 1]
+            if not best:
+                break
+            arg, group = best[0]
+            needed = needed - set(group) | ({arg} if arg else set())
+            again |= set(group)
+        if not again:
+            continue
+        for name in again:
+            reads.pop(name, None)
+            for arg in by_name[name].args:
+                own = _name_of(arg, names)
+                if own is not None and own not in again:
+                    reads.setdefault(own, Value(own, arg.is_condition))
+        for name in needed:
+            reads.setdefault(name, Value(name, by_name[name].is_condition))
+            wanted[found[name][1]].setdefault(name, Value(name, by_name[name].is_condition))
+        lines = [found[name][0] for name in sorted(again, key=lambda name: int(name[1:]))]
+        lean[index] = replace(stage, reads=tuple(reads.values()), lines=(*lines, *stage.lines))
+    return [replace(stage, writes=tuple(own.values())) for stage, own in zip(lean, wanted, strict=True)]
+
+
+def _name_of(node: Any, names: dict[str, str]) -> str | None:
+    """How a stage reads a value; None for a number."""
+    if not isinstance(node, Expr) or node.op == "const":
+        return None
+    return identifier(node.args[0]) if node.op == "var" else names[node.digest]
+
+
+def by_link(made: Steps, cell: Graph) -> list[Link]:
+    """Links, where they are other than one product of each recurrent gate with the first state."""
+    plain = [(gate, 0) for gate in range(len(cell.recurrent))]
+    return [] if [*made.links] == plain else [*made.links]
+
+
+class _Printer:
+    """A pass as CUDA C++.
+
+    Args:
+        places: where a leaf, or the result of a product, is read; means are given their places here.
+        writes: how an output is written, by its name.
+        arguments: of a stage's function, after those that both passes have; `given`: their names.
+        first: the place of the first mean.
+    """
+
+    _COMMON = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* m, "
+    _GIVEN = "x, r, s, v, e, m, k, to, operand, "
+
+    def __init__(
+        self, made: Sequence[Stage], places: dict[str, str], writes: dict[str, str], arguments: str, given: str,
+        first: int,
+    ) -> None:  # fmt: skip
+        self._first = first
+        self._made, self._places, self._writes = made, places, writes
+        self._arguments, self._given = f"{self._COMMON}Values& k, float* to, float* operand, {arguments}", given
+
+    def printed(self, rounds: Sequence[Round]) -> Pass:
+        reductions: list[Reduction] = []
+        means: dict[tuple[str, ...], int] = {}
+        needs = [_read(stage) for stage in self._made]
+        kinds: dict[str, str] = {}
+        kept = 0
+        functions: list[str] = []
+        for index, stage in enumerate(self._made):
+            computed = {value.name: value for value in stage.writes}
+            later = {name for names in needs[index + 1 :] for name in names}
+            meaned: list[str] = []
+            by_operands: dict[tuple[str, ...], int] = {}
+            asked: list[str] = []
+            for made in stage.collectives:
+                if made.kind in ("mean", "variance"):
+                    key = made.operands
+                    if key not in by_operands:
+                        by_operands[key] = len(reductions)
+                        place = means.setdefault(key, self._first + 2 * len(means))
+                        reductions.append(Reduction(index, len(meaned), len(key), place, False))
+                        meaned += key
+                    which = by_operands[key]
+                    found = reductions[which]
+                    reductions[which] = found._replace(moments=found.moments or made.kind == "variance")
+                    self._places[made.result] = f"m[{found.place + (made.kind == 'variance')}]"
+                elif made.kind == "pull" or made.operands[0] not in asked:
+                    asked.append(made.operands[0])
+            loads = {value.name: value.condition for value in stage.reads}
+            defined = _defined(stage)
+            loads |= {name: False for name in (*meaned, *asked) if name not in {*computed, *loads, *defined}}
+            lines = [
+                f"const {'bool' if condition else 'real'} {name} = {self._places.get(name, f'k.{name}')};"
+                for name, condition in loads.items()
+            ]
+            lines += stage.lines
+            for name, value in computed.items():
+                if name in self._writes:
+                    lines.append(self._writes[name].format(name))
+                elif name in later:
+                    lines.append(f"k.{name} = {name};")
+                    kinds[name] = "bool" if value.condition else "real"
+            lines += [f"to[{place}] = {name};" for place, name in enumerate(meaned)]
+            lines += [f"operand[{place}] = {name};" for place, name in enumerate(asked)]
+            body = "\n  ".join(lines)
+            functions.append(f"__device__ __forceinline__ void stage_{index}({self._arguments}) {{\n  {body}\n}}")
+            live = {name for names in needs[index + 1 :] for name in names if name in kinds}
+            kept = max(kept, len(live))
+        members = " ".join(f"{kind} {name};" for name, kind in kinds.items()) or "real none;"
+        calls = " else ".join(
+            f"if (index == {index}) stage_{index}({self._GIVEN}{self._given});" for index in range(len(self._made))
+        )
+        text = "\n".join([
+            "typedef float real;", f"struct Values {{ {members} }};", *functions,
+            f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
+        ])  # fmt: skip
+        return Pass(text, len(self._made), tuple(reductions), tuple(rounds), kept)
+
+
+def _read(stage: Stage) -> set[str]:
+    operands = {name for made in stage.collectives for name in made.operands}
+    defined = _defined(stage)
+    return {value.name for value in stage.reads} | (operands - {value.name for value in stage.writes} - defined)
+
+
+def most(values: Iterable[int]) -> int:
+    """The largest, or 0."""
+    return max(values, default=0)
+
+
+def _defined(stage: Stage) -> set[str]:
+    """The names of a stage's lines."""
+    return {found[1] for line in stage.lines if (found := re.match(r"const \w+ (\w+) =", line))}

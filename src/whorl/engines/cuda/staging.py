@@ -1,0 +1,124 @@
+"""The tiles of kernels for steps with several stages: as tiling.py, with what is exchanged inside a step."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from whorl.cells.cell import Graph
+from whorl.engines.cuda import tiling
+from whorl.engines.cuda.source import mean_words, rounds_of
+from whorl.engines.cuda.staged import Steps, most, steps
+from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
+
+_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 40}  # registers of addresses and of the cell itself
+
+
+def forward(
+    graph: Graph, size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None
+) -> Tile | None:
+    """The forward kernel's numbers, if they fit; arguments as in `tiling.forward`."""
+    made, words = steps(graph), 4 // size.element
+    own, links, widest = made.forward, len(made.links), most(map(len, rounds_of(made)))
+    part = tiling.slice_of(size.units, cluster)
+    groups, depths = part // 16, -(-cluster * part // (8 * words * splits))
+    warps = groups * splits
+    if not 4 <= warps <= 16:
+        return None
+    each = -(-2 * tiles // splits)
+    item = size.gates * size.gate // 2 + 2 * size.states + size.ahead
+    item += 2 * (links + own.kept + size.states + len(own.rounds)) + 2 * len(own.reductions)
+    used = max(widest * tiles * 4 + 4 * tiles, 0) + each * item + 2 * links + 8 * bool(size.ahead)
+    used += 10 * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _FORWARD_EXTRA, tiles)
+    resident = _resident(size, warps, used, 4 * max(1, size.recurrent), depths, resident)
+    states, copies = 8 * tiles * (splits * depths * 8 + 4), _copies(made, "forward")
+    partial = groups * 2 * tiles * splits * widest * 64 if splits > 1 else 0
+    operands = copies * ((made.leaves > 0) + len(own.rounds)) * states
+    masks = size.masks * states + size.bits * splits * depths * tiles * 32
+    means, barriers = copies * mean_words(own, part, cluster, 8 * tiles), copies * (1 + own.stages + len(own.rounds))
+    rest = operands + partial + masks + means + size.vectors * part
+    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + rest) + 8 * barriers
+    if shared > limit:
+        return None
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact)
+
+
+def backward(
+    graph: Graph, size: Size, cluster: int, tiles: int, warps: int, splits: int, limit: int,
+    resident: int | None = None,
+) -> Tile | None:  # fmt: skip
+    """The backward kernel's numbers, if they fit; arguments as in `tiling.backward`.
+
+    Args:
+        splits: warps that share 16 units of 8 sequences, 1 or 2.
+    """
+    made, words = steps(graph), 4 // size.element
+    own, links = made.backward, len(made.links)
+    part = tiling.slice_of(size.units, cluster)
+    groups = part // 16
+    cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
+    each, share, held = -(-cells * splits // warps), -(-strips // warps), 2 // splits
+    chunk = min(2, share)
+    summed = size.gates + size.apart + size.vectors
+    item = (size.gates + size.apart) * size.gate // 2 + size.element + 2 * (size.states - 1)
+    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + len(own.reductions)
+    used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
+    used += 6 * chunk * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
+    resident = _resident(size, warps, used, 4, share * depths, resident)
+    gradients, sums, copies = 8 * tiles * (depths * 8 + 4), cells * cluster * 128, _copies(made, "backward")
+    masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
+    means, barriers = copies * mean_words(own, part, cluster, 8 * tiles), copies * (1 + own.stages + len(own.rounds))
+    arriving = copies * ((made.leaves > 0) + len(own.rounds)) * sums
+    rest = arriving + 2 * gradients + masks + means + size.vectors * part
+    shared = 4 * (warps * (share * depths - resident) * 128 + rest) + 8 * barriers
+    if shared > limit:
+        return None
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, chunk=chunk, exact=size.exact)
+
+
+def _copies(made: Steps, kind: str) -> int:
+    """Of what is exchanged: two where nothing comes between an exchange and its next."""
+    own = made.forward if kind == "forward" else made.backward
+    return 1 if (made.leaves > 0) + own.exchanges > 1 else 2
+
+
+def _resident(size: Size, warps: int, used: int, each: int, all_of: int, given: int | None) -> int:
+    """Depths of weights in registers, of `each` registers."""
+    if given is not None:
+        return given
+    room = max(0, tiling.registers(warps) - used)
+    return min(all_of, min(room, 160 if size.element == 4 else MOST_REGISTERS) // each)
+
+
+@lru_cache(maxsize=1024)
+def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
+    """Every tile of a kind ("forward" or "backward") that fits the chip."""
+
+    def candidates() -> Iterator[Tile | None]:
+        for cluster in (1, 2, 4, 8, 16):
+            for tiles in range(1, 9):
+                if kind == "forward":
+                    yield from (forward(graph, size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4, 8))
+                else:
+                    numbers = [(warps, splits) for warps in (4, 8, 12, 16) for splits in (1, 2)]
+                    yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
+
+    return tuple(tile for tile in candidates() if tile is not None)
+
+
+def likely(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
+    """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
+    found = fitting(graph, size, chip, kind)
+    return sorted(found, key=lambda tile: _time(graph, size, chip, batch, directions, kind, tile))
+
+
+def _time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+    """Microseconds of a step: that of a plain cell, and of each exchange inside the step."""
+    made = steps(graph)
+    own = made.forward if kind == "forward" else made.backward
+    plain = tiling.step_time(size, chip, batch, directions, kind, tile)
+    inside = own.exchanges * (0.3 + 0.02 * tile.cluster)
+    if kind == "forward":  # items of a warp
+        inside += 0.35 * -(-2 * tile.tiles // tile.splits)
+    else:
+        cells = tile.slice // 16 * tile.tiles
+        inside += 1.2 / tile.splits * -(-cells * tile.splits // tile.warps) + 0.04 * abs(tile.warps - 8)
+    return plain + tiling.rounds(chip, batch, directions, tile) * inside

@@ -1,0 +1,73 @@
+"""Steps with means and products inside on engine `persistent`, on an NVIDIA GPU: the error rule, in every form."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from comparison import error
+from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
+from whorl.bench.baseline import TF32_EPS
+from whorl.cells import library, wrappers
+from whorl.engines.cuda.staged import staged
+
+pytestmark = pytest.mark.gpu
+STAGED = {name: graph for name, graph in {**CELLS, **WRAPPED}.items() if staged(graph)}
+STAGED["all of LSTM's layer norm"] = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("x", "r"))[0]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def true_float32() -> Any:
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", STAGED)
+def test_every_cell(name: str, dtype: torch.dtype) -> None:
+    assert_agrees("persistent", STAGED[name], Case(time=9, batch=20, units=130), dtype, "cuda")
+
+
+@pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
+@pytest.mark.parametrize("units, batch, time", [(2, 1, 1), (16, 8, 3), (97, 131, 5), (512, 40, 7), (300, 200, 4)])
+def test_sizes(name: str, units: int, batch: int, time: int) -> None:
+    case = Case(dict(layers=1 + (units < 100)), time=time, batch=batch, units=units)
+    assert_agrees("persistent", STAGED[name], case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
+def test_tf32(name: str) -> None:
+    form, call = Case(time=9, batch=20, units=130).build(STAGED[name])
+    call = in_dtype(call, torch.float32)
+    truth = results(form, in_dtype(call, torch.float64), "reference", False)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        got = results(form, moved(call, "cuda"), "persistent", False)
+    errors = {name: error(got[name].cpu(), truth[name]) for name in truth}
+    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert max(errors.values()) > 1e-5
+
+
+TAKEN = [name for name in FORMS if name != "one of each"]
+
+
+@pytest.mark.parametrize("form", TAKEN)
+def test_options_of_a_cell_with_means(form: str) -> None:
+    case, dtype = FORMS[form], DTYPES[TAKEN.index(form) % 3]
+    case = replace(case, form={"zoneout": (0.2, 0.3)} | case.form) if "marks" in form else case
+    assert_agrees("persistent", STAGED["layer norm"], case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("form", [name for name in TAKEN if "recurrent" not in name and not FORMS[name].given])
+def test_options_of_a_cell_with_products(form: str) -> None:
+    case, dtype = FORMS[form], DTYPES[TAKEN.index(form) % 3]
+    case = replace(case, form={key: value for key, value in case.form.items() if key != "recurrent_dropout"})
+    assert_agrees("persistent", STAGED["reset before"], case, dtype, "cuda")
+
+
+def test_two_runs_give_the_same_bits_and_a_graph_replays() -> None:
+    form, call = Case(time=30, batch=70, units=250).build(STAGED["all of LSTM's layer norm"])
+    call = moved(in_dtype(call, torch.bfloat16), "cuda")
+    first, second = (results(form, call, "persistent", False) for _ in range(2))
+    assert {name: None for name in first if not torch.equal(first[name], second[name])} == {}
