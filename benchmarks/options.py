@@ -46,9 +46,15 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "coupled": ({"coupled": True}, ()),
     "clip": ({"clip": 1.0}, ()),
     "activation softplus": ({"activation": "softplus"}, ()),
+    "layer norm of r, c": ({"layer_norm": "r c"}, ()),
+    "layer norm of x, r, c": ({"layer_norm": True}, ()),
+    "GRU": ({"cell": "GRU"}, ()),
+    "GRU, reset before": ({"cell": "GRU", "reset_after": False}, ()),
     "all at once": ({"zoneout": 0.1, "peephole": True, "clip": 1.0, **STEP}, ("lengths", "mask", "reset")),
 }
-"""By name: arguments of the layer, and what its call is given."""
+"""By name: arguments of the layer, an LSTM where they name no other cell, and what its call is given."""
+BASES = {"GRU, reset before": "GRU"}
+"""What a row's time is compared with, where that is not the plain LSTM."""
 
 
 def problem(
@@ -57,7 +63,9 @@ def problem(
     """The layer of a row, its input, its marks, and the gradient of its output."""
     torch.manual_seed(0)
     arguments, marks = ROWS[row]
-    layer = whorl.LSTM(units, units, device="cuda", dtype=dtype, engine="persistent", **arguments)
+    own = {key: value for key, value in arguments.items() if key != "cell"}
+    make = getattr(whorl, arguments.get("cell", "LSTM"))
+    layer = make(units, units, device="cuda", dtype=dtype, engine="persistent", **own)
     x = torch.randn(time, batch, units, device="cuda", dtype=dtype, requires_grad=True)
     options: dict[str, Any] = {}
     if "lengths" in marks:  # all are full: what is measured is not that there is less to do
@@ -159,7 +167,7 @@ def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
                 for row, part in wrong.items():
                     print(f"{precision} {units} {batch} {row}: WRONG, {part:.3g} of what the error rule allows")
                 for row in right:
-                    ratio = times[row] / times["plain"]
+                    ratio = times[row] / times[BASES.get(row, "plain")]
                     print(f"{precision:5}{units:5}{batch:5} {row:26}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
                     if given.kernels:
                         parts = kernels(calls[row])

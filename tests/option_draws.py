@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import whorl
 from comparison import broken, error, flat
-from whorl.engines.cuda.persistent import most_units
+from whorl.engines.cuda.persistent import fits, most_units
 from whorl.problem import Device
 
 States = dict[str, Any]
@@ -189,8 +189,8 @@ class Drawn:
         layer.engine = "reference"
         tensors, marks = self.call("cpu", dtype)
         args, options = self.as_called({name: tensor.to(dtype) for name, tensor in tensors.items()}, marks)
-        problem = layer.to(dtype).plan(*args, **options).problem
-        return replace(self, units=min(self.units, most_units(replace(problem, device=device))))
+        problem = replace(layer.to(dtype).plan(*args, **options).problem, device=device)
+        return self if fits(problem) else replace(self, units=most_units(problem))
 
     def results(
         self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype

@@ -65,7 +65,7 @@ def check(
 ) -> None:
     a = LAYOUTS[left](torch.randn(rows, depth).to(dtype))
     b = LAYOUTS[right](torch.randn(depth, columns).to(dtype))
-    made, out = Products(CHIP, 0, dtype.itemsize), torch.empty(rows, columns, dtype=dtype)
+    made, out = Products(CHIP, 0, dtype.itemsize, [1], 1), torch.empty(rows, columns, dtype=dtype)
     want = (a.float() @ b.float()).to(dtype)
     torch.testing.assert_close(made(0, a, b), want)
     assert made(0, a, b, out) is out
@@ -79,7 +79,7 @@ def check(
 
 def test_what_is_aligned_is_not_copied(seen: list[tuple[Tensor, Tensor]]) -> None:
     a, b = torch.randn(7, 16).bfloat16(), torch.randn(16, 8).bfloat16()
-    Products(CHIP, 0, 2)(0, a, b)
+    Products(CHIP, 0, 2, [1], 10_000)(0, a, b)
     assert seen[0][0] is a
     assert seen[0][1] is b
 
@@ -89,5 +89,16 @@ def test_a_small_product_is_not_worth_the_copies(
 ) -> None:
     monkeypatch.setattr(aligned, "LEAST", 9 * 13 * 6 + 1)
     a, b = torch.randn(9, 13).bfloat16(), torch.randn(13, 6).bfloat16()
-    Products(CHIP, 0, 2)(0, a, b)
+    Products(CHIP, 0, 2, [1], 10_000)(0, a, b)
     assert seen[0][0] is a
+
+
+@pytest.mark.parametrize("sizes, most, needed", [([8, 16], 1 << 40, False), ([8, 17], 99, False), ([8, 17], 100, True)])
+def test_copies_are_made_ready_where_they_may_be_needed(
+    sizes: list[int], most: int, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aligned, "LEAST", 100)
+    made: list[int] = []
+    monkeypatch.setattr(aligned, "row_copier", lambda word, *_: made.append(word))
+    Products(CHIP, 0, 2, sizes, most)
+    assert bool(made) == needed

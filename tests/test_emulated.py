@@ -169,6 +169,24 @@ def test_sub_tiles_that_travel_while_others_are_computed(
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
 
+@pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])
+def test_each_way_may_be_of_another_regime(
+    kind: str, units: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | Spread | None:
+        regime = spreading if (way == "forward") == (kind == "LSTM") else tiling
+        return regime.choose(size, chip, batch, directions, way)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    torch.manual_seed(1)
+    layer, x = getattr(whorl, kind)(6, units).bfloat16(), torch.randn(5, 9, 6).bfloat16()
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, torch.bfloat16, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(torch.bfloat16).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_options(seed: int, folder: Path) -> None:
     case = drawn(seed, largest=20, batch=12)

@@ -21,8 +21,17 @@ from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.staged import staged, steps
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@whorl.cell(gates="a b", states="h")
+def together(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Two products and a mean that are exchanged at once, and nothing else."""
+    return dict(h=whorl.tanh(x.a + r.a(0.5 * s.h) + r.b(s.h * x.b) * whorl.mean(s.h)))
+
+
 STAGED = {name: graph for name, graph in {**CELLS, **WRAPPED}.items() if staged(graph)}
 STAGED["all of LSTM's layer norm"] = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("x", "r"))[0]
+STAGED["together"] = together.graph
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -70,6 +79,11 @@ def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -
     assert [it.moments for it in made.forward.reductions] == [True] * 3
 
 
+def test_what_is_exchanged_together_counts_once() -> None:
+    made = steps(together.graph)
+    assert (made.leaves, len(made.forward.rounds), made.forward.exchanges) == (0, 2, 1)
+
+
 def test_what_one_cluster_does_not_hold_has_no_tile() -> None:
     size = size_of(STAGED["all of LSTM's layer norm"], 512, 2)
     assert grid.fits(size, H200, "backward")
@@ -87,11 +101,16 @@ def test_a_mean_of_other_squares_is_no_variance() -> None:
 
 @needs_tools
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("name, units, batch", [("all of LSTM's layer norm", 512, 128), ("reset before", 512, 128)])
+@pytest.mark.parametrize(
+    "name, units, batch",
+    [("layer norm of r and c", 512, 128), ("layer norm of r and c", 256, 32), ("reset before", 512, 128)],
+)
 def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     name: str, units: int, batch: int, kind: str, tmp_path: Path
 ) -> None:
-    cell, dtype = STAGED[name], torch.bfloat16
+    of_c = library.make_lstm(layer_norm=True).graph
+    more = {"layer norm of r and c": wrappers.layer_norm(of_c, ("r",))[0]}
+    cell, dtype = (STAGED | more)[name], torch.bfloat16
     tile = grid.choose(size_of(cell, units, 2), H200, batch, 1, kind)
     assert tile is not None
     text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True)

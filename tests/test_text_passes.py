@@ -107,7 +107,7 @@ def test_parameters_move_and_copies_follow(device: str, count: int) -> None:
     pairs, grads, truth, wholes = [], [], [], []
     for index in range(count):
         own, wide = SHAPES[index % len(SHAPES)]
-        wholes.append(torch.full(wide, 7.0, device=device, dtype=torch.bfloat16))
+        wholes.append(torch.full((5, *wide), 7.0, device=device, dtype=torch.bfloat16)[index % 3])  # not at the start
         inside = wholes[-1][:, : own[1], : own[2]]
         pairs.append(Moved(drawn(*own, seed=index).to(device), inside))
         grad = torch.full_like(wholes[-1], 9.0)

@@ -66,17 +66,14 @@ class Group:
             tensor /= self.size
 
     def averaging(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to replace `tensor` with its mean over all processes; what is given waits for it, in a GPU's order."""
+        """Begin to replace `tensor` with its mean over all processes; what is given waits for it.
+
+        A GPU waits in its own order; on CPUs all happens at the end.
+        """
         if distributed.get_backend() == "nccl":
             work = distributed.all_reduce(tensor, distributed.ReduceOp.AVG, async_op=True)
             return lambda: work.wait() and None
-        work = distributed.all_reduce(tensor, async_op=True)
-
-        def finish() -> None:
-            work.wait()
-            tensor.div_(self.size)
-
-        return finish
+        return lambda: self.average(tensor)
 
     def same(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` with that of the first process."""
@@ -107,7 +104,10 @@ class Group:
     def leave(self) -> None:
         """Close the connections to the others, when all are done."""
         if self.joined:
-            self.wait()
+            # It lives until the threads of gloo are gone: one that lets go of a tensor last, when Python ends, aborts.
+            last = torch.zeros((), device=self._device)
+            distributed.all_reduce(last)
+            last.item()
             distributed.destroy_process_group()
 
     @property

@@ -121,14 +121,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Moved(NamedTuple):
-    """A parameter in blocks of rows, [blocks, rows, columns], and where its copy lies in something larger, likewise."""
+    """A parameter as blocks of rows [blocks, rows, columns], and its copy, likewise, at a place of something larger."""
 
     own: Tensor
     copy: Tensor
+    place: int = 0
 
     def within(self, like: Tensor) -> Tensor:
         """The parameter's part of what lies as that larger thing does."""
-        return like.as_strided(self.copy.shape, self.copy.stride(), like.storage_offset() + self.copy.storage_offset())
+        return like.as_strided(self.copy.shape, self.copy.stride(), like.storage_offset() + self.place)
 
 
 def move(parameters: Sequence[Moved], grads: Sequence[Tensor], rate: Tensor) -> None:

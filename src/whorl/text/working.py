@@ -171,7 +171,7 @@ class Working:
         outputs, finals = self.recurrent(F.dropout(rows, dropout), given)
         finals = finals if isinstance(finals, tuple) else (finals,)
         outputs = F.dropout(outputs, dropout)
-        x = _WithOne.apply(outputs, self._one).flatten(0, 1)
+        x = _WithOne.apply(outputs, self._one, self.width).flatten(0, 1)
         logits = x @ self.head.t() if self._beside is None else _Product.apply(x, self.head, self._beside)
         loss = passes.cross_entropy(logits, targets.flatten())
         return loss, tuple(state.detach() for state in finals)
@@ -190,7 +190,7 @@ class Working:
             yield Moved(of, to[:, : of.shape[1], : of.shape[2]]), place
         weight, bias, head = self.model.head.weight.detach(), self.model.head.bias.detach(), self.head.detach()
         yield Moved(weight.unsqueeze(0), head[None, :, : self.width]), len(self._copies) - 1
-        yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1]), len(self._copies) - 1
+        yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1], self.width), len(self._copies) - 1
 
     def _exchange(self, parameter: Tensor) -> None:
         """Send a gradient on its way; the small ones wait for each other."""
@@ -241,20 +241,21 @@ class _Product(torch.autograd.Function):
 
 
 class _WithOne(torch.autograd.Function):
-    """x with the number that `one` has behind its own numbers, and zeros up to the length of `one`.
+    """x with a one at a place behind its own numbers, and zeros up to a length.
 
-    What x has beyond its own numbers is zero, and its gradient stays zero.
+    What x has beyond its own numbers is zero, and its gradient stays zero: it is made so in the gradient that comes,
+    which the product behind has made for this alone.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, one: Tensor) -> Tensor:
-        ctx.have = x.shape[-1]
-        ctx.save_for_backward(one)
+    def forward(ctx: Any, x: Tensor, one: Tensor, place: int) -> Tensor:
+        ctx.have, ctx.place = x.shape[-1], place
         return (x if ctx.have == len(one) else F.pad(x, (0, len(one) - ctx.have))) + one
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return (grads[0] * (1 - ctx.saved_tensors[0]))[..., : ctx.have], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grads[0].select(-1, ctx.place).zero_()
+        return grads[0][..., : ctx.have], None, None
 
 
 class _Apart(nn.Module):

@@ -15,7 +15,7 @@ import torch
 
 from whorl.errors import KernelError
 
-_CLUSTER_DIMENSION, _COOPERATIVE = 4, 2  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _COOPERATIVE, _PROGRAMMATIC = 4, 2, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _REGISTERS, _LOCAL = 4, 3
 _INVALID_CONTEXT = 201
@@ -48,7 +48,9 @@ class _Frame:
         self._kept = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
         if kernel.together:
             self._kept = _Attribute(_COOPERATIVE, 0, (1,))
-        if kernel.cluster > 1 or kernel.together:
+        if kernel.early:
+            self._kept = _Attribute(_PROGRAMMATIC, 0, (1,))
+        if kernel.cluster > 1 or kernel.together or kernel.early:
             self.config.attributes, self.config.count = ctypes.pointer(self._kept), 1
         self.reference = ctypes.byref(self.config)
 
@@ -65,6 +67,8 @@ class Kernel:
         cluster: blocks of a cluster; 1 launches without clusters.
         layout: the fields of its argument, as `struct` writes them; the padding is C's.
         together: whether all blocks of a launch must run at once, or the launch fail.
+        early: whether it may begin before what was launched ahead of it has ended, and itself waits for that; on
+            compute capability 9.0 and later, and not with clusters or `together`.
 
     Raises:
         KernelError: the driver does not take it, or a CUDA graph is being captured, when nothing can be loaded.
@@ -72,8 +76,10 @@ class Kernel:
 
     def __init__(
         self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
-        together: bool = False,
+        together: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
+        assert not (early and (together or cluster > 1)), "a launch has one attribute"
+        self.early = early
         self.name, self.block, self.shared, self.cluster, self.together = name, block, shared, cluster, together
         self.layout = struct.Struct(layout)
         if torch.cuda.is_current_stream_capturing():

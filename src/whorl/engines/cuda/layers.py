@@ -49,7 +49,9 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
-        self._product = Products(self.chip, self.index, problem.dtype.itemsize)
+        sizes = form.inputs, form.layer_inputs(1), form.units, len(form.cell.gates) * form.units
+        most = problem.time * problem.batch * max(sizes[:3]) * sizes[3]
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize, sizes, most)
         self._sums: Sums | None = None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
@@ -431,6 +433,9 @@ def _hidden(own: LayerWeights) -> Tensor:
 def _plain_weights(own: LayerWeights) -> LayerWeights:
     if own.hh is None:
         return own._replace(vectors=tuple(vector.contiguous() for vector in own.vectors))
+    plain = all(part is None or part.is_contiguous() for part in (*own[1:4], *own.vectors))
+    if plain and own.hh.data_ptr() % 16 == 0:
+        return own
     of_x, of_r = (None if bias is None else bias.contiguous() for bias in (own.bias_ih, own.bias_hh))
     vectors = tuple(vector.contiguous() for vector in own.vectors)
     return own._replace(hh=_plain(_hidden(own), 16), bias_ih=of_x, bias_hh=of_r, vectors=vectors)

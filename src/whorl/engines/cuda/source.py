@@ -236,9 +236,12 @@ def adding_name(dtype: torch.dtype) -> str:
     return f"add_up_{str(dtype).removeprefix('torch.')}"
 
 
+_WORDS = {2: "short", 4: "int", 8: "long long"}
+
+
 def row_copier(word: int) -> str:
     """The source of the kernel that copies rows in words of so many bytes."""
-    words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {'int' if word == 4 else 'short'} Word;"]
+    words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {_WORDS[word]} Word;"]
     return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
@@ -343,7 +346,7 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
     """Words of shared memory of what means are made of: of all stages, or of those before one."""
     sources = cluster * part // 16
     packs = [own.packs(stage) for stage in range(own.stages if before is None else before)]
-    return sum(4 * rows * (sources * count + 2) for count in packs if count)
+    return sum(4 * (rows + 4) * sources * count for count in packs)
 
 
 def texts() -> list[str]:

@@ -70,8 +70,8 @@ class Pass:
 
     @property
     def exchanges(self) -> int:
-        """Inside the step."""
-        return len({made.stage for made in self.reductions}) + len(self.rounds)
+        """Times within a step at which blocks exchange something; what is sent together counts once."""
+        return len({made.stage for made in self.reductions} | {made.stage for made in self.rounds})
 
 
 @dataclass(frozen=True)

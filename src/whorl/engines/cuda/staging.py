@@ -9,7 +9,7 @@ from whorl.engines.cuda.source import mean_words, rounds_of
 from whorl.engines.cuda.staged import Steps, most, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
-_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 40}  # registers of addresses and of the cell itself
+_FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 32}  # registers of addresses and of the cell itself
 
 
 def forward(
@@ -51,17 +51,12 @@ def backward(
         splits: warps that share 16 units of 8 sequences, 1 or 2.
     """
     made, words = steps(graph), 4 // size.element
-    own, links = made.backward, len(made.links)
-    part = tiling.slice_of(size.units, cluster)
+    own, part = made.backward, tiling.slice_of(size.units, cluster)
     groups = part // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
-    each, share, held = -(-cells * splits // warps), -(-strips // warps), 2 // splits
+    share = -(-strips // warps)
     chunk = min(2, share)
-    summed = size.gates + size.apart + size.vectors
-    item = (size.gates + size.apart) * size.gate // 2 + size.element + 2 * (size.states - 1)
-    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + len(own.reductions)
-    used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
-    used += 6 * chunk * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
+    used = _backward_registers(graph, size, cluster, tiles, warps, splits)
     resident = _resident(size, warps, used, 4, share * depths, resident)
     gradients, sums, copies = 8 * tiles * (depths * 8 + 4), cells * cluster * 128, _copies(made, "backward")
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
@@ -72,6 +67,19 @@ def backward(
     if shared > limit:
         return None
     return Tile(cluster, part, tiles, resident, shared, warps, splits, chunk=chunk, exact=size.exact)
+
+
+def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warps: int, splits: int) -> int:
+    """What a thread needs beside weights: more than it has is spilled."""
+    made, part = steps(graph), tiling.slice_of(size.units, cluster)
+    own, links, groups = made.backward, len(made.links), part // 16
+    each, chunk = -(-groups * tiles * splits // warps), min(2, -(-cluster * groups // warps))
+    summed, held = size.gates + size.apart + size.vectors, 2 // splits
+    item = (size.gates + size.apart) * size.gate // 2 + size.element + 2 * (size.states - 1)
+    item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + len(own.reductions)
+    used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
+    used += 6 * chunk * tiles * (size.bits or bool(size.masks))
+    return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
 
 
 def _copies(made: Steps, kind: str) -> int:
@@ -120,5 +128,7 @@ def _time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kin
         inside += 0.35 * -(-2 * tile.tiles // tile.splits)
     else:
         cells = tile.slice // 16 * tile.tiles
-        inside += 1.2 / tile.splits * -(-cells * tile.splits // tile.warps) + 0.04 * abs(tile.warps - 8)
+        inside += 1.2 / tile.splits * -(-cells * tile.splits // tile.warps)
+        used = _backward_registers(graph, size, tile.cluster, tile.tiles, tile.warps, tile.splits)
+        inside += 0.02 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
     return plain + tiling.rounds(chip, batch, directions, tile) * inside

@@ -47,6 +47,9 @@ class Stepwise(Engine):
             found.append("the batch is 0, the kernels take 1 or more")
         return found
 
+    def prepares(self, problem: Problem) -> bool:
+        return not self.obstacles(problem) and not stream.obstacles(problem)
+
     def step(self, plan: Plan, call: Call) -> Step:
         return super().step(plan, call) if stream.obstacles(plan.problem) else stream.Stream(plan, call)
 

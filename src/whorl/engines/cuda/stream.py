@@ -69,7 +69,7 @@ class Stream(Step):
         """The fields of `Arguments` in stream.cu."""
         vectors, extras = self._counts
         states = len(self.states)
-        return f"6Q{vectors}Q{2 * extras}Q{states}Q{states}d6Q"
+        return f"6Q{vectors}Q{2 * extras}Q{states}Q{states}d7Q"
 
     def _written(self, layer: int) -> tuple[list[int | float], list[int | float]]:
         """What of a layer's arguments is the same at each step: before the extra inputs, and after them."""
@@ -99,6 +99,7 @@ class Stream(Step):
             self._kernel(
                 stream, self._grid, 1, entering, leaving, *before, *extras, *after, at_reset,
                 self._operands[layer].data_ptr(), self._turns[layer].data_ptr(), self._widths[layer], *self._sizes,
+                int(layer > 0),
             )  # fmt: skip
             entering = leaving
         return y
@@ -123,5 +124,6 @@ def _filled(values: list[int], count: int) -> list[int]:
 
 def _load(made: Source, layout: str, index: int) -> Kernel:
     name = made.names["stream"]
-    code = store.kernel(made.text, name, Chip(torch.cuda.get_device_capability(index), 1).architecture, OPTIONS)
-    return Kernel(code, name, index, 32 * _WARPS, 0, 1, layout)
+    capability = torch.cuda.get_device_capability(index)
+    code = store.kernel(made.text, name, Chip(capability, 1).architecture, OPTIONS)
+    return Kernel(code, name, index, 32 * _WARPS, 0, 1, layout, early=capability >= (9, 0))

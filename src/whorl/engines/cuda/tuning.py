@@ -49,7 +49,8 @@ def tune(plan: Plan, device: torch.device, timer: Callable[[Work], float] | None
         chip = Layers(plan, device).chip
         order = (size, chip, problem.batch, form.directions, kind)
         times = {}
-        for tile in grid.likely(*order, _EACH):
+        for tile in dict.fromkeys([grid.estimated(*order), *grid.likely(*order, _EACH)]):
+            assert tile is not None, "the obstacles say that it fits"
             times[tile] = timer(_work(Layers(plan, device, {kind: tile}), call, kind))
         made = Choice(kind, times)
         tuned.keep(made.best, *order)

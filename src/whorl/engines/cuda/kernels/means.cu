@@ -5,11 +5,14 @@
 // from one of the means: where a mean is large beside its deviation, nothing is lost.  Eight threads of a warp share a sequence: those whose lanes are
 // equal modulo 4.
 //
-//   slots  [sequence, source, pack of 4 floats] for each stage, and two packs beside each sequence, so that the
-//          sequences of a warp lie in different banks
+//   slots  [source, pack of 4 floats, sequence] for each stage: the four sequences of a warp's item lie side by side, and
+//          four packs after them keep two sources in different banks
 
-constexpr int SOURCES = CLUSTER * GROUPS;
-__device__ __forceinline__ int slots_of(int stage) { return SOURCES * packs(stage) + 2; }  // of a sequence, 16 bytes
+constexpr int SOURCES = CLUSTER * GROUPS, BESIDE = 8 * TILES + 4;
+// Bytes of the slots of one sequence, by its place among the cluster's, of the first pack of a source.
+__device__ __forceinline__ int slot_of(int stage, int source, int place) {
+  return (source * packs(stage) * BESIDE + place) * 16;
+}
 
 // Units of the group of a source that are there.
 __device__ __forceinline__ int units_of(int source) {
@@ -68,17 +71,17 @@ __device__ __forceinline__ void send_means(
       const int target = lane / 4 + p * 8;
       if (target < CLUSTER) {
         const unsigned there = at_rank(shared_address(memory), target);
-        send(there + slot + pack * 16, there + barrier, words);
+        send(there + slot + pack * BESIDE * 16, there + barrier, words);
       }
     }
 #else
-    if (lane / 4 == 0) *(uint4*)((char*)memory + slot + pack * 16) = words;
+    if (lane / 4 == 0) *(uint4*)((char*)memory + slot + pack * BESIDE * 16) = words;
 #endif
   }
 }
 
-// The means of one sequence, of what has come for it into `slots`.
-__device__ __forceinline__ void merge(int stage, const float4* slots, int lane, float (&m)[MOST(MEANS)]) {
+// The means of one sequence, of what has come for it into the slots of a stage.
+__device__ __forceinline__ void merge(int stage, const float4* slots, int place, int lane, float (&m)[MOST(MEANS)]) {
   constexpr int EACH = (SOURCES + 7) / 8;
   float4 packed[EACH][MOST(PACKS)];
   int count[EACH];
@@ -88,7 +91,7 @@ __device__ __forceinline__ void merge(int stage, const float4* slots, int lane, 
     count[i] = source < SOURCES ? units_of(source) : 0;
 #pragma unroll
     for (int pack = 0; pack < PACKS; ++pack)
-      packed[i][pack] = pack < packs(stage) && count[i] > 0 ? slots[source * packs(stage) + pack] : float4{};
+      packed[i][pack] = pack < packs(stage) && count[i] > 0 ? slots[(source * packs(stage) + pack) * BESIDE + place] : float4{};
   }
   const auto value = [&](int i, int at) {
     const float4 pack = packed[i][at / 4];
@@ -99,8 +102,8 @@ __device__ __forceinline__ void merge(int stage, const float4* slots, int lane, 
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;
     const float all = 1.f / (float)(UNITS * reduction_count(i));
-    const float* const first = (const float*)slots + at;  // the mean of the first source, which has all of its units
-    const float start = reduction_moments(i) ? *first : 0.f;
+    // from the mean of the first source on, which is there
+    const float start = reduction_moments(i) ? ((const float*)(slots + at / 4 * BESIDE + place))[at % 4] : 0.f;
     float sum = 0.f, squares = 0.f;
 #pragma unroll
     for (int s = 0; s < EACH; ++s) {

@@ -304,9 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto sums_at = [&](int round, int copy) {  // where the sums of a round lie, as float4 of `arrived`
     return ((round == 0 ? 0 : round - 1 + (LEAVES > 0)) * COPIES + copy) * CELLS * CLUSTER * 32;
   };
-  const auto slots_at = [&](int stage, int copy, int sequence_in_cluster) {  // bytes
-    return (copy * MEAN_WORDS + mean_offset(stage)) * 4 + sequence_in_cluster * slots_of(stage) * 16;
-  };
+  const auto slots_at = [&](int stage, int copy) { return (copy * MEAN_WORDS + mean_offset(stage)) * 4; };  // bytes
+  const auto place_of = [&](int j, int b) { return cell_of(j) % TILES * 8 + (part_of(j) + b) * 4 + lane % 4; };
   const auto row_of = [&](int j, int b) { return cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j) + b; };
   const auto gather = [&](int round, int copy, int j, float (&sums)[PER][2]) {
     const float4* const from = arrived + sums_at(round, copy) + cell_of(j) * CLUSTER * 32 + lane;
@@ -535,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int b = 0; b < PER; ++b) {
               float data[4 * MOST(PACKS)] = {};
               summarise(stage, to[j][b], unit < UNITS, unit + 1 < UNITS, units_of(source), lane, data);
-              const int slot = slots_at(stage, copy, row_of(j, b)) + source * packs(stage) * 16;
+              const int slot = slots_at(stage, copy) + slot_of(stage, source, place_of(j, b));
               send_means(stage, data, shared_address(slots) - base + slot, memory,
                          barriers - base + 8 * ((1 + stage) * COPIES + copy), lane);
             }
@@ -571,7 +570,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
 #pragma unroll
             for (int b = 0; b < PER; ++b)
-              merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy, row_of(j, b))), lane, item[j].m[b]);
+              merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy)), place_of(j, b), lane,
+                    item[j].m[b]);
           }
         }
 #pragma unroll

@@ -332,13 +332,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
   const bool cells = position < ITEMS;  // the warp computes some: the same for all of it
   const int in_group = units_of(rank * GROUPS + group);
-  // where the operand of a round lies, as words of `states`, and the bytes of a sequence's slots after a stage
+  // where the operand of a round lies, as words of `states`, and the slots of a stage, as bytes
   const auto operand_at = [&](int round, int copy) {
     return ((round == 0 ? 0 : round - 1 + (LEAVES > 0)) * COPIES + copy) * STATE_WORDS;
   };
-  const auto slots_at = [&](int stage, int copy, int sequence_in_cluster) {
-    return (copy * MEAN_WORDS + mean_offset(stage)) * 4 + sequence_in_cluster * slots_of(stage) * 16;
-  };
+  const auto slots_at = [&](int stage, int copy) { return (copy * MEAN_WORDS + mean_offset(stage)) * 4; };
+  const auto place_of = [&](int item) { return item * 4 + lane % 4; };  // of a sequence in the slots
   const auto row_of = [&](int item) { return lane % 4 * 2 + item / 2 * 8 + item % 2; };
   const auto await = [&](int exchange, int copy, int completed) {
 #if CLUSTER > 1
@@ -515,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
             float data[4 * MOST(PACKS)] = {};
             summarise(stage, to[j], has_first, has_second, in_group, lane, data);
-            const int slot = slots_at(stage, copy, row_of(item)) + (rank * GROUPS + group) * packs(stage) * 16;
+            const int slot = slots_at(stage, copy) + slot_of(stage, rank * GROUPS + group, place_of(item));
             send_means(stage, data, shared_address(slots) - shared_address(memory) + slot, memory,
                        barriers - shared_address(memory) + 8 * ((1 + stage) * COPIES + copy), lane);
           }
@@ -539,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           const int item = min(position + j * SPLITS, ITEMS - 1);
-          merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy, row_of(item))), lane, m[j]);
+          merge(stage, (const float4*)((const char*)slots + slots_at(stage, copy)), place_of(item), lane, m[j]);
         }
       }
 #pragma unroll

@@ -6,6 +6,10 @@
 // The states that enter a product lie in two buffers, read in one and written in the other, since blocks that are still
 // reading stand beside others that have done.  Which is which is in memory: the last block of a launch turns it, so a
 // CUDA graph can be replayed.
+//
+// Launches follow each other closely.  On compute capability 9.0 and later the next one begins while this one still
+// runs; it reads weights, and nothing that a step writes, before it waits for the end of this one.  The first layer
+// reads nothing at all before: what was launched ahead of it may have written its weights.
 
 //: units
 
@@ -27,12 +31,27 @@ struct Arguments {
   store* operands;        // [2, batch, units]
   int* turn;              // which of them is read, and how many blocks have done
   int64_t inputs, units, batch;
+  int64_t follows;  // launched right after another layer of the same step
 };
+
+__forceinline__ void wait_for_the_launch_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__forceinline__ void let_the_next_launch_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 struct Piece {
   uint4 bits;
 };
 constexpr int EACH = 16 / sizeof(store);  // elements of a piece
+// turns of a warp along the depth whose weights are read ahead for a single stream: at most 96 registers of them
+constexpr int AHEAD = 24 / (GATES + RECURRENT) > 4 ? 4 : 24 / (GATES + RECURRENT);
 
 __forceinline__ void multiply(real& sum, const Piece& weight, const Piece& value) {
 #if WHORL_DTYPE == 16 || WHORL_DTYPE == 17
@@ -63,27 +82,51 @@ __forceinline__ Piece piece_by_element(const store* from) {
   return made;
 }
 
-// Add the products of one unit's rows of weights, `apart` elements from gate to gate, with the streams' operands.
+template <int COUNT>
+struct Weights {
+  Piece pieces[MOST(AHEAD)][MOST(COUNT)];
+};
+
+// The first weights of one unit, of rows that are `apart` elements from gate to gate.
+template <int COUNT>
+__forceinline__ void read_ahead(Weights<COUNT>& ahead, const store* weights, int64_t apart, int64_t depth, bool wanted) {
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    const int64_t k = (i * 32 + threadIdx.x % 32) * EACH;
+#pragma unroll
+    for (int g = 0; g < COUNT; ++g)
+      if (wanted && k < depth) ahead.pieces[i][g] = piece(weights + g * apart + k);
+  }
+}
+
+// Add the products of one unit's rows of weights with the streams' operands.
 // Weights are read in pieces where they are `whole`; operands that lie at an odd place change no bit of the sums.
 template <int COUNT, int ROWS>
 __forceinline__ void add(
-    real (&sums)[MOST(COUNT)][ROWS], const store* weights, int64_t apart, const store* operands, int64_t depth, int rows,
-    bool whole, bool odd) {
+    real (&sums)[MOST(COUNT)][ROWS], const Weights<COUNT>& ahead, const store* weights, int64_t apart,
+    const store* operands, int64_t depth, int rows, bool whole, bool odd) {
   const int lane = threadIdx.x % 32;
   if (COUNT == 0) return;
+  const auto add_pieces = [&](const Piece(&weight)[MOST(COUNT)], int64_t k) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (r >= rows) break;
+      const Piece value = odd ? piece_by_element(operands + r * depth + k) : piece(operands + r * depth + k);
+#pragma unroll
+      for (int g = 0; g < COUNT; ++g) multiply(sums[g][r], weight[g], value);
+    }
+  };
+  constexpr int USED = ROWS == 1 ? AHEAD : 0;  // of more streams the sums take the registers
   if (whole) {
+#pragma unroll
+    for (int i = 0; i < USED; ++i)
+      if (const int64_t k = (i * 32 + lane) * EACH; k < depth) add_pieces(ahead.pieces[i], k);
 #pragma unroll 4
-    for (int64_t k = lane * EACH; k < depth; k += 32 * EACH) {
+    for (int64_t k = (USED * 32 + lane) * EACH; k < depth; k += 32 * EACH) {
       Piece weight[MOST(COUNT)];
 #pragma unroll
       for (int g = 0; g < COUNT; ++g) weight[g] = piece(weights + g * apart + k);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        if (r >= rows) break;
-        const Piece value = odd ? piece_by_element(operands + r * depth + k) : piece(operands + r * depth + k);
-#pragma unroll
-        for (int g = 0; g < COUNT; ++g) multiply(sums[g][r], weight[g], value);
-      }
+      add_pieces(weight, k);
     }
     return;
   }
@@ -113,12 +156,15 @@ __forceinline__ real gathered(const real (&sums)[ROWS]) {
 
 // One unit of the streams from `first` on.
 template <int ROWS>
-__forceinline__ void unit_of(const Arguments& a, int64_t unit, int64_t first, const store* from, store* to, bool whole) {
+__forceinline__ void unit_of(
+    const Arguments& a, const Weights<GATES>& of_x, const Weights<RECURRENT>& of_r, int64_t unit, int64_t first,
+    const store* from, store* to, bool whole) {
   const int rows = int(a.batch - first < ROWS ? a.batch - first : ROWS), lane = threadIdx.x % 32;
   real x[MOST(GATES)][ROWS] = {}, r[MOST(RECURRENT)][ROWS] = {};
-  add<GATES>(x, a.ih + unit * a.inputs, a.units * a.inputs, a.x + first * a.inputs, a.inputs, rows, whole,
+  add<GATES>(x, of_x, a.ih + unit * a.inputs, a.units * a.inputs, a.x + first * a.inputs, a.inputs, rows, whole,
              (unsigned long long)a.x % 16 != 0);
-  add<RECURRENT>(r, a.hh + unit * a.units, a.units * a.units, from + first * a.units, a.units, rows, whole, false);
+  add<RECURRENT>(r, of_r, a.hh + unit * a.units, a.units * a.units, from + first * a.units, a.units, rows, whole,
+                 false);
   const int64_t stream = first + lane;
   const bool mine = lane < rows, begins = mine && a.reset && a.reset[stream];
   real own_x[MOST(GATES)], own_r[MOST(RECURRENT)], saved[MOST(SAVED + SAVED_MEANS)];
@@ -164,15 +210,23 @@ __forceinline__ void unit_of(const Arguments& a, int64_t unit, int64_t first, co
 extern "C" __global__ void __launch_bounds__(128) NAME(stream)(const __grid_constant__ kernel::Arguments a) {
   using namespace kernel;
   const int64_t unit = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const bool whole = a.inputs % EACH == 0 && a.units % EACH == 0;  // matrices begin at 16 bytes, x may not
+  Weights<GATES> of_x;
+  Weights<RECURRENT> of_r;
+  const bool ahead = a.batch == 1 && whole && unit < a.units;
+  if (!a.follows) wait_for_the_launch_before();
+  read_ahead<GATES>(of_x, a.ih + unit * a.inputs, a.units * a.inputs, a.inputs, ahead);
+  read_ahead<RECURRENT>(of_r, a.hh + unit * a.units, a.units * a.units, a.units, ahead);
+  if (a.follows) wait_for_the_launch_before();
+  let_the_next_launch_begin();
   const int turn = *(volatile int*)a.turn;
   const store* const from = a.operands + turn * a.batch * a.units;
   store* const to = a.operands + (1 - turn) * a.batch * a.units;
-  const bool whole = a.inputs % EACH == 0 && a.units % EACH == 0;  // matrices begin at 16 bytes, x may not
   if (unit < a.units) {
     if (a.batch == 1)
-      unit_of<1>(a, unit, 0, from, to, whole);
+      unit_of<1>(a, of_x, of_r, unit, 0, from, to, whole);
     else
-      for (int64_t first = 0; first < a.batch; first += 8) unit_of<8>(a, unit, first, from, to, whole);
+      for (int64_t first = 0; first < a.batch; first += 8) unit_of<8>(a, of_x, of_r, unit, first, from, to, whole);
   }
   __syncthreads();
   if (threadIdx.x == 0 && atomicAdd(a.turn + 1, 1) == gridDim.x - 1) {  // every block has read `turn`
