@@ -481,10 +481,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (RECURRENT % 2)
             *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
         }
-        if (takes(sub))
+        if (takes(sub)) {
           named_barrier(1 + group * SUBS + sub, 32 * SPLITS);
-        else
+        } else {
           arrive_at_barrier(1 + group * SUBS + sub, 32 * SPLITS);
+        }
       }
 
       // the thread's items of this sub-tile; `takes` is the same for the whole warp
