@@ -10,6 +10,8 @@ import whorl
 from whorl import compiler
 from whorl.engines.cpu import memory
 from whorl.engines.cpu.memory import borrowed
+from whorl.engines.cpu.rows import Rows
+from whorl.problem import Call, Marks
 
 MB = 1 << 20
 
@@ -73,3 +75,14 @@ def test_two_graphs_at_once() -> None:
     for out, x, wanted in zip(outs, xs, alone, strict=True):
         out.backward()
         assert torch.equal(x.grad, wanted)
+
+
+def test_nothing_is_gathered_where_every_step_counts() -> None:
+    x, weights = torch.zeros(3, 2, 4), (torch.zeros(1),)
+    for marks, chosen in (
+        (Marks(lengths=torch.tensor([3, 3]), mask=torch.ones(3, 2).bool()), None),
+        (Marks(lengths=torch.tensor([3, 2])), [0, 1, 2, 3, 4]),
+    ):
+        rows = Rows(Call(x, (), weights, marks=marks))
+        assert (rows.chosen if rows.chosen is None else rows.chosen.tolist()) == chosen
+        assert rows.compact == (6 if chosen is None else len(chosen))

@@ -47,16 +47,18 @@ class CPU(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where oneDNN has the LSTM too, but for training of 512 units and more.
+        """Where oneDNN has the LSTM too: training of fewer than 512 units, and most of inference.
 
-        On 2 cores of an AMD EPYC of family 25, in training torch's LSTM took 1.04 to 1.3 times the time in float32 with
-        650 and 1,024 units, and with 512 at batch 1 and 128 (0.97 at batch 32), 1.07 to 2.5 times in bfloat16; with 128
-        units 0.86 to 1.09 of it.  Without a gradient it took 0.76 to 1.1 of the time.
+        torch's time over ours on an AMD EPYC of family 25, by one thread and by two: training from 512 units on 1.0 to
+        1.3 in float32 and 1.1 to 2.9 in bfloat16, with 128 units 0.88 to 1.0, but 1.1 to 1.3 in bfloat16 at batch 1;
+        inference at batch 1 1.1 to 1.2 with 512 units and 0.95 to 1.3 with 128, in float32 with 1,024 units 1.02 to
+        1.13, and elsewhere 0.83 to 1.04.
         """
         if OneDNN().obstacles(problem):
             return []
-        units, batch, gradient = problem.form.units, problem.batch, problem.gradient
-        if gradient and units >= 512 and (problem.dtype == torch.bfloat16 or units > 512 or batch == 1 or batch >= 128):
+        units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
+        alone, gradient = batch == 1 and (narrow or units >= 512), problem.gradient
+        if alone or (units >= 512 if gradient else units >= 1024 and not narrow):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"
         return [f"{'training' if gradient else 'inference'} of {what} is faster on oneDNN"]

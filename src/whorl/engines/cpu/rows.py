@@ -49,6 +49,8 @@ class Rows:
             valid = self.mask if valid is None else valid & self.mask
         assert valid is not None
         flat = valid.flatten()
+        if flat.all():
+            return None, None
         return flat.nonzero().squeeze(1), flat.cumsum(0) - 1
 
     def choose(self, outer: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         row.d[s] = s == 0 && k.hr ? unprojected + j * g.padded : d;
         row.ds[s] = made + (j * cell.states + s) * larger;
       }
-      row.scratch = scratch + j * slots, row.padded = g.padded;
+      row.scratch = scratch + j * g.scratch_apart(cell.backward), row.padded = g.padded;
       row.saved = k.saved + c * row_saved;
       row.means = own.means + j * cell.backward.means;
       row.v = k.vectors;

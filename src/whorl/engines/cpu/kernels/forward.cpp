@@ -85,7 +85,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       row.units = k.units, row.first = g.first, row.last = g.last, row.means_at = cell.saved * k.units;
       row.x = x_of(step, i, o);
       row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
-      row.scratch = scratch + j * slots, row.padded = g.padded;
+      row.scratch = scratch + j * g.scratch_apart(cell.forward), row.padded = g.padded;
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
       row.means = own.means + j * cell.forward.means;
       row.v = k.vectors;

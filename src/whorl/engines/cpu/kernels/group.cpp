@@ -44,6 +44,10 @@ struct Group {
   void multiply(const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add = false) const {
     product(b, rows, a, c, add, b.panels() * team.member / team.members, b.panels() * (team.member + 1) / team.members);
   }
+  // A row's scratch lives from segment to segment; where there is one, the next row may have the same, which is near.
+  int64_t scratch_apart(const Cell::Direction& way) const {
+    return way.segments > 1 || team.members > 1 ? way.slots * padded : 0;
+  }
   // What the operand of the recurrent product of this row and gate is multiplied with; null: nothing.
   const real* noise(int64_t r, int64_t o, int64_t t, int gate, real* drawn) const {
     if (k.noise_kind == 1) return k.noise + r * k.width;

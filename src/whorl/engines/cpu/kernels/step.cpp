@@ -177,8 +177,9 @@ static inline real sum_of(const real* values, int64_t count) {
   int64_t u = 0;
   for (; u + 32 <= count; u += 32)
     for (int lane = 0; lane < 32; ++lane) parts[lane] += values[u + lane];
-  real total = 0;
-  for (int lane = 0; lane < 32; ++lane) total += parts[lane];
+  for (int half = 16; half; half /= 2)
+    for (int lane = 0; lane < half; ++lane) parts[lane] += parts[lane + half];
+  real total = parts[0];
   for (; u < count; ++u) total += values[u];
   return total;
 }
