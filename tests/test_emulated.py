@@ -110,6 +110,22 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool
     assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_large_initial_states_stay_right_in_float32(kind: str, folder: Path) -> None:
+    """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
+    torch.manual_seed(1)
+    layer, x, h = getattr(whorl, kind)(3, 20), torch.randn(3, 5, 3), 10 * torch.randn(1, 5, 20)
+
+    def output(dtype: torch.dtype, engine: str) -> Tensor:
+        own = layer.to(dtype)
+        own.engine = engine
+        given = h.to(dtype)
+        with emulated(folder, tf32=True):
+            return own(x.to(dtype), (given, given) if kind == "LSTM" else given)[0].double()
+
+    assert error(output(torch.float32, "persistent"), output(torch.float64, "reference")) <= 8 * TF32_EPS
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, time, ahead, back, options",
     [

@@ -117,34 +117,24 @@ def wide_gates(graph: Graph) -> bool:
 
 @lru_cache(maxsize=256)
 def bounded(graph: Graph) -> bool:
-    """Whether the first state is in [-1, 1] after a step where it was before, whatever the gates are: by intervals."""
-    first = f"s.{graph.states[0]}"
+    """Whether the first state is in [-1, 1] after a step, whatever came before: by intervals.
+
+    An LSTM's is; a GRU's is between what it was and [-1, 1], and initial states may be anything.
+    """
     within: dict[str, tuple[float, float]] = {}
 
-    def hull(*nodes: Expr) -> tuple[float, float]:
-        lows, highs = zip(*(within[node.digest] for node in nodes), strict=True)
-        return min(lows), max(highs)
-
     def interval(node: Expr) -> tuple[float, float]:
-        args = [arg for arg in node.args if isinstance(arg, Expr)]
-        spans = [within[arg.digest] for arg in args]
+        spans = [within[arg.digest] for arg in node.args if isinstance(arg, Expr)]
         if node.op == "const":
             return node.args[0], node.args[0]
         if node.op == "add":
-            for base, step in (args, args[::-1]):  # n + z (h - n) is between n and h
-                if step.op == "mul":
-                    for share, apart in (step.args, step.args[::-1]):
-                        if apart.op == "sub" and apart.args[1].digest == base.digest and _shares(within[share.digest]):
-                            return hull(base, apart.args[0])
             return spans[0][0] + spans[1][0], spans[0][1] + spans[1][1]
         if node.op == "sub":
             return spans[0][0] - spans[1][1], spans[0][1] - spans[1][0]
         if node.op == "mul":
             ends = [a * b if a and b else 0.0 for a in spans[0] for b in spans[1]]
             return min(ends), max(ends)
-        if node.op == "var":
-            return (-1.0, 1.0) if node.args[0] == first else _ANY
-        return _SPANS.get(node.op, _ANY)
+        return _SPANS.get(node.op, (float("-inf"), float("inf")))
 
     for node in topological(graph.outputs):
         within[node.digest] = interval(node)
@@ -152,12 +142,7 @@ def bounded(graph: Graph) -> bool:
     return -1 <= low and high <= 1
 
 
-_ANY = (float("-inf"), float("inf"))
 _SPANS = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "erf": (-1.0, 1.0)}
-
-
-def _shares(span: tuple[float, float]) -> bool:
-    return span[0] >= 0 and span[1] <= 1
 
 
 def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread) -> str:
