@@ -9,11 +9,12 @@ ragged  lengths uniform in 1 to 1,000, 512 units, beside torch.nn with a PackedS
 resets  with probability 0.01 a step, beside the loop over steps of CleanRL's PPO and beside sequences that are split
         at the resets and padded
 
-GPU time of a replayed CUDA graph, in turns, medians.  The last line is JSON, for benchmarks/results.
+GPU time of a replayed CUDA graph, in turns, medians.  What begins with a brace is JSON, for benchmarks/results.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -151,32 +152,35 @@ def kernels(call: Call, steps: int = 3) -> dict[str, float]:
 
 
 def costs(given: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = given.rows or list(ROWS)
     found = []
-    for precision in given.dtypes:
-        for units in given.units:
-            for batch in given.batches:
-                near = {row: check(row, batch, units, precision) for row in rows}
-                wrong = {row: part for row, part in near.items() if not part <= 1}
-                right = [row for row in rows if row not in wrong]
-                calls = {}
-                for row in right:
-                    layer, x, options, grad = problem(row, given.time, batch, units, DTYPES[precision])
-                    calls[row] = train(layer, x, grad, options)
-                times = in_turns({row: replayed(call) for row, call in calls.items()}, given.turns, 3)
-                for row, part in wrong.items():
-                    print(f"{precision} {units} {batch} {row}: WRONG, {part:.3g} of what the error rule allows")
-                for row in right:
-                    ratio = times[row] / times[BASES.get(row, "plain")]
-                    print(f"{precision:5}{units:5}{batch:5} {row:26}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
-                    if given.kernels:
-                        parts = kernels(calls[row])
-                        line = ", ".join(f"{name[:44]} {taken:.1f}" for name, taken in parts.items() if taken >= 1.5)
-                        print(f"      {sum(parts.values()):.1f}: {line}")
-                    found.append(
-                        dict(dtype=precision, units=units, batch=batch, time=given.time, option=row,
-                             microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near[row], 3))
-                    )  # fmt: skip
+    shapes = [(u, b) for u in given.units or (256, 512) for b in given.batches or (32, 128)]
+    for precision, (units, batch) in itertools.product(given.dtypes, shapes):
+        graphs: dict[str, Callable[[], None]] = {}
+        kept = []  # what the graphs read
+        rows = given.rows or list(ROWS)
+        for row in dict.fromkeys(["plain", *(BASES[row] for row in rows if row in BASES), *rows]):
+            near = check(row, batch, units, precision)
+            label = f"{precision:5}{units:5}{batch:5} {row:26}"
+            if not near <= 1:
+                print(f"{label} WRONG: {near:.3g} of what the error rule allows", flush=True)
+                continue
+            layer, x, options, grad = problem(row, given.time, batch, units, DTYPES[precision])
+            call = train(layer, x, grad, options)
+            base, graphs[row] = BASES.get(row, "plain"), replayed(call)
+            kept.append((layer, x, options, grad))
+            times = in_turns({name: graphs[name] for name in dict.fromkeys([base, row])}, given.turns, 4)
+            ratio = times[row] / times[base]
+            print(f"{label}{times[row]:9.1f} us {ratio:6.3f}", flush=True)
+            if given.kernels:
+                parts = kernels(call)
+                line = ", ".join(f"{name[:44]} {taken:.1f}" for name, taken in parts.items() if taken >= 1.5)
+                print(f"      {sum(parts.values()):.1f}: {line}", flush=True)
+            found.append(
+                dict(dtype=precision, units=units, batch=batch, time=given.time, option=row,
+                     microseconds=round(times[row], 1), cost=round(ratio, 3), of_bound=round(near, 3))
+            )  # fmt: skip
+            if row not in ("plain", *BASES.values()):
+                del graphs[row], kept[-1]
     return found
 
 
@@ -199,8 +203,8 @@ def compare(label: dict[str, Any], calls: dict[str, Call], graphed: set[str], tu
 
 
 def ragged(given: argparse.Namespace) -> list[dict[str, Any]]:
-    units, time, found = given.units[0] if given.units else 512, 1000, []
-    for batch in given.batches or (64, 512):
+    units, time, found = 512, 1000, []
+    for batch in given.ragged:
         torch.manual_seed(0)
         theirs = nn.LSTM(units, units, device="cuda", dtype=torch.bfloat16)
         ours = whorl.LSTM(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent")
@@ -298,21 +302,22 @@ def train_of(call: Callable[[], tuple[Tensor]], layer: nn.Module, x: Tensor, gra
 def main() -> None:
     """Print a line for each figure, then all of them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=("costs", "ragged", "resets"))
+    parser.add_argument("suites", nargs="+", choices=("costs", "ragged", "resets"))
     parser.add_argument("--units", type=int, nargs="+")
     parser.add_argument("--batches", type=int, nargs="+")
+    parser.add_argument("--ragged", type=int, nargs="+", default=[64, 512], help="batches of this suite")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
     parser.add_argument("--rows", nargs="+", choices=ROWS)
     parser.add_argument("--time", type=int, default=100)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--commit", help="where this is no checkout of its own")
     parser.add_argument("--kernels", action="store_true", help="what each kernel takes, too")
     given = parser.parse_args()
-    if given.suite == "costs":
-        given.units, given.batches = given.units or [256, 512], given.batches or [32, 128]
-    results = {"costs": costs, "ragged": ragged, "resets": resets}[given.suite](given)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = given.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     facts = dict(date=datetime.date.today().isoformat(), commit=commit, **versions())
-    print(json.dumps(dict(suite=given.suite, machine=describe(torch.device("cuda")), facts=facts, results=results)))
+    for suite in given.suites:
+        results = {"costs": costs, "ragged": ragged, "resets": resets}[suite](given)
+        print(json.dumps(dict(suite=suite, machine=describe(torch.device("cuda")), facts=facts, results=results)))
 
 
 if __name__ == "__main__":

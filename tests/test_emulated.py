@@ -15,7 +15,7 @@ import whorl
 from comparison import broken, error, flat, weighted
 from emulation import H200, emulated
 from option_draws import Drawn, drawn
-from whorl.bench.baseline import TF32_EPS
+from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
 from whorl.engines.cuda import grid, spreading, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
@@ -36,9 +36,13 @@ def outcome(
     layer.engine = engine
     x = x.to(dtype).detach().requires_grad_()
     with emulated(folder, tf32):
-        outputs = flat(layer(x))
-        wanted = {"x": x, **dict(layer.named_parameters())}
-        grads = torch.autograd.grad(weighted(outputs), list(wanted.values()))
+        return with_gradients(layer, x)
+
+
+def with_gradients(layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
+    outputs = flat(layer(x))
+    wanted = {"x": x, **dict(layer.named_parameters())}
+    grads = torch.autograd.grad(weighted(outputs), list(wanted.values()))
     return dict(enumerate(outputs)) | dict(zip(wanted, grads, strict=True))
 
 
@@ -135,25 +139,29 @@ def test_large_initial_states_stay_right_in_float32(kind: str, folder: Path) -> 
         ("RNN", 45, 25, 36, (24, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
     ],
 )
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 def test_layers_spread_over_blocks_that_exchange(
     kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], back: tuple[int, ...],
-    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
-        return make(size, *given, chip.shared)
+        return make(size, *given, chip.shared, parts=1 + (kind == "LSTM"))
 
     monkeypatch.setattr(grid, "choose", chosen)
-    monkeypatch.setattr(Spread, "parts", lambda *_: 1)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     torch.manual_seed(1)
-    dtype = torch.bfloat16
+    tf32, dtype = precision == "tf32", torch.bfloat16 if precision == "bfloat16" else torch.float32
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder)
-    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    got = outcome(layer, x, dtype, "persistent", folder, tf32)
+    rounding = to_tf32 if tf32 else None
+    plain = with_gradients(PlainLoop(layer, rounding), x.float().detach().requires_grad_())
+    eps = TF32_EPS if tf32 else torch.finfo(dtype).eps
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
     errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
@@ -237,7 +245,7 @@ def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypat
     case = drawn(seed, largest=40, batch=20)
     print(case)
     with emulated(folder):
-        assert case.errors("cpu", (torch.float16, torch.bfloat16)[seed % 2]) == {}
+        assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32, torch.bfloat16)[seed % 4]) == {}
 
 
 def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(

@@ -89,6 +89,8 @@ def test_lengths_longer_than_time_are_cut() -> None:
 
 
 def test_cudnn_runs_where_an_option_is_not_active() -> None:
-    made, x = whorl.LSTM(5, 7, recurrent_dropout=0.5, device="cuda"), torch.randn(3, 2, 5, device="cuda")
-    assert made.plan(x).engine == "stepwise"
+    made = whorl.LSTM(5, 7, recurrent_dropout=0.5, engine="cudnn", device="cuda")
+    x = torch.randn(3, 2, 5, device="cuda")
+    with pytest.raises(whorl.UnsupportedError, match="recurrent dropout"):
+        made.plan(x)
     assert made.eval().plan(x).engine == "cudnn"

@@ -97,7 +97,7 @@ SIZES = [
 @pytest.mark.parametrize("units, batch, time", SIZES)
 def test_it_is_right(cell: str, units: int, batch: int, time: int, precision: str) -> None:
     if PRECISIONS[precision].itemsize == 4 and cell in ("LSTM", "GRU"):
-        units = min(units, 512)  # the most in four bytes
+        units = min(units, 512)  # the most of one cluster in four bytes
     assert_right(build(cell, units, PRECISIONS[precision], inputs=units + 3), time, batch)
 
 

@@ -214,9 +214,9 @@ def test_own_kernels_are_chosen_in_float32_with_options_and_spread_over_clusters
 def test_float32_runs_on_own_kernels_as_torchs_switch_says(tf32: bool) -> None:
     device = replace(H200, tf32=tf32)
     assert decide(replace(HALF, dtype=torch.float32, device=device)).engine == "persistent"
-    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=600))
+    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=2000))
     words = "float32 with TF32 products" if tf32 else "float32"
-    refusal = f"persistent: 600 units of lstm in {words} do not fit one cluster, at most 512 do"
+    refusal = f"persistent: 2000 units of lstm in {words} do not fit the 132 multiprocessors, at most 1536 do"
     assert str(decide(wide).refusals[0]) == refusal
 
 
@@ -258,6 +258,9 @@ def test_a_step_of_few_streams_on_a_gpu_is_the_one_that_is_prepared(monkeypatch:
         assert (made.engine, made.refusals) == ("stepwise", ())
     assert decide_step(replace(one, device=T4, dtype=torch.float32)).engine == "stepwise"
     assert decide_step(replace(one, batch=17)).engine == "persistent"
+    large = replace(one, form=replace(LSTM, units=2048))
+    assert decide_step(large).engine == "persistent"
+    assert decide_step(replace(large, batch=1)).engine == "stepwise"
     assert decide_step(replace(one, dtype=torch.float32, form=replace(LSTM, projection=3))).engine == "cudnn"
     assert decide_step(one, "persistent").engine == "persistent"
 

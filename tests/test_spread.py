@@ -14,7 +14,7 @@ from torch import Tensor
 
 import test_persistent
 from comparison import flat
-from test_persistent import LOSSES, assert_right, build, parity, three_states, weighted
+from test_persistent import LOSSES, PRECISIONS, assert_right, build, parity, switches, three_states, weighted
 from whorl import Recurrent
 from whorl.cells import library
 from whorl.engines.cuda import grid, launch, layers, source, spreading
@@ -22,7 +22,7 @@ from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.tiling import Chip, Size
 
 pytestmark = pytest.mark.gpu
-DTYPES = [torch.bfloat16, torch.float16]
+__all__ = ["switches"]  # a fixture
 GRAPHS = {"LSTM": library.lstm.graph, "GRU": library.gru.graph}
 
 
@@ -39,11 +39,11 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh", "RNN relu"])
 @pytest.mark.parametrize("units, batch, time", SIZES)
-def test_it_is_right(spread: None, cell: str, units: int, batch: int, time: int, dtype: torch.dtype) -> None:
-    assert_right(build(cell, units, dtype, inputs=units + 3), time, batch)
+def test_it_is_right(spread: None, cell: str, units: int, batch: int, time: int, precision: str) -> None:
+    assert_right(build(cell, units, PRECISIONS[precision], inputs=units + 3), time, batch)
 
 
 LARGE = [
@@ -52,21 +52,26 @@ LARGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("cell, units, batch, time", LARGE)
 def test_large_layers_are_right(
-    cell: str, units: int, batch: int, time: int, bidirectional: bool, dtype: torch.dtype
+    cell: str, units: int, batch: int, time: int, bidirectional: bool, precision: str
 ) -> None:
+    dtype = PRECISIONS[precision]
+    if dtype.itemsize == 4:
+        units = min(units, 2272 if cell.startswith("RNN") else 1536)  # the most in four bytes
     assert_right(build(cell, units, dtype, inputs=50, bidirectional=bidirectional), time, batch)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
-def test_every_tile_is_right(cell: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tile_is_right(cell: str, kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the estimate would choose: parts of the batch in turn, gathered blocks, several launches."""
-    layer = build(cell, 200, torch.bfloat16, inputs=9, bidirectional=True)
-    size = size_of(GRAPHS[cell], 200, 2)
+    dtype = PRECISIONS[precision]
+    layer = build(cell, 200, dtype, inputs=9, bidirectional=True)
+    size = size_of(GRAPHS[cell], 200, dtype.itemsize, exact=precision == "float32")
     tried = list(spreading.candidates(size, Chip((9, 0), 132), kind))
     for tile in random.Random(1).sample(tried, 12):
         monkeypatch.setattr(layers, "_prepared", {})
@@ -78,10 +83,12 @@ def test_every_tile_is_right(cell: str, kind: str, monkeypatch: pytest.MonkeyPat
         assert_right(layer, 5, 75)
 
 
+@pytest.mark.parametrize("precision", ["two bytes", "tf32", "float32"])
 @pytest.mark.parametrize("seed", range(24))
-def test_it_is_right_at_random_sizes(spread: None, seed: int) -> None:
+def test_it_is_right_at_random_sizes(spread: None, seed: int, precision: str) -> None:
     draw = random.Random(seed)
-    cell, dtype = draw.choice(["LSTM", "GRU", "RNN tanh", "RNN relu"]), draw.choice(DTYPES)
+    cell = draw.choice(["LSTM", "GRU", "RNN tanh", "RNN relu"])
+    dtype = PRECISIONS.get(precision) or draw.choice([torch.bfloat16, torch.float16])
     layer = build(
         cell, draw.randint(1, 700), dtype, inputs=draw.randint(1, 300), num_layers=draw.randint(1, 3),
         bidirectional=draw.random() < 0.5, bias=draw.random() < 0.8,
@@ -98,28 +105,33 @@ def test_a_users_cell_is_right(spread: None, units: int, batch: int, time: int) 
     parity(layer, time, batch, 3)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whatever_the_loss_takes(spread: None, loss: str) -> None:
-    assert_right(build("LSTM", 48, torch.bfloat16, bidirectional=True), 6, 10, loss=LOSSES[loss])
+def test_whatever_the_loss_takes(spread: None, loss: str, precision: str) -> None:
+    assert_right(build("LSTM", 48, PRECISIONS[precision], bidirectional=True), 6, 10, loss=LOSSES[loss])
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("exponent", [-24, -12, 12])
-def test_gradients_of_any_size(spread: None, exponent: int) -> None:
-    layer = build("LSTM", 100, torch.bfloat16)
+def test_gradients_of_any_size(spread: None, exponent: int, precision: str) -> None:
+    layer = build("LSTM", 100, PRECISIONS[precision])
     assert_right(layer, 8, 20, loss=lambda outputs: 2.0**exponent * weighted(outputs))
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("time", [1, 2, 5])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
-def test_gradients_of_weights_with_initial_states(spread: None, cell: str, time: int) -> None:
-    assert_right(build(cell, 33, torch.bfloat16, bidirectional=True), time, 5)
+def test_gradients_of_weights_with_initial_states(spread: None, cell: str, time: int, precision: str) -> None:
+    assert_right(build(cell, 33, PRECISIONS[precision], bidirectional=True), time, 5)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.nan])
-def test_a_sequence_that_is_not_a_number_spoils_no_other(spread: None, bad: float) -> None:
+def test_a_sequence_that_is_not_a_number_spoils_no_other(spread: None, bad: float, precision: str) -> None:
     """And hangs nobody: the words of the exchange have a not-a-number of their own."""
-    layer = build("LSTM", 40, torch.bfloat16)
-    x = torch.randn(24, 19, 40, device="cuda", dtype=torch.bfloat16)
+    dtype = PRECISIONS[precision]
+    layer = build("LSTM", 40, dtype)
+    x = torch.randn(24, 19, 40, device="cuda", dtype=dtype)
     wanted, _ = layer(x)
     x[2, 5] = bad
     got, _ = layer(x)
@@ -127,16 +139,19 @@ def test_a_sequence_that_is_not_a_number_spoils_no_other(spread: None, bad: floa
     assert torch.equal(got[:, others], wanted[:, others])
     assert got[2:, 5].isnan().any()
     got.backward(torch.full_like(got, bad))
-    initial = torch.full((1, 19, 40), -1, device="cuda", dtype=torch.int16).view(torch.bfloat16)  # the word itself
+    word = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    initial = torch.full((1, 19, 40), -1, device="cuda", dtype=word).view(dtype)  # the word itself
     assert layer(x, (initial, initial))[0].isnan().all()
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("cell, units", [("LSTM", 200), ("GRU", 200), ("LSTM", 1024)])
-def test_a_graph_replays_with_new_input_states_and_weights(spread: None, cell: str, units: int) -> None:
+def test_a_graph_replays_with_new_input_states_and_weights(spread: None, cell: str, units: int, precision: str) -> None:
     """With more steps than the ring has buffers; what lies in the ring from the replay before must not be read."""
-    layer = build(cell, units, torch.bfloat16, num_layers=2)
-    x = torch.randn(41, 20, units, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    states = [torch.randn(2, 20, units, device="cuda", dtype=torch.bfloat16) for _ in range(1 + (cell == "LSTM"))]
+    dtype = PRECISIONS[precision]
+    layer = build(cell, units, dtype, num_layers=2)
+    x = torch.randn(41, 20, units, device="cuda", dtype=dtype, requires_grad=True)
+    states = [torch.randn(2, 20, units, device="cuda", dtype=dtype) for _ in range(1 + (cell == "LSTM"))]
     tensors = [x, *layer.parameters()]
 
     def step() -> list[Tensor]:
@@ -241,13 +256,15 @@ def slowed(write: Callable) -> Callable:
 
 
 @pytest.mark.parametrize(
-    "cell, units, batch", [("LSTM", 1024, 48), ("GRU", 128, 20), ("LSTM", 40, 9), ("GRU", 1500, 20)]
-)
+    "cell, units, batch, precision",
+    [("LSTM", 1024, 48, "bfloat16"), ("GRU", 128, 20, "bfloat16"), ("LSTM", 40, 9, "bfloat16"),
+     ("GRU", 1500, 20, "bfloat16"), ("LSTM", 1024, 48, "tf32"), ("GRU", 128, 20, "tf32"), ("GRU", 200, 9, "float32")],
+)  # fmt: skip
 def test_warps_that_sleep_at_random_change_nothing(
-    cell: str, units: int, batch: int, spread: None, monkeypatch: pytest.MonkeyPatch
+    cell: str, units: int, batch: int, precision: str, spread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = build(cell, units, torch.bfloat16)
-    x = torch.randn(37, batch, units, device="cuda", dtype=torch.bfloat16)
+    layer = build(cell, units, PRECISIONS[precision])
+    x = torch.randn(37, batch, units, device="cuda", dtype=PRECISIONS[precision])
     parameters = list(layer.parameters())
 
     def step() -> list[Tensor]:

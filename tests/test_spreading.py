@@ -15,7 +15,13 @@ H200 = Chip((9, 0), 132)
 CHIPS = [Chip(capability, multiprocessors) for capability in SHARED for multiprocessors in (1, 20, 84, 132, 170)]
 KINDS = ("forward", "backward")
 UNITS = {"lstm": (1, 17, 100, 1024, 1500, 2048), "gru": (77, 1025, 2048), "rnn_relu": (3, 640, 3000)}
-SIZES = [size_of(CELLS[name].graph, units, 2) for name, all_units in UNITS.items() for units in all_units]
+WIDTHS = [(2, False), (4, False), (4, True)]  # bytes of an element; whether products are exact
+SIZES = [
+    size_of(CELLS[name].graph, units, element, exact=exact)
+    for name, all_units in UNITS.items()
+    for units in all_units
+    for element, exact in WIDTHS
+]
 
 needs_nvrtc = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 
@@ -33,10 +39,9 @@ def test_every_tile_fits_the_chip_and_covers_the_layer(chip: Chip, kind: str) ->
             assert (tile.sources - 1) * tile.gathered * tile.slice < size.units
             if kind == "forward":
                 assert tile.gathered == 1
-                assert tile.warps // tile.groups * tile.depths * 16 >= size.units
+                assert tile.warps // tile.groups * tile.depths * 32 // size.element >= size.units
             else:
-                assert tile.sources * tile.slice % 16 == 0
-                assert tile.gathered * size.recurrent * tile.slice % 16 == 0
+                assert tile.gathered * size.recurrent * tile.slice % (32 // size.element) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,12 +50,15 @@ def test_the_choice_is_pure_and_one_of_the_candidates(kind: str) -> None:
         for batch in (1, 20, 300):
             made = spreading.choose(size, H200, batch, 1, kind)
             assert made == spreading.choose(size, H200, batch, 1, kind)
-            assert made in list(spreading.candidates(size, H200, kind))
+            assert made is None or made in list(spreading.candidates(size, H200, kind))
+            assert (made is None) == (not spreading.fits(size, H200, kind))
 
 
 def test_the_ring_is_the_kernels() -> None:
     text = source._text("exchange.cu")
-    assert f"PERIOD = {spreading.PERIOD}, RING = 4 * PERIOD" in text
+    assert f"PERIOD = {spreading.PERIOD};" in text
+    assert "RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;" in text
+    assert (spreading.buffers(2), spreading.buffers(4)) == (4 * spreading.PERIOD, 2)
 
 
 def test_layers_that_a_cluster_holds_stay_there_unless_they_are_much_faster_spread() -> None:
@@ -68,24 +76,31 @@ def test_what_does_not_fit_has_no_tile() -> None:
     assert not grid.fits(size, H200, "forward")
     assert grid.fits(size._replace(units=1024), H200, "forward")
     assert not spreading.fits(size_of(library.lstm.graph, 1024, 2), Chip((8, 6), 20), "forward")
-    assert not spreading.fits(size_of(library.lstm.graph, 1024, 4), H200, "forward")  # the kernels take two bytes
+    assert spreading.fits(size_of(library.lstm.graph, 1024, 4, exact=True), H200, "forward")
+    assert not spreading.fits(size_of(library.lstm.graph, 2048, 4), H200, "forward")
     assert spreading.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
     assert not tiling.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
 
 
 FIXED = [
     ("lstm", 1024, torch.bfloat16, 32), ("lstm", 1500, torch.float16, 20), ("lstm", 2048, torch.bfloat16, 64),
-    ("gru", 1025, torch.bfloat16, 300), ("rnn_relu", 1999, torch.float16, 1),
+    ("gru", 1025, torch.bfloat16, 300), ("rnn_relu", 1999, torch.float16, 1), ("lstm", 1024, torch.float32, 32),
+    ("gru", 1025, torch.float32, 128), ("rnn_relu", 1999, torch.float32, 5),
 ]  # fmt: skip
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name, units, dtype, batch", FIXED, ids=str)
-def test_kernels_compile_without_a_gpu(name: str, units: int, dtype: torch.dtype, batch: int, kind: str) -> None:
+def test_kernels_compile_without_a_gpu(
+    name: str, units: int, dtype: torch.dtype, batch: int, kind: str, exact: bool
+) -> None:
     """Static assertions in the kernel compare the tile's numbers with the kernel's own."""
+    if exact and dtype.itemsize == 2:
+        pytest.skip("a product of two bytes is exact")
     cell = CELLS[name].graph
-    tile = spreading.choose(size_of(cell, units, 2), H200, batch, 1, kind)
+    tile = spreading.choose(size_of(cell, units, dtype.itemsize, exact=exact), H200, batch, 1, kind)
     assert tile is not None
     write = source.forward if kind == "forward" else source.backward
     code = cubin(write(cell, units, dtype, tile, True), "kernel", "sm_90a", flags(tile))

@@ -1,5 +1,6 @@
 """Writes docs/options.md from the code: python tools/options_page.py"""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from whorl.arguments import MEANINGS
 from whorl.options import ACTIVATIONS, Options, takes
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+COSTS = Path(__file__).parents[1] / "benchmarks" / "results" / "options" / "h200.json"
 LAYERS = ("LSTM", "GRU", "RNN", "Recurrent")
 
 HEAD = """\
@@ -26,6 +28,15 @@ CALLS = """
 
 `rnn(x, hx, mask=mask, reset=reset)`. A tensor with one value for each step lies as x does: [time, batch], [batch, time] with `batch_first`,
 [time] without a batch; with a PackedSequence it is one, packed alike.
+"""
+
+COST = """
+## What they cost
+
+A train step of one LSTM layer, as many inputs as units, on engine `persistent`: microseconds, and the multiple of the plain layer's.
+{gpu}, driver {driver}, torch {torch}, CUDA {cuda}, {date}, commit {commit}; `python benchmarks/options.py costs`, replayed from a CUDA graph, in
+turns with the plain layer, medians, each after a check by the error rule in the same run. `lengths` are all full: sequences that are shorter cost less.
+
 """
 
 TAIL = """
@@ -71,7 +82,24 @@ def page() -> str:
     calls = ["", "| option | takes | what it does |", "|---|---|---|"]
     calls += [f"| `{name}` | {takes_} | {meaning} |" for name, (takes_, meaning) in MEANINGS.items()]
     activations = ", ".join(f"`{name}`" for name in ACTIVATIONS)
-    return HEAD + "\n".join(rows) + "\n" + CALLS + "\n".join(calls) + "\n" + TAIL.format(activations=activations)
+    return (
+        HEAD + "\n".join(rows) + "\n" + CALLS + "\n".join(calls) + "\n" + costs() + TAIL.format(activations=activations)
+    )
+
+
+def costs() -> str:
+    """The table of what was measured."""
+    found = json.loads(COSTS.read_text(encoding="utf-8"))
+    cells: dict[str, dict[str, str]] = {}
+    for row in found["results"]:
+        shape = f"{row['units']} units, batch {row['batch']}, time {row['time']}, {row['dtype']}"
+        cells.setdefault(row["option"], {})[shape] = f"{row['microseconds']:.0f}, {row['cost']:.2f}"
+    shapes = list(dict.fromkeys(shape for row in cells.values() for shape in row))
+    lines = ["| option | " + " | ".join(shapes) + " |", "|---|" + "---|" * len(shapes)]
+    lines += [f"| {name} | " + " | ".join(row.get(shape, "") for shape in shapes) + " |" for name, row in cells.items()]
+    machine, facts = found["machine"], found["facts"]
+    said = {name: facts[name] for name in ("torch", "cuda", "date", "commit")}
+    return COST.format(gpu=machine["gpu"], driver=machine["driver"], **said) + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ class Layers:
     def _gates(
         self, stream: int, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None
     ) -> list[Tensor]:
-        """x of every gate at every step, as the kernel reads it."""
+        """x of every gate at every step, without its bias."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)

@@ -236,7 +236,9 @@ def has_options(graph: Graph, features: Features) -> bool:
 
 
 def _spread(tile: Spread) -> dict[str, int]:
-    return {"WARPS": tile.warps, "SUBS": tile.subs} | ({} if tile.chunk else {"BLOCKS": tile.blocks})
+    return {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts} | (
+        {} if tile.chunk else {"BLOCKS": tile.blocks}
+    )
 
 
 def _source(

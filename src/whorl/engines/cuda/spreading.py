@@ -8,13 +8,16 @@ multiprocessor; a batch of more rows than they can own takes several launches.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
-RING = 4 * PERIOD
-"""Buffers that two-byte values pass through, as in exchange.cu."""
+
+
+def buffers(element: int) -> int:
+    """That values of so many bytes pass through, as in exchange.cu."""
+    return 4 * PERIOD if element == 2 else 2
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,12 @@ class Spread:
     """Forward: groups of warps, each with strips of 16 rows of the product of its own; its warps share the depth."""
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
+    parts: int = 1
+    """In which a part of the sequences' words arrive."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
-    """As in `Size`: elements of two bytes alone, never."""
+    """As in `Size`."""
 
     cluster = 1
 
@@ -56,14 +61,15 @@ class Spread:
         """That these own."""
         return 8 * self.tiles * self.subs
 
-    def parts(self, chip: Chip) -> int:
+    def at_once(self, chip: Chip) -> int:
         """Groups of rows, in one direction or both, that run at once."""
         return chip.multiprocessors // self.blocks
 
 
 def forward(
-    size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None
-) -> Spread | None:
+    size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
+    parts: int = 1,
+) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
     Args:
@@ -71,66 +77,78 @@ def forward(
         limit: bytes of shared memory of a block.
         resident: operands in registers; None takes as many as registers allow.
     """
-    blocks, splits, rows = -(-size.units // units), warps // groups, 8 * tiles
+    blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // size.element
     if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
         return None
-    strips, depths = -(-size.recurrent * units // 16), -(-size.units // (16 * splits))
+    strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    arriving = 4 * -(-rows // warps) * -(-size.units // 256)
+    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
-    live += _FORWARD_EXTRA
+    live += _extra(size, _FORWARD_EXTRA, tiles)
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states, partial = rows * (splits * depths * 8 + 4), splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
-    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths)
+    made = Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, parts, exact=size.exact)
     return made if shared <= limit else None
 
 
 def backward(
-    size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None
-) -> Spread | None:
+    size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
+    parts: int = 1,
+) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
-    if sources * units % 16 or gathered * size.recurrent * units % 16:
+    depth = 32 // size.element  # elements of 8 words
+    if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
         return None
-    rows, strips, depths = 8 * tiles, sources * units // 16, gathered * size.recurrent * units // 16
+    rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
     chunk = min(2, share)
     step = min(rows, 32 * warps // (units // 2))
     own = -(-rows // step)
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
-    item = (size.gates + size.apart) * pair + 2 + 2 * (size.states - 1)
-    arriving = 4 * -(-rows // warps) * -(-gathered * size.recurrent * units // 256) if gathered > 1 else 0
-    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + arriving
+    item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
+    across = -(-gathered * size.recurrent * units // (16 * depth))
+    arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _BACKWARD_EXTRA
+    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
     live += 4 * chunk * tiles * (size.bits or bool(size.masks))
     fits = (registers(warps) - live) // 4
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
-    made = Spread(units, sources, gathered, tiles, subs, warps, resident, shared, chunk=chunk)
+    made = Spread(
+        units, sources, gathered, tiles, subs, warps, resident, shared, parts=parts, chunk=chunk, exact=size.exact
+    )
     return made if shared <= limit else None
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
 
 
+def _extra(size: Size, base: int, tiles: int) -> int:
+    """Of four bytes more, and where each operand is split into two."""
+    if base == _FORWARD_EXTRA:
+        return base + (12 + 4 * (tiles - 1)) * size.exact
+    return base + 8 * (size.element == 4) + (16 + 4 * (tiles - 1)) * size.exact
+
+
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
     if kind == "forward":
-        return directions * RING * batch * -(-size.units // 8) * 4
-    ring = RING * tile.blocks * size.recurrent * tile.slice // 2 if tile.gathered > 1 else 0
+        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4
+    ring = buffers(size.element) * tile.blocks * size.recurrent * tile.slice * size.element // 4 * (tile.gathered > 1)
     return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice)
 
 
@@ -139,17 +157,26 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     least = -(-size.units // max(1, chip.multiprocessors))
     if least > 64:  # more than any block holds
         return
+    found: Iterator[Spread | None]
+    counts_of_parts = (1,) if size.element == 2 else (1, 2, 4)  # in two bytes one part fits
     if kind == "backward":
-        for units, (tiles, subs) in product((16, 32, 48, 64), _SHAPES):
-            for gathered in (1, 2, 4, 8, 12, 16) if units >= least else ():
+        smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
+        for units, (tiles, subs) in product(sorted({16, 32, 48, 64, *smallest}), _SHAPES):
+            counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
+            for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
-                    made = [backward(size, units, gathered, tiles, subs, warps, chip.shared) for warps in (8, 12)]
-                    yield from (tile for tile in made if tile is not None and tile.blocks <= chip.multiprocessors)
+                    given = size, units, gathered, tiles, subs, warps, chip.shared
+                    found = (backward(*given, parts=parts) for parts in counts_of_parts)
+                    yield from _first(found, chip)
         return
     slices = sorted({max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)})
-    for units, (tiles, subs) in product(slices, _SHAPES):
-        found = [forward(size, units, tiles, subs, 8, groups, chip.shared) for groups in (1, 2, 4)]
-        yield from (tile for tile in found if tile is not None and tile.blocks <= chip.multiprocessors)
+    for units, (tiles, subs), groups in product(slices, _SHAPES, (1, 2, 4)):
+        found = (forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts) for parts in counts_of_parts)
+        yield from _first(found, chip)
+
+
+def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
+    yield from islice((tile for tile in found if tile is not None and tile.blocks <= chip.multiprocessors), 1)
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
@@ -157,12 +184,12 @@ _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind fits."""
-    return size.element == 2 and bool(_fitting(size, chip, kind))
+    return bool(_fitting(size, chip, kind))
 
 
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Spread | None:
     """The tile of a kind that takes the least time by the estimate below; None where none fits."""
-    found = _fitting(size, chip, kind) if size.element == 2 else ()
+    found = _fitting(size, chip, kind)
     return min(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile), default=None)
 
 
@@ -186,7 +213,7 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Spread, ...]:
 
 def launches(chip: Chip, batch: int, directions: int, tile: Spread) -> int:
     """How many launches a batch takes, one after another."""
-    at_once, parts = tile.parts(chip), -(-batch // tile.rows)
+    at_once, parts = tile.at_once(chip), -(-batch // tile.rows)
     beside = min(directions, at_once)
     return -(-directions // beside) * -(-parts // (at_once // beside))
 
@@ -198,21 +225,43 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     all but one of 10 tiles forward and 13 backward.  In thousands of cycles a step's products take the tensor cores
     and shared memory (of a multiprocessor); in KB come what a block reads and, forward, what all blocks read of the
     same lines.
+
+    In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
+    forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
     rows, strips = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16)
     if kind == "forward":
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)
-        states = rows * size.units * 2
-        shared = tile.warps * (share * tile.depths - tile.resident) * 512 + (tile.groups + 1) * states
+        states = rows * size.units * size.element
+        shared = (
+            tile.warps * (share * tile.depths - tile.resident) * 512
+            + (tile.groups + 1 if size.element == 2 else 1) * states
+        )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
+        if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
+            products, states = 2 * products, states + size.masks * rows * size.units * 4
+        if size.element == 4:
+            part = 1.81 + 0.31e-3 * shared / 128 + 0.04e-3 * tile.blocks * states / 1024 + 4.2 * (1 - 1 / tile.parts)
+            taken = tile.subs * part * (2.1 if size.exact else 1)
+            return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
-    strips, depths = tile.sources * tile.slice // 16, tile.gathered * size.recurrent * tile.slice // 16
+    strips, depths = (
+        -(-size.units // (16 * tile.gathered)),
+        tile.gathered * size.recurrent * tile.slice // (32 // size.element),
+    )
     share = -(-strips // tile.warps)
     shared = tile.warps * (share * depths - tile.resident) * 512
     shared += tile.warps * rows * depths * 32 * -(-share // tile.chunk)
+    if size.element == 4:
+        part = 0.64e-3 * shared / 128 + 0.078 * tile.sources
+        taken = (1.66 + tile.subs * part) * (2.0 if size.exact else 1)
+        return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
     products = share * depths * tile.tiles * tile.warps / 4
     part = 0.19 + 1.52e-3 * products + 0.46e-3 * shared / 128 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
     part += 0.045 * rows * depths * 32 / 1024
     return launches(chip, batch, directions, tile) * (0.66 * (1 + (tile.gathered > 1)) + tile.subs * part)
+
+
+_BEGIN = 1.0  # a launch loads its weights anew: about 30 us, over 30 steps

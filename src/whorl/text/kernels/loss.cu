@@ -1,6 +1,6 @@
 // The cross entropy of each row of logits in nats, and the logarithm of its sum of exponentials: a block for each row.
 //
-// A NaN or an infinity in a row makes its results NaN, as in torch.
+// A NaN or an infinity in a row makes its results NaN, as in torch; minus infinity is a chance of zero.
 
 // @numbers
 
@@ -22,20 +22,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
   const int first = threadIdx.x;
   // 16 bytes at a time where every row begins at such a place
   const long long packs = tokens % 8 == 0 ? tokens / 8 : 0;
-  float most = -__uint_as_float(0x7f800000u), sum = 0.f, poison = 0.f;
+  float most = -__uint_as_float(0x7f800000u), sum = 0.f;
   for (long long at = first; at < packs; at += THREADS) {
     const uint4 eight = ((const uint4*)mine)[at];
     const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
     for (int i = 0; i < 4; ++i) {
       const float one = low(words[i]), two = high(words[i]);
       most = one > most ? one : most, most = two > most ? two : most;
-      poison += one * 0.f + two * 0.f;
     }
   }
   for (long long at = 8 * packs + first; at < tokens; at += THREADS) {
     const float one = wide(mine[at]);
     most = one > most ? one : most;
-    poison += one * 0.f;
   }
   most = over_block<true>(most, space, THREADS);
   for (long long at = first; at < packs; at += THREADS) {
@@ -44,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     for (int i = 0; i < 4; ++i) sum += expf(low(words[i]) - most) + expf(high(words[i]) - most);
   }
   for (long long at = 8 * packs + first; at < tokens; at += THREADS) sum += expf(wide(mine[at]) - most);
-  sum = over_block<false>(sum + poison, space, THREADS);
+  sum = over_block<false>(sum, space, THREADS);
   if (first == 0) {
     const float all = most + logf(sum);
     a.logs[row] = all;

@@ -78,7 +78,7 @@ struct Item {  // what one thread reads for an item at a step: two units of each
   GatePair gates[2][GATES], apart[2][MOST(APART)];
   Pair y_gradient[2], before[2];
   float2 states[2][MOST(STATES - 1)];
-  bool within[2], valid[2], cut[2];  // before the end; the step counts; no state came into it from the one before
+  unsigned valid[2], cut[2];  // the step counts; no state came into it from the one before: as loaded
   float2 zones[2][STATES], noise[2], inputs[2][MOST(INPUTS)];
   Pair state_gradients[2][STATES];
 };
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
   float factor[OWN][2][2], held[OWN][2][2] = {}, noise_sums[OWN][2][2] = {}, reset_sums[OWN][STATES][2][2] = {};
   float2 operand_before[OWN][2];
-  bool was_cut[OWN][2];
+  unsigned was_cut[OWN][2];
   unsigned drawn[OWN][2];
   const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
@@ -199,11 +199,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]), also = there && in[j][b][1];
     const long long row = at + sequence[j][b], from = row * UNITS + unit_of(j);
     Item& to = item[j];
-    to.within[b] = there;
-    to.valid[b] = there && (!MASK || a.o.mask[row]);
-    if constexpr (RESET)
-      to.cut[b] = reverse ? in[j][b][0] && step + 1 < ends[j][b] && a.o.reset[rows_of(a, step + 1) + sequence[j][b]]
-                          : there && a.o.reset[row];
+    to.valid[b] = there ? loaded<MASK>(a.o.mask, row, 1) : 0;
+    if constexpr (RESET) {
+      const bool may = reverse ? in[j][b][0] && step + 1 < ends[j][b] : there;
+      to.cut[b] = may ? loaded<RESET>(a.o.reset, reverse ? rows_of(a, step + 1) + sequence[j][b] : row, 0) : 0;
+    }
     if constexpr (NOISE == GIVEN) to.noise[b] = load_wide_pair(a.o.noise[direction] + from, there, also);
 #pragma unroll
     for (int s = 0; s < STATES; ++s) {

@@ -3,11 +3,13 @@
 // A word is its own flag.  Two-byte values go into a ring of buffers that is full of NOTHING, a pair of not-a-numbers
 // which no rounding makes: a reader looks until a word is another.  Once all have read a word its writer makes it
 // NOTHING again, and every PERIOD steps all threads fence; a buffer comes round again only two fences later, so what a
-// reader then sees is NOTHING or new, never old.  Sums in float32 give their last bit away for the phase, which changes
-// each time that a buffer comes round: they need no clearing and no fence.  Both are filled with ones before a launch.
+// reader then sees is NOTHING or new, never old.  Values and sums in float32 give their last bit away for the phase,
+// which changes each time that a buffer comes round: two buffers are enough, without clearing or fences, since who
+// writes at step t + 2 has read what all made of step t.  TF32 has not that bit.  All is filled with ones before a launch.
 
 constexpr unsigned NOTHING = 0xffffffffu;
-constexpr int PERIOD = 8, RING = 4 * PERIOD;  // steps between fences; buffers of two-byte values
+constexpr int PERIOD = 8;                                 // steps between fences
+constexpr int RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
 
 __device__ __forceinline__ uint4 look(const unsigned* at) {
   uint4 words;
@@ -29,10 +31,26 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-__device__ __forceinline__ bool is_missing(const uint4& words) {
+__device__ __forceinline__ unsigned phase_of(int step) { return step / RING % 2; }
+#if ELEMENT_BYTES == 2
+__device__ __forceinline__ bool is_missing(const uint4& words, unsigned) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
 }
 __device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
+// two neighbouring values to where others look for them
+__device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned) {
+  put(at, something(narrow_pair(first, second)));
+}
+__device__ __forceinline__ unsigned absent(unsigned) { return 0; }  // a zero that nobody waits for
+#else
+__device__ __forceinline__ bool is_missing(const uint4& words, unsigned phase) {
+  return ((words.x ^ phase) | (words.y ^ phase) | (words.z ^ phase) | (words.w ^ phase)) & 1u;
+}
+__device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned phase) {
+  put_pair(at, (operand(first) & ~1u) | phase, (operand(second) & ~1u) | phase);
+}
+__device__ __forceinline__ unsigned absent(unsigned phase) { return phase; }  // too small for a tensor core
+#endif
 
 // The compiler, short of registers, would compute an address anew at each use; what has been kept it cannot.
 template <class T>
@@ -57,56 +75,62 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-// Rows of CHUNKS x 16 bytes, PITCH words apart, on their way from L2 to shared memory: row `warp`, row `warp` + WARPS, ...
-// `from` is the warp's first row and the lane's chunk, `left` how many rows there are from it on.
-template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS>
+// Rows of CHUNKS x 16 bytes, PITCH words apart in L2 and STRIDE in shared memory, on their way from the one to the other:
+// row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
+// rows there are from it on, `phase` that of the step.  They travel in PARTS, the first of which is asked for beforehand;
+// more than one take more time and fewer registers.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int STRIDE, int PARTS>
 struct Arrival {
-  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
+  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS;
+  static constexpr int WIDE = (COUNT + PARTS - 1) / PARTS;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
-  uint4 data[DOWN][ACROSS];
+  uint4 data[WIDE];
 
-  __device__ __forceinline__ uint4 one(const unsigned* from, int left, int lane, int i, int j) const {
-    uint4 words = {0, 0, 0, 0};
-    if (left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
-      words = look(from + i * WARPS * PITCH + j * 128);
+  __device__ __forceinline__ static bool is_there(int left, int lane, int k) {
+    const int i = k / ACROSS, j = k % ACROSS;
+    return k < COUNT && left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
+  }
+  __device__ __forceinline__ static uint4 one(const unsigned* from, int lane, unsigned phase, int k) {
+    const int i = k / ACROSS, j = k % ACROSS;
+    const unsigned zero = absent(phase);
+    uint4 words = look(from + i * WARPS * PITCH + j * 128);
     if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
-      if (LAST < 2) words.y = 0;
-      if (LAST < 3) words.z = 0;
-      words.w = 0;
+      if (LAST < 2) words.y = zero;
+      if (LAST < 3) words.z = zero;
+      words.w = zero;
     }
     return words;
   }
 
-  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane) {
+  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane, unsigned phase, int part = 0) {
+    const unsigned zero = absent(phase);
 #pragma unroll
-    for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-      for (int j = 0; j < ACROSS; ++j) data[i][j] = one(from, left, lane, i, j);
-  }
-
-  __device__ __forceinline__ void settle(const unsigned* from, int left, int lane) {
-    for (;;) {
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < DOWN; ++i)
-#pragma unroll
-        for (int j = 0; j < ACROSS; ++j)
-          if (is_missing(data[i][j])) {
-            data[i][j] = one(from, left, lane, i, j);
-            all = false;
-          }
-      if (all) break;
+    for (int k = 0; k < WIDE; ++k) {
+      data[k] = {zero, zero, zero, zero};
+      if (is_there(left, lane, part * WIDE + k)) data[k] = one(from, lane, phase, part * WIDE + k);
     }
   }
 
-  // `to`: of the warp's first row, the lane's chunk
-  __device__ __forceinline__ void place(unsigned* to, int stride, int warp, int lane) const {
+  // all that has been asked for, and the rest
+  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase) {
 #pragma unroll
-    for (int i = 0; i < DOWN; ++i)
+    for (int part = 0; part < PARTS; ++part) {
+      if (part > 0) look_at(from, left, lane, phase, part);
+      for (;;) {
+        bool all = true;
 #pragma unroll
-      for (int j = 0; j < ACROSS; ++j)
-        if ((ROWS % WARPS == 0 || warp + i * WARPS < ROWS) &&
-            (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32))
-          *(uint4*)(to + i * WARPS * stride + j * 128) = data[i][j];
+        for (int k = 0; k < WIDE; ++k)
+          if (is_missing(data[k], phase)) {
+            data[k] = one(from, lane, phase, part * WIDE + k);
+            all = false;
+          }
+        if (all) break;
+      }
+#pragma unroll
+      for (int k = 0; k < WIDE; ++k) {
+        const int i = (part * WIDE + k) / ACROSS, j = (part * WIDE + k) % ACROSS;
+        if (is_there(left, lane, part * WIDE + k)) *(uint4*)(to + i * WARPS * STRIDE + j * 128) = data[k];
+      }
+    }
   }
 };

@@ -254,18 +254,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   long long row_step = PACKED ? next_rows - rows : reverse ? -(long long)batch : batch;
   const long long begin = rows;
   int ends[OWN];  // steps of each item's sequence
-  bool valid[OWN], cut[OWN];  // the step counts; no state comes into the next
+  unsigned valid[OWN], cut[OWN];  // the step counts; no state comes into the next: as loaded, to be awaited at their use
   unsigned drawn[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
   float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
   const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
   const auto counts = [&](int j, int step, long long at) {
-    return within(j, step) && (!MASK || a.o.mask[at + sequence[j]]);
+    return within(j, step) ? loaded<MASK>(a.o.mask, at + sequence[j], 1) : 0;
   };
   const auto is_cut = [&](int j, int step, long long at, long long after) {  // before a step, as it is computed
-    return RESET && is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) && a.o.reset[after + sequence[j]]
-                                            : within(j, step) && a.o.reset[at + sequence[j]]);
+    const bool may = is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) : within(j, step));
+    return may ? loaded<RESET>(a.o.reset, (reverse ? after : at) + sequence[j], 0) : 0;
   };
   const auto draw = [&](int j, int zone_step, int operand_step) {
     drawn[j] = drawn_bits(a, unit, zone_step, operand_step, sequence[j], direction, key);
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int next = reverse ? time - 2 : 1;
       held[j][0] = held[j][1] = 0.f;
       valid[j] = counts(j, first_step, rows);
-      cut[j] = next >= 0 && next < time && is_cut(j, next, next_rows, rows);
+      cut[j] = next >= 0 && next < time ? is_cut(j, next, next_rows, rows) : 0;
       if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
 #pragma unroll
         for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
@@ -654,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int j = first_item; j < last_item; ++j) {
               if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
-              if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
+              if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
               load_options(j, next, next_rows);
               if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
               if constexpr (DRAWS) draw(j, next, later);

@@ -129,12 +129,19 @@ __device__ __forceinline__ unsigned drawn_bits(
   return bits;
 }
 
+// A mark as a number: were it a truth value, its load would be awaited where it begins.
+template <bool THERE>
+__device__ __forceinline__ unsigned loaded(const bool* marks, long long at, unsigned other) {
+  if constexpr (THERE) return ((const unsigned char*)marks)[at];
+  return other;
+}
+
 // What forward keeps for options of two neighbouring units of one sequence.
 struct Ahead {
   long long sequence;
   bool there;              // the sequence and the first of the units
   int ends;                // steps of the sequence
-  bool valid, cut;         // the step counts; no state comes into the next
+  unsigned valid, cut;     // the step counts; no state comes into the next: as they are loaded, to be awaited at their use
   unsigned drawn;          // for this step's zoneout, and for the next step's operand
   float held[2], noise[2], zones[STATES][2];
   float2 inputs[MOST(INPUTS)];
@@ -151,13 +158,13 @@ struct Forwards {
   __device__ __forceinline__ bool within(const Ahead& i, int step) const {
     return i.there && (!LENGTHS || step < i.ends);
   }
-  __device__ __forceinline__ bool counts(const Ahead& i, int step, long long at) const {
-    return within(i, step) && (!MASK || a.o.mask[at + i.sequence]);
+  __device__ __forceinline__ unsigned counts(const Ahead& i, int step, long long at) const {
+    return within(i, step) ? loaded<MASK>(a.o.mask, at + i.sequence, 1) : 0;
   }
   // before a step, as it is computed; `before`: the rows of the step that is computed before it
-  __device__ __forceinline__ bool is_cut(const Ahead& i, int step, long long at, long long before) const {
-    return RESET && i.there && (reverse ? step + 1 < (LENGTHS ? i.ends : time) && a.o.reset[before + i.sequence]
-                                        : within(i, step) && a.o.reset[at + i.sequence]);
+  __device__ __forceinline__ unsigned is_cut(const Ahead& i, int step, long long at, long long before) const {
+    const bool may = i.there && (reverse ? step + 1 < (LENGTHS ? i.ends : time) : within(i, step));
+    return may ? loaded<RESET>(a.o.reset, (reverse ? before : at) + i.sequence, 0) : 0;
   }
   __device__ __forceinline__ float reset_state(const Ahead& i, int s, int u) const {
     const bool given = RESET_TO && i.there && (u == 0 || has_second);
@@ -189,7 +196,7 @@ struct Forwards {
       Ahead& i, float (&state)[STATES][2], int step, long long at, int next, long long next_at) const {
     i.held[0] = i.held[1] = 0.f;
     i.valid = counts(i, step, at);
-    i.cut = next >= 0 && next < time && is_cut(i, next, next_at, at);
+    i.cut = next >= 0 && next < time ? is_cut(i, next, next_at, at) : 0;
     if (is_cut(i, step, at, at))  // forward: backwards nothing comes before the last step
 #pragma unroll
       for (int s = 0; s < STATES; ++s) state[s][0] = reset_state(i, s, 0), state[s][1] = reset_state(i, s, 1);
@@ -226,7 +233,7 @@ struct Forwards {
   __device__ __forceinline__ void advance(
       Ahead& i, int next, long long next_at, bool goes_on, int later, long long later_at) const {
     if constexpr (MARKED) i.valid = counts(i, next, next_at);
-    if constexpr (RESET) i.cut = goes_on && is_cut(i, later, later_at, next_at);
+    if constexpr (RESET) i.cut = goes_on ? is_cut(i, later, later_at, next_at) : 0;
     load(i, next, next_at);
     if (NOISE == GIVEN && goes_on) load_noise(i, later, later_at);
     if constexpr (DRAWS) draw(i, next, later);
@@ -235,7 +242,7 @@ struct Forwards {
 
 // What backward reads for options of a step, for two neighbouring units of one sequence.
 struct Step {
-  bool valid, cut;  // the step counts; no state came into it from the one before
+  unsigned valid, cut;  // the step counts; no state came into it from the one before: as in `Ahead`
   unsigned drawn;
   float2 zones[STATES], noise, inputs[MOST(INPUTS)];
   Pair state_gradients[STATES];
@@ -249,7 +256,7 @@ struct Back {
   // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
   float factor[2];
   float2 operand_before;
-  bool was_cut;
+  unsigned was_cut;
   float held[2] = {}, noise_sums[2] = {}, reset_sums[STATES][2] = {};
 };
 
@@ -270,10 +277,11 @@ struct Backwards {
   __device__ __forceinline__ void load(Step& to, const Back& own, int step, long long at) const {
     const bool there = own.there && (!LENGTHS || step < own.ends), also = there && has_second;
     const long long row = at + own.sequence, from = row * UNITS + unit;
-    to.valid = there && (!MASK || a.o.mask[row]);
-    if constexpr (RESET)
-      to.cut = reverse ? own.there && step + 1 < own.ends && a.o.reset[rows_of(a, step + 1) + own.sequence]
-                       : there && a.o.reset[row];
+    to.valid = there ? loaded<MASK>(a.o.mask, row, 1) : 0;
+    if constexpr (RESET) {
+      const bool may = reverse ? own.there && step + 1 < own.ends : there;
+      to.cut = may ? loaded<RESET>(a.o.reset, reverse ? rows_of(a, step + 1) + own.sequence : row, 0) : 0;
+    }
     if constexpr (NOISE == GIVEN) to.noise = load_wide_pair(a.o.noise[direction] + from, there, also);
 #pragma unroll
     for (int s = 0; s < STATES; ++s) {

@@ -25,13 +25,14 @@
 
 constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, BLOCKS = SOURCES * GATHERED;
 constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
-constexpr int STRIPS = SOURCES * SLICE / 16, SHARE = (STRIPS + WARPS - 1) / WARPS;
-constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / 16;
+constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
+constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
 constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
-constexpr int OWN_WORDS = RECURRENT * SLICE / 2, CHUNKS = GATHERED * OWN_WORDS / 4;  // of a sequence's gradients in L2
+constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
+constexpr int CHUNKS = GATHERED * OWN_WORDS / 4, GATE_WORDS = SLICE / WORD_ELEMENTS;
 constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;                // words of a sequence in L2
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
@@ -41,12 +42,12 @@ constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
 constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
 constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
-static_assert(SOURCES * SLICE % 16 == 0 && GATHERED * RECURRENT * SLICE % 16 == 0, "strips or depths are not whole");
+static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS> Gathered;
+typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, STRIDE, PARTS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -229,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
   unsigned* const sums_at = a.ring + (GATHERED > 1 ? a.directions * RING * buffer : 0) +
                              direction * 2 * SOURCES * plane + (long long)row0 * SUM_PITCH;
-  unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair;
+  unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair * (2 / WORD_ELEMENTS);
   const unsigned* gathered = ring + warp * (long long)PITCH + source * CHUNKS * 4 + lane * 4;
   long long ring_at = 0;
   const unsigned* arriving = sums_at + own_row * (long long)SUM_PITCH + unit;
@@ -240,10 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   int columns_at = (lane % 8) * STRIDE + lane / 8 * 4;
   keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
   keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
-  const bool comes_round = GATHERED > 1 && time > RING;
-  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+  const bool comes_round = ELEMENT_BYTES == 2 && GATHERED > 1 && time > RING;
+  const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
+
   Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
@@ -347,11 +349,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (NOISE && !GATEWISE) own.operand_before = h;
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) {
-        const unsigned word = narrow_pair(dr[0][g], dr[1][g]);
         if constexpr (GATHERED > 1) {
-          if (row_there) put(given + ring_at + (sub * ROWS + j * PASS) * PITCH + g * PAIRS, something(word));
+          if (row_there)
+            give(given + ring_at + (sub * ROWS + j * PASS) * PITCH + g * GATE_WORDS, dr[0][g], dr[1][g], phase_of(t));
         } else if (ROWS % PASS == 0 || own_row + j * PASS < ROWS) {
-          gradients[(t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + g * PAIRS + pair] = word;
+          unsigned* const to = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE +
+                               g * GATE_WORDS + pair * (2 / WORD_ELEMENTS);
+#if ELEMENT_BYTES == 2
+          *to = narrow_pair(dr[0][g], dr[1][g]);
+#else
+          *(uint2*)to = {operand(dr[0][g]), operand(dr[1][g])};
+#endif
         }
       }
       const auto further = further_on(sub, j);
@@ -368,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int back = 0; back < PERIOD; ++back)
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
-            put(given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + g * PAIRS, NOTHING);
+            put(given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + g * GATE_WORDS, NOTHING);
     }
   };
 
@@ -427,17 +435,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          if (d + half < DEPTHS)
+          if (d + half < DEPTHS) {
+            Right right[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
               if (i0 + c < SHARE) {
                 const int i = i0 * DEPTHS + (d + half) * min(CHUNK, SHARE - i0) + c;
-                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
-                                                          : resident[Weights::resident(i)];
+                const Left weight = left_of(Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                                 : resident[Weights::resident(i)]);
 #pragma unroll
-                for (int n = 0; n < TILES; ++n)
-                  multiply(sums[half % CHAINS][c][n], weight,
-                           right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
                   if ((d + half + 1) % GATE_DEPTHS == 0) {
                     const int gate = (d + half) / GATE_DEPTHS % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -458,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     }
                   }
               }
+          }
       }
 #pragma unroll
       for (int c = 0; c < CHUNK; ++c) {
@@ -490,13 +500,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
     if (GATHERED > 1 && goes_on) {
-      arrival.look_at(gathered + ring_at, left_of(0), lane);
+      const auto place_for = [&](int sub) { return gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at; };
+      arrival.look_at(gathered + ring_at, rows_left(0), lane, phase_of(t));
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-        arrival.settle(from, left_of(sub), lane);
-        arrival.place(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at, STRIDE, warp, lane);
-        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, left_of(sub + 1), lane);
+        arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
+        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
         __syncthreads();
         product(t, sub);
       }

@@ -34,13 +34,14 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
 constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
-constexpr int CHUNKS = (UNITS + 7) / 8, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
+constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
+constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) == SHARED, "tiling and kernel disagree");
 static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of two gates");
-static_assert(WORDS * 2 >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
+static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2, PITCH, WARPS> States;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, STRIDE, PARTS> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -200,10 +201,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long buffer = (long long)batch * PITCH;
   unsigned* const ring = a.ring + direction * RING * buffer + (long long)row0 * PITCH;
   const unsigned *first_seen = ring + (long long)warp * PITCH + lane * 4, *seen = first_seen;
-  unsigned* sent = ring + (long long)own_row * PITCH + unit / 2;
+  unsigned* sent = ring + (long long)own_row * PITCH + unit / WORD_ELEMENTS;
   long long sent_at = 0;
-  const bool comes_round = time > RING;
-  const auto left_of = [&](int sub) {  // rows of a part from this warp's on
+  const bool comes_round = ELEMENT_BYTES == 2 && time > RING;
+  const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
   States arrival;
@@ -243,20 +244,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int t = 0; t < time; ++t) {
     const unsigned* const seen_next = first_seen + sent_at;
     const int step_now = step_of(t), next_step = step_of(t + 1);
+    const unsigned phase = phase_of(t), phase_before = phase_of(t - 1);
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       if (t > 0) {
-        arrival.settle(seen + sub * ROWS * PITCH, left_of(sub), lane);
-        arrival.place(states + arrived_at, STRIDE, warp, lane);
+        arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
       } else if (a.initial[0] != nullptr || RESET_TO) {
         for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
-          const int place = row0 + sub * ROWS + i / PITCH, column = i % PITCH * 2;
+          const int place = row0 + sub * ROWS + i / PITCH, column = i % PITCH * WORD_ELEMENTS;
           const bool there = place < batch && column < UNITS;
           const long long sequence = there ? sequence_at(a, place) : 0;
           const auto value = [&](int unit) {
             return there && unit < UNITS ? first_operand(a, sequence, unit, direction, first_step) : Element{};
           };
+#if ELEMENT_BYTES == 2
           states[i / PITCH * STRIDE + i % PITCH] = joined(value(column), value(column + 1));
+#else
+          states[i / PITCH * STRIDE + i % PITCH] = operand(value(column));
+#endif
         }
       }
       __syncthreads();
@@ -277,7 +282,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS)
+            if (d + half < DEPTHS) {
+              Right right[TILES];
+#pragma unroll
+              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
               for (int s = 0; s < SHARE; ++s) {
                 const int i = (d + half) * SHARE + s;
@@ -292,17 +300,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     const uint4 own = mine ? weight : uint4{0, 0, 0, 0};
 #pragma unroll
                     for (int n = 0; n < TILES; ++n)
-                      multiply(sums[half % CHAINS][s][n], own,
+                      multiply(sums[half % CHAINS][s][n], left_of(own),
                                right_of(behind_mask(sub, n, d + half, 0, gate, half ? b[n].z : b[n].x),
                                         behind_mask(sub, n, d + half, 1, gate, half ? b[n].w : b[n].y)));
                   }
                   continue;
                 }
+                const Left whole = left_of(weight);
 #pragma unroll
-                for (int n = 0; n < TILES; ++n)
-                  multiply(sums[half % CHAINS][s][n], weight,
-                           right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][s][n], whole, right[n]);
               }
+            }
         }
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
@@ -319,7 +327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
         const int after = sub + 1 < SUBS ? sub + 1 : 0;
-        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, left_of(after), lane);
+        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
+                        sub + 1 < SUBS ? phase_before : phase);
       }
       __syncthreads();
 
@@ -374,8 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             stepper.end(items[sub][j], u, step_now, before, after[j][u], state[sub][j], output[j][u], entering[u]);
           }
           if (t + 1 < time && is_there(sub, j))
-            put(sent + sent_at + (sub * ROWS + j * PASS) * PITCH,
-                something(narrow_pair(entering[0], has_second ? entering[1] : 0.f)));
+            give(sent + sent_at + (sub * ROWS + j * PASS) * PITCH, entering[0], has_second ? entering[1] : 0.f, phase);
         }
       }
 
@@ -439,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
-    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, left_of(0), lane);
+    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
