@@ -6,6 +6,8 @@
 Each contender is a process of its own, with the Python that is named for its backend (this one for torch), and they
 take turns.  First the numbers: all hold the same weights, `predict` must give the same, and the loss of the first epoch
 too (with dropout only on the same backend, whose random masks are the same).  Then the times, after that first epoch.
+Beside them runs Keras without the layer: the same model and weights, whose recurrent layer is next to nothing.  What it
+takes is what no recurrent layer can save.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
@@ -39,7 +42,12 @@ CASES: dict[str, dict[str, Any]] = {
     "GRU reset_after=False": dict(reset_after=False),
 }
 DOES = ("fit", "evaluate", "predict")
-CONTENDERS = [("torch", "whorl"), ("torch", "keras"), ("jax", "whorl"), ("jax", "keras"), ("tensorflow", "keras")]
+SIDES = {"whorl": "whorl", "keras": "Keras", "nothing": "without the layer"}
+CONTENDERS = [
+    *(("torch", side) for side in SIDES),
+    *(("jax", side) for side in SIDES),
+    ("tensorflow", "keras"),
+]
 
 
 # --- one contender, in its own process --------------------------------------------------------------------------------
@@ -60,6 +68,22 @@ def build(case: str, units: int, source: Any, shape: Shape) -> Any:
         variable.assign(0.1 * generator.standard_normal(variable.shape))
     model.compile("adam", "mse")
     return model
+
+
+def without_the_layer() -> Any:
+    """Keras' layers, of which LSTM and GRU do one step without gates: all weights have gradients, as in a layer."""
+    import keras
+
+    class Nothing:
+        def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: bool = False) -> Any:
+            cell, units = self.cell, self.units  # type: ignore[attr-defined]
+            last = keras.ops.matmul(sequences[:, -1], cell.kernel[:, :units])
+            last = last + cell.recurrent_kernel[0, :units] + cell.bias[:units]
+            return last, last[:, None], [last] * len(initial_state)
+
+    register = keras.saving.register_keras_serializable("without_the_layer")  # Bidirectional makes its second from it
+    made = {name: register(type(name, (Nothing, getattr(keras.layers, name)), {})) for name in ("LSTM", "GRU")}
+    return SimpleNamespace(Bidirectional=keras.layers.Bidirectional, **made)
 
 
 def data(case: str, shape: Shape) -> tuple[Any, Any]:
@@ -83,6 +107,8 @@ def work(side: str, shape: Shape) -> None:
         import whorl.keras
 
         source, facts["whorl"] = whorl.keras, whorl.__version__
+    elif side == "nothing":
+        source = without_the_layer()
     model, x, target, batch = None, None, None, shape.batch
     for line in sys.stdin:
         asked, found = json.loads(line), None
@@ -123,7 +149,7 @@ class Contender:
     """A process that does what it is asked."""
 
     def __init__(self, backend: str, side: str, python: str, shape: Shape) -> None:
-        self.backend, self.name = backend, f"{'whorl' if side == 'whorl' else 'Keras'}, {backend}"
+        self.backend, self.side, self.name = backend, side, f"{SIDES[side]}, {backend}"
         environment = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "WHORL_SLOW": "allow"}
         environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         command = [python, "-W", "ignore", __file__, "--worker", side, "--shape", *map(str, shape)]
@@ -155,11 +181,16 @@ def started(pythons: dict[str, str], shape: Shape) -> Iterator[list[Contender]]:
 
 
 def check(contenders: list[Contender], case: str, units: int) -> None:
-    """Builds the model in each, and compares what they predict and the loss of an epoch.
+    """Builds the model in each, and compares what they predict and the loss of an epoch, but for those without a layer.
 
     Raises:
         SystemExit: two that differ.
     """
+    for one in contenders:
+        if one.side == "nothing":
+            for do in ("build", "loss"):
+                one.ask(do, case=case, units=units)
+    contenders = [one for one in contenders if one.side != "nothing"]
     predicted = [one.ask("build", case=case, units=units) for one in contenders]
     for one, values in zip(contenders, predicted, strict=True):
         apart = max(abs(a - b) for a, b in zip(values, predicted[0], strict=True))
@@ -214,14 +245,13 @@ def main() -> None:
     pythons = {
         backend: getattr(given, backend) for backend in ("torch", "jax", "tensorflow") if getattr(given, backend)
     }
-    rows = []
     with started(pythons, Shape(*given.shape)) as contenders:
         facts = {one.name: one.ask("facts") for one in contenders}
         for units in given.sizes:
             for case in given.cases.split(";"):
-                rows += measure(contenders, case, units, given.rounds)
-    if given.out:
-        write(given.out, facts, rows, Shape(*given.shape))
+                rows = measure(contenders, case, units, given.rounds)
+                if given.out:
+                    write(given.out, facts, rows, Shape(*given.shape))
     return None
 
 
@@ -248,13 +278,14 @@ def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shap
 
 
 def tables(path: Path) -> str:
-    """The results as Markdown: milliseconds a batch, and how many times as long Keras takes on the same backend."""
+    """The results as Markdown: milliseconds a batch, and how many times as long Keras takes on the same backend.
+
+    Beside a model without the layer: how many times as long Keras takes as that, the most that a layer could gain.
+    """
     data = json.loads(path.read_text(encoding="utf-8"))
     batches, made = data["shape"]["batches"], []
     names = [name for name in data["versions"] if any(name in row["seconds"] for row in data["results"])]
-    heads = [
-        name + (", times" if name == f"Keras, {name.split(', ')[1]}" and _ours(name) in names else "") for name in names
-    ]
+    heads = [_head(name, names) for name in names]
     for do in DOES:
         lines = [f"| `{do}` | units | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(names)}"]
         for row in data["results"]:
@@ -265,14 +296,22 @@ def tables(path: Path) -> str:
     return "\n\n".join(made) + "\n"
 
 
-def _ours(name: str) -> str:
-    return name.replace("Keras", "whorl")
+def _pair(name: str) -> tuple[str, str, str] | None:
+    """Of a column: whose seconds are divided by whose, and what its head calls that."""
+    side, _, backend = name.partition(", ")
+    keras = f"Keras, {backend}"
+    pairs = {"Keras": (keras, f"whorl, {backend}", ", times"), SIDES["nothing"]: (keras, name, ", at most")}
+    return pairs.get(side)
+
+
+def _head(name: str, names: list[str]) -> str:
+    pair = _pair(name)
+    return name + (pair[2] if pair and {*pair[:2]} <= {*names} else "")
 
 
 def _cell(seconds: dict[str, float], name: str, batches: int) -> str:
-    text = f"{1e3 * seconds[name] / batches:.1f}"
-    ours = seconds.get(_ours(name)) if name.startswith("Keras") else None
-    return text if ours is None else f"{text}, {seconds[name] / ours:.1f}"
+    text, pair = f"{1e3 * seconds[name] / batches:.1f}", _pair(name)
+    return f"{text}, {seconds[pair[0]] / seconds[pair[1]]:.1f}" if pair and {*pair[:2]} <= {*seconds} else text
 
 
 if __name__ == "__main__":

@@ -110,6 +110,30 @@ def test_a_gradient_does_not_run_the_forward_again(name: str, monkeypatch: pytes
     assert calls == ["forward", "backward"]
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU neither is asked")
+def test_with_a_gradient_cpu_comes_before_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("cpu", "onednn"):
+        for kind in ("forward", "backward"):
+            own = getattr(ENGINES[name], kind)
+            note = f"{name} {kind}"
+            monkeypatch.setattr(
+                ENGINES[name], kind, lambda *given, note=note, own=own: calls.append(note) or own(*given)
+            )
+    layer = whorl.keras.LSTM(2, name="rnn")
+    layer.build(x.shape)
+    jax.block_until_ready(value_and_gradients(layer))
+    assert set(calls) == {"cpu forward", "cpu backward"}
+    explained = str(whorl.keras.explain(layer, x))
+    assert explained.startswith("rnn (LSTM): cpu, ")
+    assert "not cpu" not in explained
+    assert "by name" not in explained
+    calls.clear()
+    jax.block_until_ready(layer(x))
+    assert calls == ["onednn forward"]
+    assert str(whorl.keras.explain(whorl.keras.LSTM(2, engine="onednn"), x)).count("onednn, ") == 1
+
+
 def test_what_is_saved_lives_as_long_as_the_gradient_needs_it() -> None:
     """Two forwards before both backwards, each of which runs twice; masks that leave less to save."""
     layer = whorl.keras.RNN([keras.layers.LSTMCell(3), keras.layers.GRUCell(2)])

@@ -28,24 +28,34 @@ def test_it_checks_and_measures(tmp_path: Path) -> None:
     found = [(row["case"], row["do"]) for row in data["results"]]
     cases = ("Bidirectional, masked", "GRU reset_after=False", "masked")
     assert found == [(case, do) for case in cases for do in ("fit", "evaluate", "predict")]
-    assert all(set(row["seconds"]) == {"whorl, torch", "Keras, torch"} for row in data["results"])
-    assert "masked" in runpy.run_path(str(PROGRAM))["tables"](out)
+    names = {"whorl, torch", "Keras, torch", "without the layer, torch"}
+    assert all(set(row["seconds"]) == names for row in data["results"])
+    for row in data["results"]:
+        row["seconds"] = {"whorl, torch": 0.002, "Keras, torch": 0.03, "without the layer, torch": 0.001}
+    out.write_text(json.dumps(data))
+    made = runpy.run_path(str(PROGRAM))["tables"](out)
+    assert "| whorl, torch | Keras, torch, times | without the layer, torch, at most |" in made
+    assert "| masked | 2 | 1.0 | 15.0, 15.0 | 0.5, 30.0 |" in made
 
 
 def test_what_differs_is_not_timed() -> None:
     names = runpy.run_path(str(PROGRAM))
 
     class Contender:
-        backend = "torch"
+        backend, side = "torch", "keras"
 
         def __init__(self, name: str, predicted: float, loss: float) -> None:
-            self.name, self.answers = name, {"build": [predicted], "loss": loss}
+            self.name, self.answers, self.asked = name, {"build": [predicted], "loss": loss}, set()
 
         def ask(self, do: str, **more: object) -> object:
+            self.asked.add(do)
             return self.answers[do]
 
+    nothing = Contender("four", 9.0, 9.0)
+    nothing.side = "nothing"
     same, other, worse = Contender("one", 1.0, 2.0), Contender("two", 1.1, 2.0), Contender("three", 1.0, 2.1)
-    names["check"]([same, same], "plain", 2)
+    names["check"]([same, nothing, same], "plain", 2)
+    assert nothing.asked == {"build", "loss"}
     for wrong in (other, worse):
         with pytest.raises(SystemExit, match=f"plain: {wrong.name} "):
             names["check"]([same, wrong], "plain", 2)
@@ -54,3 +64,19 @@ def test_what_differs_is_not_timed() -> None:
 def test_the_guide_has_the_results() -> None:
     guide = (ROOT / "docs" / "from_cudnnlstm.md").read_text(encoding="utf-8")
     assert runpy.run_path(str(PROGRAM))["tables"](RESULTS) in guide
+
+
+def test_without_the_layer_weights_and_shapes_are_those_of_the_layer() -> None:
+    keras = pytest.importorskip("keras")
+    names = runpy.run_path(str(PROGRAM))
+    shape = names["Shape"](batch=3, batches=1, steps=5, features=4)
+    for case in names["CASES"]:
+        ours, stock = [
+            names["build"](case, 6, source, shape) for source in (names["without_the_layer"](), keras.layers)
+        ]
+        x, target = names["data"](case, shape)
+        before = [value.copy() for value in ours.get_weights()]
+        assert ours.layers[-2](x).shape == stock.layers[-2](x).shape
+        assert [value.shape for value in before] == [value.shape for value in stock.get_weights()]
+        ours.fit(x, target, batch_size=3, verbose=0)
+        assert all((old != new).any() for old, new in zip(before, ours.get_weights(), strict=True)), case

@@ -1,8 +1,10 @@
 """Steps with means and products inside on engine `persistent`, run on the host by `emulation`."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,37 @@ def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -
     made = steps(STAGED["all of LSTM's layer norm"])
     assert (made.forward.exchanges, made.backward.exchanges) == (2, 2)
     assert [it.moments for it in made.forward.reductions] == [True] * 3
+
+
+SOURCES = """
+import hashlib
+import torch
+from engine_cases import CELLS
+from test_staged import STAGED
+from whorl.engines.cpu import generate
+from whorl.engines.cuda import grid, source, stepwise_source
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.tiling import Chip
+
+for name, cell in (CELLS | STAGED).items():
+    beside = [make(cell, torch.float32) for make in (stepwise_source.source, stepwise_source.stream)]
+    others = generate.source(cell), *beside
+    print(name, hashlib.sha256(repr(others).encode()).hexdigest())
+    for kind in ("forward", "backward"):
+        tile = grid.choose(size_of(cell, 64, 2), Chip((9, 0), 132), 32, 1, kind)
+        text = getattr(source, kind)(cell, 64, torch.bfloat16, tile, True)
+        print(name, kind, hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_each_process_makes_the_same_source() -> None:
+    """The store finds a kernel by its source, so no order of a set may be in it."""
+    words = [sys.executable, "-c", SOURCES]
+    given = [os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)} for seed in "012"]
+    made = [subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout for env in given]
+    first, *others = (text.splitlines() for text in made)
+    assert len(first) == 3 * len(CELLS | STAGED)
+    assert all(other == first for other in others)
 
 
 def test_what_is_exchanged_together_counts_once() -> None:

@@ -178,3 +178,24 @@ def test_torchrun_trains_to_the_end_with_one_display(text: Path) -> None:
     assert sum(line.startswith("step 60 ") for line in out.splitlines()) == 1
     assert out.count("validation  ") == 1
     assert load(run / "checkpoint-60").progress.step == 60
+
+
+def test_a_worker_of_torchrun_does_not_wait_for_pythons_own_end(text: Path) -> None:
+    # In which threads of gloo abort, once in a while: what is registered for it does not run.
+    script = text.with_name("script.py")
+    script.write_text(
+        "import atexit\nfrom whorl.__main__ import main\n"
+        "atexit.register(print, 'the end of Python', flush=True)\nmain()\n"
+    )
+    words = ["train", str(text), "--out", str(text.with_name("run")), *SMALL, "--steps", "20"]
+    process = start("2", str(script), *words)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "step 20 " in out
+    assert "the end of Python" not in out
+    refused = start("1", str(script), "train", str(text), "--units", "none")
+    out, err = refused.communicate(timeout=120)
+    assert refused.returncode != 0
+    assert "--units" in err
+    assert "exitcode  : 2" in err
+    assert "the end of Python" not in out

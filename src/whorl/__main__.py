@@ -6,13 +6,15 @@ import sys
 
 from whorl.commands import BAD_INPUT
 from whorl.commands import main as run
+from whorl.text.group import is_called
 
 
 def main() -> None:
     """Carry out the command line and exit with its status.
 
     What a stream's encoding cannot say is printed as `?`. An output that takes no more, such as a full disk, is bad
-    input; one whose reader has gone, as that of `| head`, is no error.
+    input; one whose reader has gone, as that of `| head`, is no error. A process of torchrun ends without Python's own
+    end: there a thread of gloo that lets go of its last tensor aborts (https://github.com/pytorch/pytorch/issues/190489).
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -25,14 +27,17 @@ def main() -> None:
         if not isinstance(error, BrokenPipeError):
             print(f"whorl: cannot write the output: {error.strerror}", file=sys.stderr)
             status = BAD_INPUT
+    if is_called():
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 
-def _status() -> int | str | None:
+def _status() -> int:
     try:
-        status: int | str | None = run()
+        status = run()
     except SystemExit as end:  # of argparse
-        status = end.code
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     sys.stdout.flush()
     return status
 

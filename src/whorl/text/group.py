@@ -104,10 +104,7 @@ class Group:
     def leave(self) -> None:
         """Close the connections to the others, when all are done."""
         if self.joined:
-            # It lives until the threads of gloo are gone: one that lets go of a tensor last, when Python ends, aborts.
-            last = torch.zeros((), device=self._device)
-            distributed.all_reduce(last)
-            last.item()
+            self.wait()
             distributed.destroy_process_group()
 
     @property

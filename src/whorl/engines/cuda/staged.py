@@ -242,13 +242,13 @@ def _lean(made: Sequence[Stage], nodes: Sequence[Expr]) -> list[Stage]:
             again |= set(group)
         if not again:
             continue
-        for name in again:
+        for name in sorted(again):  # not as a set has them: a kernel's source is its key, the same in each process
             reads.pop(name, None)
             for arg in by_name[name].args:
                 own = _name_of(arg, names)
                 if own is not None and own not in again:
                     reads.setdefault(own, Value(own, arg.is_condition))
-        for name in needed:
+        for name in sorted(needed):
             reads.setdefault(name, Value(name, by_name[name].is_condition))
             wanted[found[name][1]].setdefault(name, Value(name, by_name[name].is_condition))
         lines = [found[name][0] for name in sorted(again, key=lambda name: int(name[1:]))]

@@ -80,32 +80,6 @@ __device__ __forceinline__ unsigned weight_word(const Element* weights, int gate
 #endif
 }
 
-// The operand of a sequence and unit at the first step; it is computed where it is read.
-__device__ __forceinline__ Element first_operand(
-    const Arguments& a, long long sequence, int unit, int direction, int step) {
-  const long long at = (direction * a.batch + sequence) * UNITS + unit;
-  Element value = a.initial[0] != nullptr ? a.initial[0][at] : Element{};
-  if constexpr (RESET) {
-    const long long length = LENGTHS ? a.o.lengths[sequence] : a.time;
-    if (direction == 0 && length > 0 && a.o.reset[sequence]) value = RESET_TO ? a.o.reset_to[0][at] : Element{};
-  }
-  if constexpr (NOISE == HELD) value = narrow(wide(value) * a.o.noise[direction][sequence * UNITS + unit]);
-  if constexpr (NOISE == GIVEN || NOISE == DRAWN) {
-    const bool there = !LENGTHS || step < a.o.lengths[sequence];
-    const long long row = rows_of(a, step) + sequence;
-    float factor = 0.f;
-    if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
-    if constexpr (NOISE == DRAWN) {
-      const unsigned id = (unsigned)(a.o.ids != nullptr ? a.o.ids[sequence] : sequence);
-      const uint4 words =
-          philox((unsigned)unit, (unsigned)step, id, tag_of(FOR_RECURRENT, a.o.layer, direction), key_of(a.o.seed));
-      factor = is_event(words.x, a.o.noise_below) ? 0.f : (float)a.o.noise_scale;
-    }
-    value = narrow(wide(value) * factor);
-  }
-  return value;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]
