@@ -114,6 +114,74 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool
     assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    "kind, of_x, of_weights, of_states, of_loss",
+    [  # float16 holds none of these sizes
+        ("LSTM", 1.0, 10.0, 1e3, 2.0**100), ("LSTM", 1e-7, 1.0, 0.0, 2.0**-100), ("RNN", 1.0, 1e-4, 1e30, 1e-8),
+        ("GRU", 1.0, 1.0, 1e3, 1e30), ("RELU", 1e20, 1e-4, 1e-30, 1e-30),
+    ],
+)  # fmt: skip
+def test_float32_of_any_size(
+    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, folder: Path
+) -> None:
+    """As well as a plain loop, each sequence taken for itself, which has another size than its neighbours."""
+    torch.manual_seed(1)
+    relu = dict(nonlinearity="relu") if kind == "RELU" else {}
+    layer = getattr(whorl, kind.replace("RELU", "RNN"))(6, 40, bias=False, **relu)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight *= of_weights
+    each = 2.0 ** torch.arange(-6, 7, 3)[:, None]
+    x, h = of_x * torch.randn(4, 5, 6), of_states * each * torch.randn(1, 5, 40)
+    to_y = of_loss * each * torch.randn(4, 5, 40)
+
+    def outcome(own: torch.nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        given, start = x.to(dtype).requires_grad_(), h.to(dtype).requires_grad_()
+        y = flat(own(given, (start, start) if kind == "LSTM" else start))[0]
+        weights = list(own.parameters())
+        to_x, to_h, *to_weights = torch.autograd.grad((y * to_y.to(dtype)).sum(), [given, start, *weights])
+        return dict(y=y.detach(), x=to_x, h=to_h, ih=to_weights[0], hh=to_weights[1])
+
+    layer.engine = "reference"
+    truth = outcome(layer.double(), torch.float64)
+    plain = outcome(PlainLoop(layer.float(), to_tf32 if tf32 else None), torch.float32)
+    layer.engine = "persistent"
+    with emulated(folder, tf32):
+        got = outcome(layer, torch.float32)
+
+    def errors(name: str, b: int) -> tuple[float, float]:
+        its = slice(None) if name in ("ih", "hh") else (slice(None), b)
+        return error(got[name][its], truth[name][its]), error(plain[name][its], truth[name][its])
+
+    rows = [{name: errors(name, b) for name in truth} for b in range(5)]
+    assert broken(rows, TF32_EPS if tf32 else 2.0**-23) == {}
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_what_is_not_a_number_stays_in_its_sequence(kind: str, tf32: bool, folder: Path) -> None:
+    """In the input of one, in the gradients of another; also where float32 enters products as float16, scaled."""
+    torch.manual_seed(1)
+    layer, x, to_y = getattr(whorl, kind)(3, 33, engine="persistent"), torch.randn(3, 5, 3), torch.randn(3, 5, 33)
+
+    def outcome(x: Tensor, to_y: Tensor) -> tuple[Tensor, Tensor]:
+        given = x.clone().requires_grad_()
+        with emulated(folder, tf32):
+            y = layer(given)[0]
+            return y.detach(), torch.autograd.grad(y, given, to_y)[0]
+
+    y, to_x = outcome(x, to_y)
+    x[1, 2, 0], to_y[2, 3, 7] = float("nan"), float("nan")
+    wrong, to_wrong = outcome(x, to_y)
+    assert wrong[1:, 2].isnan().all()
+    assert to_wrong[:, 3].isnan().all()
+    fine = torch.tensor([0, 1, 4])
+    assert wrong[:, fine].equal(y[:, fine])
+    assert wrong[:, 3].equal(y[:, 3])
+    assert to_wrong[:, fine].equal(to_x[:, fine])
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_large_initial_states_stay_right_in_float32(kind: str, folder: Path) -> None:
     """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
@@ -167,23 +235,25 @@ def test_layers_spread_over_blocks_that_exchange(
 
 
 @pytest.mark.parametrize(
-    "kind, units, batch, dtype, ahead, back, options",
-    [  # a warp has items of one sub-tile, of several, of none
-        ("LSTM", 40, 19, torch.bfloat16, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
-        ("GRU", 33, 14, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
-        ("RNN", 130, 29, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
-        ("LSTM", 70, 33, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
+    "kind, units, batch, clusters, dtype, ahead, back, options",
+    [  # a warp has items of one sub-tile, of several, of none; sub-tiles with one sequence, with none
+        ("LSTM", 40, 19, 1, torch.bfloat16, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
+        ("GRU", 33, 14, 1, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
+        ("GRU", 33, 14, 2, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), {}),
+        ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
+        ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
     ],
 )
 def test_sub_tiles_that_travel_while_others_are_computed(
-    kind: str, units: int, batch: int, dtype: torch.dtype, ahead: tuple[int, ...], back: tuple[int, ...],
-    options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
+    kind: str, units: int, batch: int, clusters: int, dtype: torch.dtype, ahead: tuple[int, ...],
+    back: tuple[int, ...], options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
         given, make = (ahead, tiling.forward) if way == "forward" else (back, tiling.backward)
         return make(size, *given[:3], chip.shared, subs=given[3])
 
     monkeypatch.setattr(tiling, "choose", chosen)
+    monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
     torch.manual_seed(1)
     layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder)

@@ -38,7 +38,7 @@ def test_every_tile_fits_the_chip_and_covers_the_layer(chip: Chip, kind: str) ->
             assert 1 <= tile.warps <= 16
             assert tile.tiles % tile.subs == 0
             if kind == "forward":
-                elements = 2 if size.halves else 4 // size.element
+                elements = 2 if tile.halves else 4 // size.element
                 assert tile.splits * tile.depths * 8 * elements >= tile.cluster * tile.slice
                 assert tile.warps == tile.slice // 16 * tile.splits
 

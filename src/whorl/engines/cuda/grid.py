@@ -104,8 +104,9 @@ class Grid:
         self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str
     ) -> None:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
-        self.parts = -(-batch // tile.rows)
-        self.words = 0
+        self.parts, self.words = -(-batch // tile.rows), 0
+        if isinstance(tile, Tile) and size.staged is None:
+            self.parts = tiling.parts(chip, batch, directions, tile)
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)
             at_once = tile.at_once(chip)

@@ -4,6 +4,7 @@ The regime of this page: one cluster of blocks, or one block, owns some rows of 
 weights of a layer and direction in its registers and shared memory.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,12 +72,13 @@ class Size(NamedTuple):
     staged: Graph | None = None
     """The cell, where its step has several stages: staging.py chooses its tiles."""
     halves: bool = False
-    """float32 is multiplied as float16, scaled, or (where products are exact) as two float16."""
+    """float32 may be multiplied as float16, scaled, or (where products are exact) as two float16."""
+    bounded: bool = False
+    """The first state is in [-1, 1] after a step."""
 
-    @property
-    def planes(self) -> int:
-        """Of what enters a product."""
-        return 2 if self.halves and self.exact else 1
+    def scaled(self, kind: str) -> bool:
+        """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
+        return self.halves and (kind == "backward" or self.exact or self.bounded)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,13 @@ class Tile:
 
     @property
     def rows(self) -> int:
+        """The most sequences of a cluster."""
         return 8 * self.tiles
+
+    @property
+    def planes(self) -> int:
+        """Of what enters a product."""
+        return 2 if self.halves and self.exact else 1
 
 
 def forward(
@@ -123,10 +131,11 @@ def forward(
         resident: depths in registers; None takes as many as registers allow.
         subs: sub-tiles of the rows; each has its items in whole rounds of the warps of a split, or they in it.
     """
-    part, items = tiles // subs, 2 * tiles // subs
+    part, items, halves = tiles // subs, 2 * tiles // subs, size.scaled("forward")
+    planes = 1 + (halves and size.exact)
     if subs > 1 and (tiles % subs or cluster == 1 or (items % splits and splits % items)):
         return None
-    words = _words(size)
+    words = _words(size, halves)
     units = slice_of(size.units, cluster)
     groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
     warps = groups * splits
@@ -135,37 +144,39 @@ def forward(
     own = -(-2 * tiles // splits)
     used = size.recurrent * part * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += (
-        4 * part * size.planes
-        + 2 * size.recurrent * (1 + size.halves)
+        4 * part * planes
+        + 2 * size.recurrent * (1 + halves)
         + 2 * size.vectors
         + 8 * bool(size.ahead)
         + 10 * part * (size.bits or bool(size.masks))
     )
-    room = _room(size, warps, used + extra(size, _FORWARD_EXTRA, part))
+    room = _room(size, warps, used + extra(size, _FORWARD_EXTRA, part, halves), halves)
     if room is None:
         return None
-    resident = min(depths, room // (4 * size.planes * size.recurrent)) if resident is None else resident
-    states = size.planes * 8 * tiles * splits * depths * 8
+    resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
+    states = planes * 8 * tiles * splits * depths * 8
+    scales = 2 * splits * depths * 8 * tiles if planes > 1 else 8 * tiles * halves
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
-    streamed = warps * (depths - resident) * size.recurrent * size.planes * 128
-    shared = 4 * (streamed + 2 * states + partial + masks + 8 * tiles * size.halves) + 16 * subs
+    streamed = warps * (depths - resident) * size.recurrent * planes * 128
+    shared = 4 * (streamed + 2 * states + partial + masks + scales) + 16 * subs
     if shared > limit or groups * subs > 15:
         return None
-    if subs > 1 and resident < depths and not size.halves:
+    if subs > 1 and resident < depths and not halves:
         return None  # then sub-tiles save nearly nothing
     made = (cluster, units, tiles, resident, shared, warps, splits, depths)
-    return Tile(*made, exact=size.exact, halves=size.halves, subs=subs)
+    return Tile(*made, exact=size.exact, halves=halves, subs=subs)
 
 
 def backward(
     size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None, subs: int = 1
 ) -> Tile | None:
     """The backward kernel's numbers for a cluster, a number of row tiles and of warps, where they fit."""
-    part = tiles // subs
+    part, halves = tiles // subs, size.scaled("backward")
+    planes = 1 + (halves and size.exact)
     if subs > 1 and (tiles % subs or cluster == 1):
         return None
-    words = _words(size)
+    words = _words(size, halves)
     units = slice_of(size.units, cluster)
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
@@ -174,36 +185,36 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
-    used += (2 * share + 4 * chunk * part * size.planes) * size.halves  # scales, and sums of one group
+    used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 6 * chunk * part * (size.bits or bool(size.masks))
-    room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, part))
+    room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
     if room is None:
         return None
-    resident = min(share * depths, room // (4 * size.planes)) if resident is None else resident
-    padding = 12 if size.halves and groups > 4 else 4
-    gradients, sums = size.planes * 8 * tiles * (depths * 8 + padding), cells * cluster * 128
+    resident = min(share * depths, room // (4 * planes)) if resident is None else resident
+    padding = 12 if halves and groups > 4 else 4
+    gradients, sums = planes * 8 * tiles * (depths * 8 + padding), cells * cluster * 128
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
-    shared = 4 * (warps * (share * depths - resident) * size.planes * 128 + 2 * sums + 2 * gradients + masks)
+    shared = 4 * (warps * (share * depths - resident) * planes * 128 + 2 * sums + 2 * gradients + masks)
     shared += 32 * subs if subs > 1 else 16
-    if shared > limit or (size.halves and groups > 12):
+    if shared > limit or (halves and groups > 12):
         return None
     made = (cluster, units, tiles, resident, shared, warps)
-    return Tile(*made, chunk=chunk, exact=size.exact, halves=size.halves, subs=subs)
+    return Tile(*made, chunk=chunk, exact=size.exact, halves=halves, subs=subs)
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 
 
-def extra(size: Size, base: int, tiles: int) -> int:
+def extra(size: Size, base: int, tiles: int, halves: bool = False) -> int:
     """Of four bytes more, and where each operand is split into two."""
-    if size.halves:
+    if halves:
         return base + 4 + 8 * size.exact
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
 
 
-def _words(size: Size) -> int:
+def _words(size: Size, halves: bool) -> int:
     """Elements of a word of what enters a product."""
-    return 2 if size.halves else 4 // size.element
+    return 2 if halves else 4 // size.element
 
 
 def registers(warps: int) -> int:
@@ -211,15 +222,15 @@ def registers(warps: int) -> int:
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
 
 
-def _room(size: Size, warps: int, used: int) -> int | None:
+def _room(size: Size, warps: int, used: int, halves: bool) -> int | None:
     """Registers of a thread for weights; None where a kernel in four bytes has not enough for the rest.
 
     Of weights in four bytes, more than 160 were spilled all the same.
     """
     room = registers(warps) - used
     if size.element == 2 or size.ahead or size.back:  # with options a few are spilled
-        return min(max(0, room), 160 if size.element == 4 and not size.halves else MOST_REGISTERS)
-    return min(room, MOST_REGISTERS if size.halves else 160) if room >= 0 else None
+        return min(max(0, room), 160 if size.element == 4 and not halves else MOST_REGISTERS)
+    return min(room, MOST_REGISTERS if halves else 160) if room >= 0 else None
 
 
 def slice_of(units: int, cluster: int) -> int:
@@ -231,12 +242,15 @@ def slice_of(units: int, cluster: int) -> int:
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
     """Every tile of a kind ("forward" or "backward") that fits the chip."""
     clusters = (1, 2, 4, 8, 16) if chip.capability[0] >= 9 and chip.capability[0] != 12 else (1,)
-    for cluster in clusters:
+    # with TF32 products either may be the faster: LSTM backward at batch 32 took 1.18 us a step on an H200 as TF32 and
+    # 1.53 as float16 with 128 units, 2.16 and 1.91 with 512
+    ways = (size, size._replace(halves=False)) if size.scaled(kind) and not size.exact else (size,)
+    for way, cluster in itertools.product(ways, clusters):
         for tiles, subs in ((tiles, subs) for tiles in range(1, 9) for subs in (1, 2, 3, 4) if tiles % subs == 0):
             if kind == "backward":
-                made = [backward(size, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
+                made = [backward(way, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
             else:
-                made = [forward(size, cluster, tiles, splits, chip.shared, subs=subs) for splits in (1, 2, 4, 8)]
+                made = [forward(way, cluster, tiles, splits, chip.shared, subs=subs) for splits in (1, 2, 4, 8)]
             yield from (tile for tile in made if tile is not None)
 
 
@@ -258,8 +272,15 @@ def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> li
 
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
     """How many times the clusters of a batch fill the chip."""
-    clusters = -(-batch // tile.rows) * directions
+    clusters = parts(chip, batch, directions, tile) * directions
     return -(-clusters // chip.resident(tile.cluster))
+
+
+def parts(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
+    """Clusters that share the batch: as many as run at once, so that each has the fewest sequences to exchange."""
+    least = -(-batch // tile.rows)
+    share = -(-batch // max(least, chip.resident(tile.cluster) // directions)) if tile.cluster > 1 else tile.rows
+    return -(-batch // share)
 
 
 @lru_cache(maxsize=1024)
@@ -277,21 +298,21 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     """
     taken = rounds(chip, batch, directions, tile)
     begin = 0.3 * (taken - 1)  # each round loads its weights anew: about 20 us, over 60 steps or so
-    groups, words = tile.slice // 16, _words(size)
+    groups, words, planes = tile.slice // 16, _words(size, tile.halves), tile.planes
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
-    read = tile.warps * _streamed(size, tile, kind) * size.planes / 2
-    if size.element == 4 and not size.halves:
+    read = tile.warps * _streamed(size, tile, kind) * planes / 2
+    if size.element == 4 and not tile.halves:
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
         return begin + taken * sum(cost * count for cost, count in zip(costs, counts, strict=True))
-    products *= 2 * size.planes - 1
-    again = 0.003 * read * tile.subs * size.halves
+    products *= 2 * planes - 1
+    again = 0.003 * read * tile.subs * tile.halves
     if kind == "forward":
         items = groups * tile.tiles / 2
         step = 0.13 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
-        step += 0.08 * size.planes * arriving
+        step += 0.08 * planes * arriving
         if tile.subs > 1 and tile.resident == tile.depths:
             step *= 0.9
         return begin + taken * (step + again)
@@ -316,6 +337,6 @@ def _streamed(size: Size, tile: Tile, kind: str) -> int:
     """Pieces of 512 bytes of the weights that one warp reads from shared memory at every step."""
     if kind == "forward":
         return (tile.depths - tile.resident) * size.recurrent
-    groups, words = tile.slice // 16, _words(size)
+    groups, words = tile.slice // 16, _words(size, tile.halves)
     share = -(-tile.cluster * groups // tile.warps)
     return share * (size.recurrent * tile.slice // (8 * words)) - tile.resident

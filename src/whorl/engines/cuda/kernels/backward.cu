@@ -1,7 +1,7 @@
 // All steps of a recurrent layer, backward, in one launch: the gradients of the gates, of the initial states, and sums
 // over the batch for the bias and the vectors.  What is left (dx, dW) are products of whole matrices.
 //
-// A cluster owns ROWS = 8 x TILES sequences, a block the units from rank x SLICE on, as in the forward kernel.  At each
+// A cluster owns `share` sequences of ROWS = 8 x TILES, a block the units from rank x SLICE on, as in the forward kernel.  At each
 // step a block computes the gradient of the cell for its own units, multiplies it with its own slice of the recurrent
 // weights, transposed, and sends to each block what concerns that block's units: a float32 sum from each source, added
 // by the receiver in the order of the sources.
@@ -40,7 +40,6 @@ constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = PLANES * PLANE_WORDS, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int PART_CELLS = GROUPS * PART;
-constexpr unsigned ARRIVING = SUM_WORDS / SUBS * 4;
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
@@ -95,7 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
-  const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER;
+  const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+  const int share = (batch + clusters - 1) / clusters, first_place = cluster * share;
+  const int last_place = min(batch, first_place + share);
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
@@ -157,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < RECURRENT * 4; ++i) {
         const int e = i % 4, its = item % 32, tile = item / 32 % TILES, strip = item / 32 / TILES;
         const int gate = i / 4, unit = strip * 16 + its / 4 * 2 + e / 2;
-        const int place = cluster * ROWS + tile * 8 + its % 4 * 2 + e % 2;
-        const bool there = place < batch && unit < UNITS;
+        const int place = first_place + tile * 8 + its % 4 * 2 + e % 2;
+        const bool there = place < last_place && unit < UNITS;
         const long long sequence = there ? sequence_at(a, place) : 0;
         const float mask = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + unit] : 0.f;
         if constexpr (NOISE == GIVEN_BY_GATE) masks[(gate * STRIPS * TILES * 32 + item) * 4 + e] = narrow(mask);
@@ -167,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (NOISE == BY_GATE) mask_bits[item] = bits;
     }
   // steps of the longest sequence of the cluster; they are computed from the one that forward computed last
-  const int time = LENGTHS ? longest(a, cluster * ROWS) : (int)a.time, width = gridDim.y * UNITS;
+  const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time, width = gridDim.y * UNITS;
   const bool reverse = direction == 1;
   const int first_step = reverse || time == 0 ? 0 : time - 1;
   long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? 1 : time - 2 : first_step);
@@ -258,12 +259,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), place = cluster * ROWS + (warp + j * WARPS) / GROUPS * 8 + lane % 4 * 2;
+    const int unit = unit_of(j), place = first_place + (warp + j * WARPS) / GROUPS * 8 + lane % 4 * 2;
     const bool own = warp + j * WARPS < CELLS;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      sequence[j][b] = place + b < batch ? sequence_at(a, place + b) : place + b;
-      ends[j][b] = LENGTHS && place + b < batch ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
+      sequence[j][b] = place + b < last_place ? sequence_at(a, place + b) : place + b;
+      ends[j][b] = LENGTHS && place + b < last_place ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
     const long long row = sequence[j][0];
     gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
@@ -279,8 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      in[j][b][0] = own && place + b < batch && unit < UNITS;
-      in[j][b][1] = own && place + b < batch && unit + 1 < UNITS;
+      in[j][b][0] = own && place + b < last_place && unit < UNITS;
+      in[j][b][1] = own && place + b < last_place && unit + 1 < UNITS;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
         const bool given = a.final_gradients[s] != nullptr;
@@ -306,13 +307,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto has = [&](int sub, int j) {
     return (OWN * WARPS == CELLS || warp + j * WARPS < CELLS) && (SUBS == 1 || (warp + j * WARPS) / PART_CELLS == sub);
   };
+  const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
 #if CLUSTER > 1
   const unsigned made = barriers + 16 * SUBS;  // of sub-tiles: whether their gradients are in shared memory
+  const auto arriving = [&](int sub) {  // bytes at a step: of each pair of lines of which one is there
+    return (min(8 * PART, share - sub * 8 * PART) + 1) / 2 * 128 * GROUPS * CLUSTER;
+  };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
     for (int i = 0; i < 2 * SUBS && SUBS > 1; ++i) start_barrier(made + 8 * i, PART_CELLS);
     barriers_started();
-    for (int i = 0; i < 2 * SUBS; ++i) expect(barriers + 8 * i, ARRIVING);
+    for (int i = 0; i < 2 * SUBS; ++i)
+      if (has_lines(i / 2)) expect(barriers + 8 * i, arriving(i / 2));
   }
   cluster_barrier();
 #endif
@@ -322,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned barrier = barriers + 8 * (2 * sub + t % 2);
     if (SUBS == 1 || warp == sub * PART_CELLS % WARPS || (warp + WARPS - sub * PART_CELLS % WARPS) % WARPS < PART_CELLS) {
       wait(barrier, (t - 1) / 2 % 2);
-      if (lane == 0 && warp == sub * PART_CELLS % WARPS) expect(barrier, ARRIVING);
+      if (lane == 0 && warp == sub * PART_CELLS % WARPS) expect(barrier, arriving(sub));
     }
 #else
     __syncthreads();
@@ -627,7 +633,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
 #pragma unroll
-              for (int e = 0; e < 4; ++e) all[c][n][e] += sums[c][n][e] * factors[e % 2], sums[c][n][e] = 0.f;
+              for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
+                const float part = sums[c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+                all[c][n][e] += part * factors[e % 2], sums[c][n][e] = 0.f;
+              }
           }
         }
 #pragma unroll
@@ -635,7 +644,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int n = 0; n < PART; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[c][n][e] = all[c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+            for (int e = 0; e < 4; ++e) sums[c][n][e] = all[c][n][e];
 #else
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
@@ -696,7 +705,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                                 __float_as_uint(sum[3])};
-            send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (t + 1) % 2), data);
+            if ((sub * PART + n) * 8 + lane % 4 * 2 < share)
+              send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (t + 1) % 2), data);
 #else
             arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
 #endif
@@ -716,7 +726,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       compute(0);
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
-        if (sub + 1 < SUBS) compute(sub + 1);
+        if (!has_lines(sub)) break;
+        if (sub + 1 < SUBS && has_lines(sub + 1)) compute(sub + 1);
         if (goes_on) {
           wait(made + 8 * (2 * sub + t % 2), t / 2 % 2);
           multiply_and_send(sub);
@@ -734,7 +745,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if (wants_initial) {
     if (!LENGTHS || time > 0)
 #pragma unroll
-      for (int sub = 0; sub < SUBS; ++sub) arrive(sub, time, rows_before);
+      for (int sub = 0; sub < SUBS; ++sub)
+        if (has_lines(sub)) arrive(sub, time, rows_before);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll

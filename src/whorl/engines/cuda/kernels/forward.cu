@@ -1,7 +1,7 @@
 // All steps of a recurrent layer, forward, in one launch.
 //
-// A cluster of CLUSTER blocks (or one block alone) owns ROWS = 8 x TILES sequences.  Block `rank` owns the units from
-// rank x SLICE on, for every gate; its recurrent weights stay in registers, and past RESIDENT depths in shared memory.
+// A cluster of CLUSTER blocks (or one block alone) owns `share` sequences, the batch divided evenly and at most ROWS =
+// 8 x TILES: what is exchanged is theirs alone.  Block `rank` owns the units from rank x SLICE on, for every gate; its recurrent weights stay in registers, and past RESIDENT depths in shared memory.
 // At each step it multiplies them with the states of all units, which lie in its shared memory, computes the cell for
 // its own units, and sends their new states into the shared memory of every block of the cluster.
 //
@@ -47,8 +47,9 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * PLANES * 128;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-constexpr int SCALE_WORDS = HALVES ? ROWS : 0;  // of initial states, for each sequence
-constexpr unsigned ARRIVING = 8 * PART * CLUSTER * SLICE * OPERAND_BYTES * PLANES;
+// what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each initial state alone
+constexpr bool SCALED = HALVES && EXACT;
+constexpr int SCALES = SCALED ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + SCALED);
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
@@ -96,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned rank = rank_in_cluster();
   const int unit = rank * SLICE + group * 16 + lane / 4 * 2;  // and unit + 1
   const bool has_first = unit < UNITS, has_second = unit + 1 < UNITS;
-  const int batch = (int)a.batch, row0 = blockIdx.x / CLUSTER * ROWS + lane % 4 * 2;
+  const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
+  const int first_place = blockIdx.x / CLUSTER * share, last_place = min(batch, first_place + share);
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
@@ -148,51 +150,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 
   // steps of the longest sequence of the cluster
-  const int time = LENGTHS ? longest(a, blockIdx.x / CLUSTER * ROWS) : (int)a.time;
+  const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time;
   const bool reverse = direction == 1;
   const int first_step = reverse && time > 0 ? time - 1 : 0;
 
   for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
+  for (int i = threadIdx.x; i < SCALE_WORDS; i += THREADS) scales[i] = 0.f;
   __syncthreads();
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
-      const int its = i % 32, place = blockIdx.x / CLUSTER * ROWS + i / 32 % TILES * 8 + its / 4;
+      const int its = i % 32, place = first_place + i / 32 % TILES * 8 + its / 4;
       masks[i] = gate_bits(a, place, (i / 32 / TILES * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
   if constexpr (NOISE == GIVEN_BY_GATE)
     for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
       const int column = i % (WORDS * WORD_ELEMENTS), line = i / (WORDS * WORD_ELEMENTS);
-      const int gate = line / ROWS, place = blockIdx.x / CLUSTER * ROWS + line % ROWS;
-      const bool there = place < batch && column < UNITS;
+      const int gate = line / ROWS, place = first_place + line % ROWS;
+      const bool there = place < last_place && column < UNITS;
       const long long sequence = there ? sequence_at(a, place) : 0;
       const float value = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + column] : 0.f;
       unsigned* const to = masks + gate * STATE_WORDS + word_of(line % ROWS, column / WORD_ELEMENTS);
       ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
-#if HALVES
-  // Initial states have a scale for each sequence, so that any are as good as those of [-1, 1]; `scales` has its inverse.
-  for (int i = warp; i < ROWS && a.initial[0] != nullptr; i += WARPS) {
-    const int place = blockIdx.x / CLUSTER * ROWS + i;
-    const Element* const from = a.initial[0] + ((long long)direction * batch + place) * UNITS;
+#if HALVES && EXACT
+  for (int i = threadIdx.x; i < share * CLUSTER * GROUPS && a.initial[0] != nullptr; i += THREADS) {
+    const int line = i % share, depth = i / share;
+    const auto value = [&](int at) {
+      const bool there = first_place + line < last_place && depth * 16 + at < UNITS;
+      return there ? a.initial[0][((long long)direction * batch + first_place + line) * UNITS + depth * 16 + at] : 0.f;
+    };
     float most = 0.f;
-    for (int column = lane; column < UNITS && place < batch; column += 32) most = fmaxf(most, fabsf(from[column]));
+#pragma unroll
+    for (int at = 0; at < 16; ++at) most = fmaxf(most, fabsf(value(at)));
+    const float scale = scale_of(unscale_of(most));
+    scales[(depth * ITEMS + line / 8 * 2 + line % 2) * 4 + line % 8 / 2] = unscale_of(most);
+#pragma unroll
+    for (int word = 0; word < 8; ++word) {
+      unsigned* const to = states + word_of(line, depth * 8 + word);
+      split_halves(value(2 * word) * scale, value(2 * word + 1) * scale, to[0], to[PLANE_WORDS]);
+    }
+  }
+#elif HALVES
+  for (int line = warp; line < share && a.initial[0] != nullptr; line += WARPS) {
+    const bool there = first_place + line < last_place;
+    const Element* const from = a.initial[0] + ((long long)direction * batch + first_place + line) * UNITS;
+    float most = 0.f;
+    for (int column = lane; column < UNITS && there; column += 32) most = fmaxf(most, fabsf(from[column]));
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
     const float scale = scale_of(unscale_of(most));
-    if (lane == 0) scales[i] = STATE_SCALE * unscale_of(most);
-    for (int word = lane; 2 * word < UNITS && place < batch; word += 32) {
+    if (lane == 0) scales[line] = STATE_SCALE * unscale_of(most);
+    for (int word = lane; 2 * word < UNITS && there; word += 32) {
       const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
-      unsigned high, low;
-      split_halves(from[2 * word] * scale, odd * scale, high, low);
-      states[word_of(i, word)] = high;
-      if constexpr (PLANES > 1) states[PLANE_WORDS + word_of(i, word)] = low;
+      states[word_of(line, word)] = half_pair(from[2 * word] * scale, odd * scale);
     }
   }
 #else
   if (a.initial[0] != nullptr || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
-      const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
-      if (place < batch) {
+      const int place = first_place + i / UNITS, column = i % UNITS;
+      if (place < last_place) {
         const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step);
         unsigned* const at = states + word_of(i / UNITS, column / WORD_ELEMENTS);
 #if ELEMENT_BYTES == 2
@@ -234,14 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int width = gridDim.y * UNITS;
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   // the thread's first item, and how many sequences further on the others are
-  const int place = row0 + position / 2 * 8 + position % 2;
+  const int place = first_place + lane % 4 * 2 + position / 2 * 8 + position % 2;
   const auto beyond = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
   const auto takes = [&](int sub) {  // whether the warp has items of a sub-tile
     if (SUBS == 1) return position < ITEMS;
     return SPLITS <= 2 * PART || (position + sub * 2 * PART / SPLITS * SPLITS) / (2 * PART) == sub;
   };
   const auto is_there = [&](int j) {
-    return has_first && place + beyond(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
+    return has_first && place + beyond(j) < last_place && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
   };
   long long sequence[OWN];
 #pragma unroll
@@ -337,6 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   }
 
+  const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
 #if CLUSTER > 1
   const unsigned remote = shared_address(states) - shared_address(memory);
   constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
@@ -345,10 +363,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
   for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
   const unsigned barrier_offset = barriers - shared_address(memory);
+  const auto arriving = [&](int sub) {  // bytes at a step: of the lines that are there, and scales of all
+    const unsigned lines = min(8 * PART, share - sub * 8 * PART);
+    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
+  };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
-    for (int i = 0; i < 2 * SUBS; ++i) expect(barriers + 8 * i, ARRIVING);
+    for (int i = 0; i < 2 * SUBS; ++i)
+      if (has_lines(i / 2)) expect(barriers + 8 * i, arriving(i / 2));
   }
   cluster_barrier();
 #else
@@ -361,10 +384,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
+      if (!has_lines(sub)) break;
 #if CLUSTER > 1
       if (t > 0) {
         wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
-        if (threadIdx.x == 0) expect(barriers + 8 * (2 * sub + now), ARRIVING);
+        if (threadIdx.x == 0) expect(barriers + 8 * (2 * sub + now), arriving(sub));
       }
 #endif
 
@@ -434,6 +458,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #if HALVES && EXACT
               right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
+              const float* const at =
+                  scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
+              right[n].unscale = {at[0], at[4]};
 #endif
             }
 #pragma unroll
@@ -450,24 +477,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 
 #if HALVES
-      if (t == 0 && a.initial[0] != nullptr) {
+      const bool starts = !SCALED && t == 0 && a.initial[0] != nullptr;
 #pragma unroll
-        for (int n = 0; n < PART; ++n)
+      for (int n = 0; n < PART; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int line = (sub * PART + n) * 8 + lane % 4 * 2 + e;
-            const float factor = scales[line];
+        for (int e = 0; e < 4; ++e) {
+          float its = 1.f;
+          if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
 #pragma unroll
-            for (int g = 0; g < RECURRENT; ++g) sums[g][n][e] *= factor, sums[g][n][e + 2] *= factor;
+          for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
+            const float sum = sums[g][n][e] * (unscale[g][e / 2] * (SCALED ? 1.f : 1.f / STATE_SCALE));
+            sums[g][n][e] = sum * its + bias[g][e / 2];
           }
-      }
-#pragma unroll
-      for (int g = 0; g < RECURRENT; ++g)
-#pragma unroll
-        for (int n = 0; n < PART; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            sums[g][n][e] = sums[g][n][e] * (unscale[g][e / 2] * (1.f / STATE_SCALE)) + bias[g][e / 2];
+        }
 #endif
       if constexpr (SPLITS > 1) {
 #pragma unroll
@@ -562,9 +584,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
         if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
           Planes data[OWN];
+          float unscales[OWN];
 #pragma unroll
-          for (int j = first_item; j < last_item; ++j)
-            data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
+          for (int j = first_item; j < last_item; ++j) {
+            float first = has_first ? entering[j][0] : 0.f, second = has_second ? entering[j][1] : 0.f;
+#if HALVES
+            unscales[j] = 1.f / STATE_SCALE;
+            if constexpr (SCALED) {
+              float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
+#pragma unroll
+              for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+              unscales[j] = unscale_of(most);
+            }
+            first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
+#endif
+            data[j] = gathered(first, second, lane);
+          }
 #pragma unroll
           for (int j = first_item; j < last_item; ++j) {
             const int item = position + j * SPLITS;
@@ -572,10 +607,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
             const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
             const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
+#if HALVES && EXACT
+            const uint4 its = gathered_words<1>(__float_as_uint(unscales[j]), lane);
+            float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
+#if CLUSTER > 1
+            if (lane < CLUSTER)
+              send(at_rank(shared_address(to), lane), at_rank(barriers + 8 * (2 * sub + 1 - now), lane), its);
+#else
+            if (lane == 0) *(uint4*)to = its;
+#endif
+#endif
 #if CLUSTER > 1
 #pragma unroll
             for (int p = 0; p < PEERS; ++p)
-              if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
+              if (line < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
 #pragma unroll
                 for (int plane = 0; plane < PLANES; ++plane)
                   send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,

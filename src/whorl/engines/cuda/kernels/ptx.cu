@@ -77,8 +77,15 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 #endif
 
 // What a product takes.  With HALVES a float32 enters as float16, which has tf32's 10 bits of mantissa, scaled by powers
-// of two such that the largest of a row is near the largest of float16: what is 2^-29 of it or less has fewer bits.  Where
-// products are exact it enters as two, which lie in two planes.
+// of two such that the largest of some is from 2^14 to 2^15; where products are exact it enters as two, which lie in two
+// planes.  With `most` the largest of those, a number is then off by 2^-11 of itself (two: 2^-22) or by 2^-39 of `most`,
+// whichever is more, so a product's sum by that of |weight| x |state or gradient| and of their largest: whatever their
+// size is, up to 2^90 for weights.  A not-a-number has no part in `most`, and stays one.
+//   weights           the largest of a unit in the depth of a warp
+//   gradients         of a sequence and 16 units
+//   states            exact: of a sequence and 16 units, whatever they are.  Else of a cell whose states are in [-1, 1],
+//                     where 1 stands for the largest, so what is below 2^-29 has fewer bits than tf32 gives it, and
+//                     below 2^-40 is zero; initial states: the largest of a sequence
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else
@@ -91,10 +98,10 @@ constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make
 #if HALVES
 constexpr float STATE_SCALE = 32768.f;  // of states, which are in [-1, 1]
 
-// From the largest of some numbers: 2^-k, such that 2^k times it is from 2^14 to 2^15; and back.
+// From the largest of some numbers: 2^-k, such that 2^k times it is from 2^14 to 2^15 (less below 2^-112); and back.
 __device__ __forceinline__ float unscale_of(float most) {
   const unsigned exponent = __float_as_uint(most) >> 23;
-  return __uint_as_float(((exponent < 30 ? 30 : exponent) - 14) << 23);
+  return __uint_as_float(((exponent < 15 ? 15 : exponent) - 14) << 23);
 }
 __device__ __forceinline__ float scale_of(float unscale) {
   return __uint_as_float((254u << 23) - __float_as_uint(unscale));
@@ -126,26 +133,28 @@ __device__ __forceinline__ Planes halves_of(const float2 (&words)[4]) {
 #endif
 
 #if HALVES || ELEMENT_BYTES == 2
-// the 4 words that 4 threads, 4 lanes apart, have one each of: each of them gets all
+// the 4 words that 4 threads, APART lanes apart, have one each of: each of them gets all
+template <int APART>
 __device__ __forceinline__ uint4 gathered_words(unsigned mine, int lane) {
-  const unsigned other = __shfl_xor_sync(0xffffffffu, mine, 4);
-  const unsigned low = lane & 4 ? other : mine, high = lane & 4 ? mine : other;
-  const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 8), far_high = __shfl_xor_sync(0xffffffffu, high, 8);
-  return lane & 8 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+  const unsigned other = __shfl_xor_sync(0xffffffffu, mine, APART);
+  const unsigned low = lane & APART ? other : mine, high = lane & APART ? mine : other;
+  const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 2 * APART);
+  const unsigned far_high = __shfl_xor_sync(0xffffffffu, high, 2 * APART);
+  return lane & 2 * APART ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
 }
 #endif
 
-// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each: each of them gets all
+// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each (scaled, with HALVES): each of them gets all
 __device__ __forceinline__ Planes gathered(float first, float second, int lane) {
 #if HALVES
   unsigned words[2];
-  split_halves(first * STATE_SCALE, second * STATE_SCALE, words[0], words[1]);
+  split_halves(first, second, words[0], words[1]);
   Planes result;
 #pragma unroll
-  for (int p = 0; p < PLANES; ++p) result.plane[p] = gathered_words(words[p], lane);
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = gathered_words<4>(words[p], lane);
   return result;
 #elif ELEMENT_BYTES == 2
-  return {{gathered_words(narrow_pair(first, second), lane)}};
+  return {{gathered_words<4>(narrow_pair(first, second), lane)}};
 #else
   const unsigned low = operand(first), high = operand(second);
   const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 4), far_high = __shfl_xor_sync(0xffffffffu, high, 4);
@@ -195,6 +204,8 @@ __device__ __forceinline__ void store_wide_pair(float* at, float low, float high
   }
 }
 
+__device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
+
 // sums += a x b, for 16 rows, 8 columns and 8 words of depth
 __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
   asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -236,18 +247,19 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const 
   for (int i = 0; i < 4; ++i) sums[i] += part[i];
 }
 #elif EXACT
-// As two numbers of float16; the product of the two small ones is left out, as above.
+// As two numbers of float16; the product of the two small ones is left out, as above.  What the scale of 16 units of two
+// neighbouring sequences is the inverse of comes with them.
 struct Left { uint4 high, low; };
-struct Right { uint2 high, low; };
+struct Right { uint2 high, low; float2 unscale; };
 __device__ __forceinline__ Left left_of(const Planes& a) { return {a.plane[0], a.plane[PLANES - 1]}; }
-__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}}; }
+__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}, {1.f, 1.f}}; }
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
   float part[4] = {};
   multiply_words(part, a.high, b.low);
   multiply_words(part, a.low, b.high);
   multiply_words(part, a.high, b.high);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] += part[i];
+  for (int i = 0; i < 4; ++i) sums[i] += part[i] * half_of(b.unscale, i % 2);
 }
 #else
 typedef uint4 Left;
@@ -300,8 +312,6 @@ __device__ __forceinline__ void copy_4(unsigned to, const void* from, bool there
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
 
 __device__ __forceinline__ void prefetch(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
