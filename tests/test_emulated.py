@@ -240,6 +240,10 @@ def test_layers_spread_over_blocks_that_exchange(
         ("LSTM", 40, 19, 1, torch.bfloat16, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
         ("GRU", 33, 14, 1, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
         ("GRU", 33, 14, 2, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), {}),
+        # other warps compute the cell
+        ("LSTM", 40, 19, 1, torch.float16, (2, 3, 4, 3, 2), (2, 3, 8, 3), dict(bidirectional=True)),
+        ("GRU", 33, 14, 1, torch.float32, (2, 2, 2, 2, 1), (2, 2, 4, 2), {}),
+        ("LSTM", 33, 7, 1, torch.bfloat16, (1, 1, 2, 1, 2), (2, 1, 4, 1), dict(zoneout=0.2)),
         ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
         ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
     ],
@@ -249,8 +253,9 @@ def test_sub_tiles_that_travel_while_others_are_computed(
     back: tuple[int, ...], options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
-        given, make = (ahead, tiling.forward) if way == "forward" else (back, tiling.backward)
-        return make(size, *given[:3], chip.shared, subs=given[3])
+        if way == "backward":
+            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
+        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
 
     monkeypatch.setattr(tiling, "choose", chosen)
     monkeypatch.setattr(Chip, "resident", lambda *_: clusters)

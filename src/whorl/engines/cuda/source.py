@@ -164,7 +164,7 @@ def forward(
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"GROUPS": tile.groups}
     else:
-        own |= {"SPLITS": tile.splits, "SUBS": tile.subs}
+        own |= {"SPLITS": tile.splits, "SUBS": tile.subs, "POINTWISE": tile.pointwise}
     return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
 
 

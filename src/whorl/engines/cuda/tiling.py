@@ -109,6 +109,8 @@ class Tile:
     """As in `Size`."""
     subs: int = 1
     """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
+    pointwise: int = 0
+    """Forward: warps of each 16 units that compute the cell alone, while others multiply; 0: those do both."""
 
     @property
     def rows(self) -> int:
@@ -122,26 +124,31 @@ class Tile:
 
 
 def forward(
-    size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None, subs: int = 1
-) -> Tile | None:
+    size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None, subs: int = 1,
+    pointwise: int = 0,
+) -> Tile | None:  # fmt: skip
     """The forward kernel's numbers for a cluster, a number of row tiles and a split of the depth, if they fit.
 
     Args:
         limit: bytes of shared memory of a block.
         resident: depths in registers; None takes as many as registers allow.
         subs: sub-tiles of the rows; each has its items in whole rounds of the warps of a split, or they in it.
+        pointwise: warps of each 16 units that compute the cell alone.
     """
     part, items, halves = tiles // subs, 2 * tiles // subs, size.scaled("forward")
     planes = 1 + (halves and size.exact)
-    if subs > 1 and (tiles % subs or cluster == 1 or (items % splits and splits % items)):
+    takers = pointwise or splits
+    if subs > 1 and (tiles % subs or cluster == 1 or (items % takers and takers % items)):
+        return None
+    if pointwise and splits == 1:
         return None
     words = _words(size, halves)
     units = slice_of(size.units, cluster)
     groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
-    warps = groups * splits
+    warps = groups * (splits + pointwise)
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
         return None
-    own = -(-2 * tiles // splits)
+    own = 0 if pointwise else -(-2 * tiles // splits)  # of a warp that multiplies
     used = size.recurrent * part * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += (
         4 * part * planes
@@ -158,14 +165,14 @@ def forward(
     scales = 2 * splits * depths * 8 * tiles if planes > 1 else 8 * tiles * halves
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
-    streamed = warps * (depths - resident) * size.recurrent * planes * 128
+    streamed = groups * splits * (depths - resident) * size.recurrent * planes * 128
     shared = 4 * (streamed + 2 * states + partial + masks + scales) + 16 * subs
     if shared > limit or groups * subs > 15:
         return None
     if subs > 1 and resident < depths and not halves:
         return None  # then sub-tiles save nearly nothing
     made = (cluster, units, tiles, resident, shared, warps, splits, depths)
-    return Tile(*made, exact=size.exact, halves=halves, subs=subs)
+    return Tile(*made, exact=size.exact, halves=halves, subs=subs, pointwise=pointwise)
 
 
 def backward(

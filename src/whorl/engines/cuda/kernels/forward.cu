@@ -10,7 +10,8 @@
 // computes the cell for some of the group's items.  An item is, for a thread: two neighbouring units of one sequence.
 //
 // The rows are taken in SUBS sub-tiles, one after the other, so that the states of one travel while the next are
-// multiplied; a warp that has no items of a sub-tile goes on to the next without waiting for those that have.
+// multiplied; a warp that has no items of a sub-tile goes on to the next without waiting for those that have.  Or
+// POINTWISE other warps of each group compute the cell, of which none multiplies.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
 //   shared     states twice (read at this step, arriving for the next), partial sums, two barriers for each sub-tile,
@@ -36,13 +37,18 @@
 // @generated
 
 constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
-constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / SPLITS;
-constexpr int GROUPS = SLICE / 16, WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
+constexpr int TAKERS = POINTWISE > 0 ? POINTWISE : SPLITS;  // warps of a group that share its items
+constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + TAKERS - 1) / TAKERS;
+constexpr int GROUPS = SLICE / 16, MULTIPLYING = GROUPS * SPLITS, WARPS = MULTIPLYING + GROUPS * POINTWISE;
+constexpr int THREADS = 32 * WARPS;
+constexpr bool LATE_BIAS = GATEWISE || POINTWISE > 0;  // it enters the sum of all splits, not that of the first
+// threads that meet at a group's barrier of a sub-tile
+constexpr int MEETING = 32 * (SPLITS + (POINTWISE < 2 * PART ? POINTWISE : 2 * PART));
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
 constexpr int STREAMED = DEPTHS - RESIDENT;
 constexpr int PLANE_WORDS = ROWS * WORDS, STATE_WORDS = PLANES * PLANE_WORDS;
 constexpr int PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * PLANES * 128;
+constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * RECURRENT * PLANES * 128;
 // masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
@@ -54,7 +60,8 @@ constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and comp
 static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
 static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
-static_assert(SUBS == 1 || 2 * PART % SPLITS == 0 || SPLITS % (2 * PART) == 0, "no round of items is of one sub-tile");
+static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "no round of items is of one sub-tile");
+static_assert(POINTWISE == 0 || SPLITS > 1, "sums come to other warps through shared memory");
 
 // Where a word of a sequence's operand lies among the states: [depth, tile, odd or even, 4 sequences, 8 words].  What a
 // warp sends to a block at once is then 128 bytes in a row.  The 16 bytes of 8 sequences that a tensor core reads together
@@ -92,7 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const scales = (float*)(masks + MASK_WORDS);
   const unsigned barriers = shared_address(scales + SCALE_WORDS);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool multiplies = POINTWISE == 0 || warp < MULTIPLYING;
+  const int group = multiplies ? warp / SPLITS : (warp - MULTIPLYING) / MOST(POINTWISE);
+  const int split = multiplies ? warp % SPLITS : (warp - MULTIPLYING) % MOST(POINTWISE);  // or of the pointwise, which
   const int direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int unit = rank * SLICE + group * 16 + lane / 4 * 2;  // and unit + 1
@@ -109,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int d = 0; d < DEPTHS; ++d)
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g) {
+      if (!multiplies) continue;
       asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
       const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
       const auto weight = [&](int u, int at) {
@@ -144,9 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const Element* const row = weights + ((long long)(i % RECURRENT) * UNITS + own) * UNITS;
     bring(to, row + column, own < UNITS ? UNITS - column : 0);
   };
-  bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, WARPS>(
-      memory, warp, lane, ask,
-      [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT].plane[0] = words; });
+  if (multiplies)
+    bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, MULTIPLYING>(
+        memory, warp, lane, ask,
+        [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT].plane[0] = words; });
+  else
+    __syncthreads();  // as it does
 #endif
 
   // steps of the longest sequence of the cluster
@@ -223,12 +237,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 
   // what a thread computes: its items.  Of two groups, different warps have one more item than the others.
-  const int position = (split + SPLITS - group * (ITEMS % SPLITS) % SPLITS) % SPLITS;
+  const bool computes = POINTWISE == 0 || !multiplies;
+  const int position = computes ? (split + TAKERS - group * (ITEMS % TAKERS) % TAKERS) % TAKERS : ITEMS;
   float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[OWN][STATES][2];
 #pragma unroll
   for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
     const Element* const at = a.bias[direction] + g * UNITS + unit;
-    const bool mine = split == 0 || GATEWISE;  // which is added to the sum of all
+    const bool mine = split == 0 || LATE_BIAS;
     bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
   }
@@ -237,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const Element* const at = a.x_bias[direction] + g * UNITS + unit;
     x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
-    if (sum_of(g) >= 0 && (split == 0 || GATEWISE)) {
+    if (sum_of(g) >= 0 && (split == 0 || LATE_BIAS)) {
       bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
       bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
     }
@@ -252,13 +267,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   // the thread's first item, and how many sequences further on the others are
   const int place = first_place + lane % 4 * 2 + position / 2 * 8 + position % 2;
-  const auto beyond = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
+  const auto beyond = [](int j) { return TAKERS == 1 ? j / 2 * 8 + j % 2 : j * TAKERS / 2 * 8; };
   const auto takes = [&](int sub) {  // whether the warp has items of a sub-tile
-    if (SUBS == 1) return position < ITEMS;
-    return SPLITS <= 2 * PART || (position + sub * 2 * PART / SPLITS * SPLITS) / (2 * PART) == sub;
+    if (SUBS == 1 || !computes) return position < ITEMS;
+    return TAKERS <= 2 * PART || (position + sub * 2 * PART / TAKERS * TAKERS) / (2 * PART) == sub;
   };
   const auto is_there = [&](int j) {
-    return has_first && place + beyond(j) < last_place && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
+    return has_first && place + beyond(j) < last_place && (OWN * TAKERS == ITEMS || position + j * TAKERS < ITEMS);
   };
   long long sequence[OWN];
 #pragma unroll
@@ -379,335 +394,335 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 
   const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
-  for (int t = 0; t < time; ++t) {
+  float sums[RECURRENT][PART][4];
+  const auto multiply_states = [&](int t, int sub) {  // into the sums of a sub-tile
     const int now = t % 2;
-    const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
-#pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub) {
-      if (!has_lines(sub)) break;
 #if CLUSTER > 1
-      if (t > 0) {
-        wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
-        if (threadIdx.x == 0) expect(barriers + 8 * (2 * sub + now), arriving(sub));
+    if (t > 0) {
+      wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
+      if (threadIdx.x == 0) expect(barriers + 8 * (2 * sub + now), arriving(sub));
+    }
+#endif
+#pragma unroll
+    for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+      for (int n = 0; n < PART; ++n) {
+        sums[g][n][0] = sums[g][n][1] = LATE_BIAS || HALVES ? 0.f : bias[g][0];
+        sums[g][n][2] = sums[g][n][3] = LATE_BIAS || HALVES ? 0.f : bias[g][1];
       }
-#endif
-
-      float sums[RECURRENT][PART][4];
+    const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
+    const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
-      for (int g = 0; g < RECURRENT; ++g)
+    for (int d = 0; d < DEPTHS; d += 2) {
+      uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
-        for (int n = 0; n < PART; ++n) {
-          sums[g][n][0] = sums[g][n][1] = GATEWISE || HALVES ? 0.f : bias[g][0];
-          sums[g][n][2] = sums[g][n][3] = GATEWISE || HALVES ? 0.f : bias[g][1];
+      for (int n = 0; n < PART; ++n) {
+        const unsigned at = from + (d * TILES + n) * 256;
+        b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        if constexpr (PLANES > 1) {
+          const unsigned at_low = at + PLANE_WORDS * 4;
+          low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
         }
-      const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
-      const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
+      }
+      if constexpr (GATEWISE) {
+        unsigned bits[PART][2];
+        if constexpr (NOISE == BY_GATE)
 #pragma unroll
-      for (int d = 0; d < DEPTHS; d += 2) {
-        uint4 b[PART], low[PART];  // and the second plane
-#pragma unroll
-        for (int n = 0; n < PART; ++n) {
-          const unsigned at = from + (d * TILES + n) * 256;
-          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-          if constexpr (PLANES > 1) {
-            const unsigned at_low = at + PLANE_WORDS * 4;
-            low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
+          for (int n = 0; n < PART; ++n) {
+            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
+            bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
           }
-        }
-        if constexpr (GATEWISE) {
-          unsigned bits[PART][2];
-          if constexpr (NOISE == BY_GATE)
 #pragma unroll
-            for (int n = 0; n < PART; ++n) {
-              const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
-              bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
+        for (int g = 0; g < RECURRENT; ++g) {
+          uint4 own[PART];
+#pragma unroll
+          for (int n = 0; n < PART; ++n) {
+            if constexpr (NOISE == BY_GATE) {
+              own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
+                        passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
+            } else {
+              const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
+              const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+              own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
             }
-#pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) {
-            uint4 own[PART];
-#pragma unroll
-            for (int n = 0; n < PART; ++n) {
-              if constexpr (NOISE == BY_GATE) {
-                own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
-                          passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
-              } else {
-                const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
-                const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-                own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
-              }
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-              if (d + half < DEPTHS) {
-                const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-                const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
-#pragma unroll
-                for (int n = 0; n < PART; ++n)
-                  multiply(sums[g][n], left_of(weight),
-                           right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
-              }
           }
-          continue;
-        }
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (d + half < DEPTHS) {
-            Right right[PART];
-#pragma unroll
-            for (int n = 0; n < PART; ++n) {
-              right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
-#if HALVES && EXACT
-              right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
-              const float* const at =
-                  scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
-              right[n].unscale = {at[0], at[4]};
-#endif
-            }
-#pragma unroll
-            for (int g = 0; g < RECURRENT; ++g) {
-              const int at = d + half;
-              const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
-              const Left weight =
-                  left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
+          for (int half = 0; half < 2; ++half)
+            if (d + half < DEPTHS) {
+              const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+              const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
               for (int n = 0; n < PART; ++n)
-                multiply(sums[g][n], weight, right[n]);
+                multiply(sums[g][n], left_of(weight),
+                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
             }
-          }
+        }
+        continue;
       }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (d + half < DEPTHS) {
+          Right right[PART];
+#pragma unroll
+          for (int n = 0; n < PART; ++n) {
+            right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#if HALVES && EXACT
+            right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
+            const float* const at =
+                scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
+            right[n].unscale = {at[0], at[4]};
+#endif
+          }
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            const int at = d + half;
+            const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
+            const Left weight =
+                left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
+#pragma unroll
+            for (int n = 0; n < PART; ++n)
+              multiply(sums[g][n], weight, right[n]);
+          }
+        }
+    }
 
 #if HALVES
-      const bool starts = !SCALED && t == 0 && a.initial[0] != nullptr;
+    const bool starts = !SCALED && t == 0 && a.initial[0] != nullptr;
 #pragma unroll
-      for (int n = 0; n < PART; ++n)
+    for (int n = 0; n < PART; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float its = 1.f;
-          if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
+      for (int e = 0; e < 4; ++e) {
+        float its = 1.f;
+        if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
 #pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
-            const float sum = sums[g][n][e] * (unscale[g][e / 2] * (SCALED ? 1.f : 1.f / STATE_SCALE));
-            sums[g][n][e] = sum * its + bias[g][e / 2];
+        for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
+          const float sum = sums[g][n][e] * (unscale[g][e / 2] * (SCALED ? 1.f : 1.f / STATE_SCALE));
+          sums[g][n][e] = sum * its + (LATE_BIAS ? 0.f : bias[g][e / 2]);
+        }
+      }
+#endif
+    if constexpr (SPLITS > 1) {
+#pragma unroll
+      for (int i = 0; i < 2 * PART; ++i) {
+        float* const to = partial + ((group * ITEMS + sub * 2 * PART + i) * SPLITS + split) * RECURRENT * 64;
+        const int n = i / 2, e = i % 2;
+#pragma unroll
+        for (int g = 0; g + 1 < RECURRENT; g += 2)
+          *(float4*)(to + g * 64 + lane * 4) = {sums[g][n][e], sums[g][n][e + 2], sums[g + 1][n][e],
+                                                sums[g + 1][n][e + 2]};
+        if constexpr (RECURRENT % 2)
+          *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
+      }
+      if (takes(sub)) {
+        named_barrier(1 + group * SUBS + sub, MEETING);
+      } else {
+        arrive_at_barrier(1 + group * SUBS + sub, MEETING);
+      }
+    }
+  };
+  const auto compute_items = [&](int t, int sub) {  // the thread's of a sub-tile; `takes` is the same for the whole warp
+    const int now = t % 2, step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
+    const int first_item = sub * 2 * PART / TAKERS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / TAKERS + 1;
+    if (takes(sub)) {
+      if constexpr (POINTWISE > 0) named_barrier(1 + group * SUBS + sub, MEETING);
+      float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
+      float output[OWN][2], entering[OWN][2];
+#pragma unroll
+      for (int j = first_item; j < last_item; ++j) {
+        const int item = min(position + j * TAKERS, ITEMS - 1);
+        if constexpr (SPLITS > 1) {
+#pragma unroll
+          for (int s = 0; s < SPLITS; ++s) {
+            const float* const part = partial + ((group * ITEMS + item) * SPLITS + s) * RECURRENT * 64;
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g) {
+              float2 value;
+              if (g + 1 == RECURRENT && RECURRENT % 2) {
+                value = *(const float2*)(part + g * 64 + lane * 2);
+              } else {
+                const float4 two = *(const float4*)(part + g / 2 * 128 + lane * 4);
+                value = g % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
+              }
+              r[j][0][g] = s == 0 ? value.x : r[j][0][g] + value.x;
+              r[j][1][g] = s == 0 ? value.y : r[j][1][g] + value.y;
+            }
+          }
+        } else {
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            r[j][0][g] = sums[g][j / 2 - sub * PART][j % 2];
+            r[j][1][g] = sums[g][j / 2 - sub * PART][j % 2 + 2];
           }
         }
-#endif
-      if constexpr (SPLITS > 1) {
+        if constexpr (LATE_BIAS)
 #pragma unroll
-        for (int i = 0; i < 2 * PART; ++i) {
-          float* const to = partial + ((group * ITEMS + sub * 2 * PART + i) * SPLITS + split) * RECURRENT * 64;
-          const int n = i / 2, e = i % 2;
+          for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-          for (int g = 0; g + 1 < RECURRENT; g += 2)
-            *(float4*)(to + g * 64 + lane * 4) = {sums[g][n][e], sums[g][n][e + 2], sums[g + 1][n][e],
-                                                  sums[g + 1][n][e + 2]};
-          if constexpr (RECURRENT % 2)
-            *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
+            for (int u = 0; u < 2; ++u)
+              r[j][u][g] = (GATEWISE ? (float)a.o.noise_scale : 1.f) * r[j][u][g] + bias[g][u];
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) {
+          const float2 value = wide_gates(x[j][g]);
+          given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
+          given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
         }
-        if (takes(sub)) {
-          named_barrier(1 + group * SUBS + sub, 32 * SPLITS);
-        } else {
-          arrive_at_barrier(1 + group * SUBS + sub, 32 * SPLITS);
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+#pragma unroll
+          for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+          for (int i = 0; i < INPUTS; ++i) e[i] = half_of(inputs[j][i], u);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
+          step(given[j][u], r[j][u], before, v, e, after[j][u]);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) {
+            if constexpr (OPTIONS) {
+              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
+              after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
+              if (MARKED && !valid[j]) after[j][u][s] = before[s];
+            }
+            state[j][s][u] = after[j][u][s];
+            if (RESET && cut[j]) state[j][s][u] = reset_state(j, s, u);
+          }
+          output[j][u] = after[j][u][0];
+          if constexpr (MASK) output[j][u] = held[j][u] = valid[j] ? after[j][u][0] : held[j][u];
+          if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
+          entering[j][u] = state[j][0][u];
+          if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
+          if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
         }
       }
 
-      // the thread's items of this sub-tile; `takes` is the same for the whole warp
-      const int first_item = sub * 2 * PART / SPLITS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / SPLITS + 1;
-      if (takes(sub)) {
-        float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
-        float output[OWN][2], entering[OWN][2];
+      if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
+        Planes data[OWN];
+        float unscales[OWN];
 #pragma unroll
         for (int j = first_item; j < last_item; ++j) {
-          const int item = min(position + j * SPLITS, ITEMS - 1);
-          if constexpr (SPLITS > 1) {
+          float first = has_first ? entering[j][0] : 0.f, second = has_second ? entering[j][1] : 0.f;
+#if HALVES
+          unscales[j] = 1.f / STATE_SCALE;
+          if constexpr (SCALED) {
+            float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
 #pragma unroll
-            for (int s = 0; s < SPLITS; ++s) {
-              const float* const part = partial + ((group * ITEMS + item) * SPLITS + s) * RECURRENT * 64;
+            for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+            unscales[j] = unscale_of(most);
+          }
+          first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
+#endif
+          data[j] = gathered(first, second, lane);
+        }
 #pragma unroll
-              for (int g = 0; g < RECURRENT; ++g) {
-                float2 value;
-                if (g + 1 == RECURRENT && RECURRENT % 2) {
-                  value = *(const float2*)(part + g * 64 + lane * 2);
-                } else {
-                  const float4 two = *(const float4*)(part + g / 2 * 128 + lane * 4);
-                  value = g % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
-                }
-                r[j][0][g] = s == 0 ? value.x : r[j][0][g] + value.x;
-                r[j][1][g] = s == 0 ? value.y : r[j][1][g] + value.y;
-              }
+        for (int j = first_item; j < last_item; ++j) {
+          const int item = position + j * TAKERS;
+          if (OWN * TAKERS > ITEMS && item >= ITEMS) break;
+          const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
+          const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
+          const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
+#if HALVES && EXACT
+          const uint4 its = gathered_words<1>(__float_as_uint(unscales[j]), lane);
+          float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
+#if CLUSTER > 1
+          if (lane < CLUSTER)
+            send(at_rank(shared_address(to), lane), at_rank(barriers + 8 * (2 * sub + 1 - now), lane), its);
+#else
+          if (lane == 0) *(uint4*)to = its;
+#endif
+#endif
+#if CLUSTER > 1
+#pragma unroll
+          for (int p = 0; p < PEERS; ++p)
+            if (line < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
+#pragma unroll
+              for (int plane = 0; plane < PLANES; ++plane)
+                send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,
+                     peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j].plane[plane]);
+#else
+          if (lane / 4 % SHARERS == 0)
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane)
+              *(uint4*)((char*)states + offset + plane * PLANE_WORDS * 4) = data[j].plane[plane];
+#endif
+        }
+      }
+
+#pragma unroll
+      for (int j = first_item; j < last_item; ++j) {
+        const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
+        Gate* const now_at = gates_at + further(j) * GATES * UNITS;
+        if (t + 1 < time) {
+          const bool read = within(j, next), also = read && has_second;
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
+        }
+        if (t + AHEAD < time && is_there(j) && !PACKED) {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
+        }
+        store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
+        if constexpr (SEQUENCES) {
+          const bool shown = !LENGTHS || step_now < ends[j];
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            if (a.o.sequences[s] != nullptr)
+              store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
+                         shown ? after[j][1][s] : 0.f, first, second);
+        }
+        if constexpr (SAVED) {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            if (sum_of(g) >= 0)
+              store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
+                          first, second);
+            else
+              store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
+                       second);
+          if constexpr (BEFORE) {
+            if (t + 1 < time) {
+              const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
+              store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
+#pragma unroll
+              for (int s = 1; s < STATES; ++s)
+                store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
+                                state[j][s][1], stored, also);
             }
           } else {
 #pragma unroll
-            for (int g = 0; g < RECURRENT; ++g) {
-              r[j][0][g] = sums[g][j / 2 - sub * PART][j % 2];
-              r[j][1][g] = sums[g][j / 2 - sub * PART][j % 2 + 2];
-            }
-          }
-          if constexpr (GATEWISE)
-#pragma unroll
-            for (int g = 0; g < RECURRENT; ++g)
-#pragma unroll
-              for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
-#pragma unroll
-          for (int g = 0; g < GATES; ++g) {
-            const float2 value = wide_gates(x[j][g]);
-            given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
-            given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
-          }
-#pragma unroll
-          for (int u = 0; u < 2; ++u) {
-            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(inputs[j][i], u);
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) before[s] = state[j][s][u];
-            step(given[j][u], r[j][u], before, v, e, after[j][u]);
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) {
-              if constexpr (OPTIONS) {
-                const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
-                after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
-                if (MARKED && !valid[j]) after[j][u][s] = before[s];
-              }
-              state[j][s][u] = after[j][u][s];
-              if (RESET && cut[j]) state[j][s][u] = reset_state(j, s, u);
-            }
-            output[j][u] = after[j][u][0];
-            if constexpr (MASK) output[j][u] = held[j][u] = valid[j] ? after[j][u][0] : held[j][u];
-            if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
-            entering[j][u] = state[j][0][u];
-            if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
-            if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+            for (int s = 1; s < STATES; ++s)
+              store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
+                              after[j][1][s], first, second);
           }
         }
-
-        if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
-          Planes data[OWN];
-          float unscales[OWN];
+        if (t + 1 == time) {
+          const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+#pragma unroll
+          for (int s = 0; s < STATES; ++s)
+            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
+        }
+      }
+      if constexpr (OPTIONS) {
+        if (t + 1 < time) {  // what the next step reads, and of the one after it what enters
+          const int later = reverse ? next - 1 : next + 1;
+          const bool goes_on = t + 2 < time;
+          const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
 #pragma unroll
           for (int j = first_item; j < last_item; ++j) {
-            float first = has_first ? entering[j][0] : 0.f, second = has_second ? entering[j][1] : 0.f;
-#if HALVES
-            unscales[j] = 1.f / STATE_SCALE;
-            if constexpr (SCALED) {
-              float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
-#pragma unroll
-              for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
-              unscales[j] = unscale_of(most);
-            }
-            first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
-#endif
-            data[j] = gathered(first, second, lane);
-          }
-#pragma unroll
-          for (int j = first_item; j < last_item; ++j) {
-            const int item = position + j * SPLITS;
-            if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
-            const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
-            const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
-            const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
-#if HALVES && EXACT
-            const uint4 its = gathered_words<1>(__float_as_uint(unscales[j]), lane);
-            float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
-#if CLUSTER > 1
-            if (lane < CLUSTER)
-              send(at_rank(shared_address(to), lane), at_rank(barriers + 8 * (2 * sub + 1 - now), lane), its);
-#else
-            if (lane == 0) *(uint4*)to = its;
-#endif
-#endif
-#if CLUSTER > 1
-#pragma unroll
-            for (int p = 0; p < PEERS; ++p)
-              if (line < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
-#pragma unroll
-                for (int plane = 0; plane < PLANES; ++plane)
-                  send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,
-                       peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j].plane[plane]);
-#else
-            if (lane / 4 % SHARERS == 0)
-#pragma unroll
-              for (int plane = 0; plane < PLANES; ++plane)
-                *(uint4*)((char*)states + offset + plane * PLANE_WORDS * 4) = data[j].plane[plane];
-#endif
-          }
-        }
-
-#pragma unroll
-        for (int j = first_item; j < last_item; ++j) {
-          const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
-          Gate* const now_at = gates_at + further(j) * GATES * UNITS;
-          if (t + 1 < time) {
-            const bool read = within(j, next), also = read && has_second;
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
-          }
-          if (t + AHEAD < time && is_there(j) && !PACKED) {
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
-          }
-          store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
-          if constexpr (SEQUENCES) {
-            const bool shown = !LENGTHS || step_now < ends[j];
-#pragma unroll
-            for (int s = 0; s < STATES; ++s)
-              if (a.o.sequences[s] != nullptr)
-                store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
-                           shown ? after[j][1][s] : 0.f, first, second);
-          }
-          if constexpr (SAVED) {
-#pragma unroll
-            for (int g = 0; g < GATES; ++g)
-              if (sum_of(g) >= 0)
-                store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
-                            first, second);
-              else
-                store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
-#pragma unroll
-            for (int i = 0; i < APART; ++i)
-              store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
-                         second);
-            if constexpr (BEFORE) {
-              if (t + 1 < time) {
-                const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
-                store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
-#pragma unroll
-                for (int s = 1; s < STATES; ++s)
-                  store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
-                                  state[j][s][1], stored, also);
-              }
-            } else {
-#pragma unroll
-              for (int s = 1; s < STATES; ++s)
-                store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
-                                after[j][1][s], first, second);
-            }
-          }
-          if (t + 1 == time) {
-            const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
-#pragma unroll
-            for (int s = 0; s < STATES; ++s)
-              store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
-          }
-        }
-        if constexpr (OPTIONS) {
-          if (t + 1 < time) {  // what the next step reads, and of the one after it what enters
-            const int later = reverse ? next - 1 : next + 1;
-            const bool goes_on = t + 2 < time;
-            const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
-#pragma unroll
-            for (int j = first_item; j < last_item; ++j) {
-              if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
-              if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
-              load_options(j, next, next_rows);
-              if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-              if constexpr (DRAWS) draw(j, next, later);
-            }
+            if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
+            if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
+            load_options(j, next, next_rows);
+            if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
+            if constexpr (DRAWS) draw(j, next, later);
           }
         }
       }
     }
+  };
+  const auto step_on = [&](int t) {
+    const int next = reverse ? time - 2 - t : t + 1;
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
     apart_at += row_step * APART * UNITS;
@@ -718,9 +733,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (t + 2 < time) next_rows = rows_of(a, reverse ? next - 1 : next + 1);
       if constexpr (PACKED) row_step = next_rows - rows;
     }
+  };
+  if constexpr (POINTWISE == 0) {
+    for (int t = 0; t < time; ++t) {
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub) {
+        if (!has_lines(sub)) break;
+        multiply_states(t, sub);
+        compute_items(t, sub);
+      }
+      step_on(t);
 #if CLUSTER == 1
-    __syncthreads();
+      __syncthreads();
 #endif
+    }
+  } else if (multiplies) {
+    for (int t = 0; t < time; ++t) {
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub)
+        if (has_lines(sub)) multiply_states(t, sub);
+    }
+  } else {
+    for (int t = 0; t < time; ++t) {
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub)
+        if (has_lines(sub)) compute_items(t, sub);
+      step_on(t);
+    }
   }
   if (LENGTHS && position < ITEMS) {
 #pragma unroll
