@@ -152,7 +152,7 @@ def forward(
     used = size.recurrent * part * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
     used += (
         4 * part * planes
-        + 2 * size.recurrent * (1 + halves)
+        + 2 * size.recurrent * (1 + halves * size.exact)
         + 2 * size.vectors
         + 8 * bool(size.ahead)
         + 10 * part * (size.bits or bool(size.masks))
@@ -163,6 +163,7 @@ def forward(
     resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
     states = planes * 8 * tiles * splits * depths * 8
     scales = 2 * splits * depths * 8 * tiles if planes > 1 else 8 * tiles * halves
+    scales += groups * splits * size.recurrent * 16 * halves
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
     streamed = groups * splits * (depths - resident) * size.recurrent * planes * 128
@@ -215,7 +216,7 @@ _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the ce
 def extra(size: Size, base: int, tiles: int, halves: bool = False) -> int:
     """Of four bytes more, and where each operand is split into two."""
     if halves:
-        return base + 4 + 8 * size.exact
+        return base + 4 + 16 * size.exact
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
 
 

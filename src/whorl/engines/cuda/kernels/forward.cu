@@ -56,8 +56,9 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 
 // what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each initial state alone
 constexpr bool SCALED = HALVES && EXACT;
 constexpr int SCALES = SCALED ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + SCALED);
+constexpr int WEIGHT_SCALES = HALVES ? MULTIPLYING * RECURRENT * 16 : 0;  // and those of weights: [warp, gate, unit]
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS) + 16 * SUBS == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS + WEIGHT_SCALES) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
 static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
 static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "no round of items is of one sub-tile");
@@ -97,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const partial = (float*)(states + 2 * STATE_WORDS);  // [group, item, split, two gates, lane, gate, unit]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
   float* const scales = (float*)(masks + MASK_WORDS);
-  const unsigned barriers = shared_address(scales + SCALE_WORDS);
+  float2* const weight_scales = (float2*)(scales + SCALE_WORDS);
+  const unsigned barriers = shared_address(scales + SCALE_WORDS + WEIGHT_SCALES);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool multiplies = POINTWISE == 0 || warp < MULTIPLYING;
@@ -113,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
   Planes resident[MOST(RESIDENT)][RECURRENT];
-  float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #if HALVES
+  float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #pragma unroll
   for (int d = 0; d < DEPTHS; ++d)
 #pragma unroll
@@ -135,6 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
           unscale[g][u] = unscale_of(most);
         }
+      if (d == 0 && lane % 4 == 0)
+        weight_scales[(warp * RECURRENT + g) * 8 + lane / 4] = {unscale[g][0], unscale[g][1]};
       const auto word = [&](int u, int at) {
         const float scale = scale_of(unscale[g][u]);
         return float2{weight(u, at) * scale, weight(u, at + 1) * scale};
@@ -213,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
     const float scale = scale_of(unscale_of(most));
-    if (lane == 0) scales[line] = STATE_SCALE * unscale_of(most);
+    if (lane == 0) scales[line] = unscale_of(most);
     for (int word = lane; 2 * word < UNITS && there; word += 32) {
       const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
       states[word_of(line, word)] = half_pair(from[2 * word] * scale, odd * scale);
@@ -492,11 +496,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int n = 0; n < PART; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float its = 1.f;
+        float its = SCALED ? 1.f : 1.f / STATE_SCALE;
         if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
-          const float sum = sums[g][n][e] * (unscale[g][e / 2] * (SCALED ? 1.f : 1.f / STATE_SCALE));
+          const float sum = sums[g][n][e] * half_of(weight_scales[(warp * RECURRENT + g) * 8 + lane / 4], e / 2);
           sums[g][n][e] = sum * its + (LATE_BIAS ? 0.f : bias[g][e / 2]);
         }
       }
