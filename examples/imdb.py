@@ -217,7 +217,7 @@ def show(
     """The figures: epochs beside published ones, and steps beside torch's own."""
     seconds, best = statistics.median(time for time, _ in epochs), max(accuracy for _, accuracy in epochs)
     rows = [(name, time, accuracy) for name, time, accuracy in PUBLISHED]
-    rows.append((f"whorl, {given.epochs} epochs", number(seconds), f"{best:.4f}"))
+    rows.append((f"whorl, {given.epochs} epoch" + "s" * (given.epochs > 1), number(seconds), f"{best:.4f}"))
     columns = ("", "seconds an epoch", "best validation accuracy")
     tables = [Table("IMDb, an epoch with its validation", columns, tuple(rows), ("Published: maxlen 100, batch 32.",))]
     if given.compare:

@@ -123,6 +123,6 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(launch, "_loaded", {})
         patch.setattr(prepare, "Kernel", Kernel)
         patch.setattr(options, "Kernel", Kernel)
-        patch.setattr(store, "kernel", lambda source, name, *rest: compiled(source, name, *rest, folder=folder))
+        patch.setattr(store, "kernels", lambda wanted: [compiled(*one, folder=folder) for one in wanted])
         yield
     plan.cache_clear()

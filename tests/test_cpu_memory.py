@@ -2,6 +2,9 @@
 
 import gc
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -58,6 +61,24 @@ def test_a_child_writes_into_its_own() -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert shared.min() == shared.max() == 3
+
+
+@pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_a_training_step_takes_its_memory_from_the_one_before() -> None:
+    script = """
+import resource, torch, whorl
+layer, x = whorl.GRU(128, 128, batch_first=True, engine="cpu"), torch.randn(128, 30, 128, requires_grad=True)
+dy = torch.randn_like(x)
+def faults():
+    torch.autograd.grad(layer(x)[0], [x, *layer.parameters()], dy)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+[faults() for _ in range(20)]
+found = -faults() + [faults() for _ in range(10)][-1]
+assert found < 1500, f"{found} pages were new in ten steps, each of which takes 4 MB of malloc"
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
 
 
 @pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -90,6 +91,35 @@ def test_a_kernel_is_compiled_once_and_its_source_lies_beside_it(folder: Path, m
     assert binary.stem == source.stem
     assert source.read_text() == SOURCE
     assert binary.read_bytes().startswith(code)
+
+
+def test_several_kernels_are_compiled_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Barrier(2, timeout=20)
+
+    def pretend(source: str, name: str, architecture: str, options: tuple[str, ...]) -> bytes:
+        meeting.wait()
+        return name.encode()
+
+    monkeypatch.setattr(store, "cubin", pretend)
+    wanted = [(SOURCE, name, "sm_90a", ()) for name in ("first", "second")]
+    assert store.kernels(wanted) == [b"first", b"second"]
+    monkeypatch.setattr(store, "cubin", lambda *_: b"third")
+    third = (SOURCE, "third", "sm_90a", ())
+    assert store.kernels([wanted[1], third, wanted[0]]) == [b"second", b"third", b"first"]
+    assert len([*folder.glob("*.cubin")]) == len([*folder.glob("*.cu")]) == 3
+
+
+def test_an_error_of_one_of_several_is_raised(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = store.cubin
+
+    def broken(source: str, name: str, *rest: object) -> bytes:
+        if name == "second":
+            raise KernelError("second does not compile")
+        return real(source, name, *rest)
+
+    monkeypatch.setattr(store, "cubin", broken)
+    with pytest.raises(KernelError, match="second does not compile"):
+        store.kernels([(SOURCE, name, "sm_90a", ()) for name in ("first", "second")])
 
 
 @pytest.mark.parametrize("place", range(5))

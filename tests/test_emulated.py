@@ -16,7 +16,7 @@ from comparison import broken, error, flat, weighted
 from emulation import H200, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
-from whorl.engines.cuda import grid, spreading, tiling
+from whorl.engines.cuda import grid, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -76,6 +76,24 @@ def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -
         patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
         layer(x)[0].sum().backward()
     assert entered == [0, 0]
+
+
+def test_forward_and_backward_are_compiled_side_by_side_and_once(folder: Path) -> None:
+    layer, asked = whorl.GRU(3, 4, engine="persistent"), []
+    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+        real = store.kernels
+
+        def kernels(wanted: Any) -> list[bytes]:
+            asked.append([name for _, name, *_ in wanted if name.startswith("gru")])
+            return real(wanted)
+
+        patch.setattr(store, "kernels", kernels)
+        layer(torch.randn(2, 1, 3))[0].sum().backward()
+        together = next(names for names in asked if names)
+        assert [name.split("_")[1] for name in together] == ["forward", "backward"]
+        asked.clear()
+        layer(torch.randn(7, 1, 3))[0].sum().backward()
+        assert [names for names in asked if names] == []
 
 
 @pytest.mark.parametrize("tf32", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor
 from whorl.cells.cell import Graph
 from whorl.engines.cpu.build import load, openmp
 from whorl.engines.cpu.generate import Source, source, sweep
-from whorl.engines.cpu.memory import empty
+from whorl.engines.cpu.memory import empty, keep_freed
 from whorl.engines.cpu.rows import Rows
 
 _BITS = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
@@ -93,6 +93,7 @@ def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
 
 @lru_cache(maxsize=8)
 def _loop(dtype: torch.dtype) -> ctypes.CDLL:
+    keep_freed()
     library = load("the loop over time", sweep(), f"-DWHORL_DTYPE={_BITS[dtype]}")
     library.whorl_start.argtypes = (c_void_p,) * 3
     library.whorl_start(*openmp())

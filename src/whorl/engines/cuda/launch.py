@@ -149,6 +149,11 @@ def loaded(key: Any, make: Any) -> Kernel:
     return found
 
 
+def is_loaded(key: Any) -> bool:
+    """Whether the kernel of a key has been made."""
+    return key in _loaded
+
+
 def check(status: int, what: str) -> None:
     """Nothing where the driver's `status` is 0.
 

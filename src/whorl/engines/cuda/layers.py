@@ -12,7 +12,7 @@ from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.options import Gradients, Options
-from whorl.engines.cuda.prepare import kernel, size_of
+from whorl.engines.cuda.prepare import Numbers, kernels, size_of
 from whorl.engines.cuda.products import product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
@@ -58,25 +58,30 @@ class Layers:
 
     def _ready(self, ahead: Features, back: Features) -> None:
         """Load what a call needs, forward and backward together: a capture of a CUDA graph can load nothing."""
-        self._kernel("forward", ahead)
-        if self.problem.gradient:
-            self._kernel("backward", back)
-            if self._sums is None:
-                self._sums = Sums(self.form, self.problem.dtype, self.chip, self.index)
+        self._load([("forward", ahead), ("backward", back)][: 1 + self.problem.gradient])
+        if self.problem.gradient and self._sums is None:
+            self._sums = Sums(self.form, self.problem.dtype, self.chip, self.index)
 
-    def _kernel(self, kind: str, features: Features) -> Grid:
-        found = self._made.get((kind, features))
-        if found is None:
-            form, problem = self.form, self.problem
+    def _load(self, wanted: Sequence[tuple[str, Features]]) -> None:
+        form, problem = self.form, self.problem
+        absent = [one for one in wanted if one not in self._made]
+        sizes, numbers = [], []
+        for kind, features in absent:
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-            batch, directions = problem.batch, form.directions
-            tile = self._tiles.get(kind) or grid.choose(size, self.chip, batch, directions, kind)
+            tile = self._tiles.get(kind) or grid.choose(size, self.chip, problem.batch, form.directions, kind)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
-            with torch.cuda.device(self.index):
-                made = kernel(kind, self.cell, form.units, problem.dtype, tile, flag, self.chip, self.index, features)
-            found = self._made[kind, features] = Grid(made, tile, size, self.chip, batch, directions, kind)
-        return found
+            sizes.append(size)
+            numbers.append(Numbers(kind, self.cell, form.units, problem.dtype, tile, flag, features))
+        with torch.cuda.device(self.index):
+            made = kernels(numbers, self.chip, self.index)
+        for one, size, own, kernel in zip(absent, sizes, numbers, made, strict=True):
+            self._made[one] = Grid(kernel, own.tile, size, self.chip, problem.batch, form.directions, own.kind)
+
+    def _kernel(self, kind: str, features: Features) -> Grid:
+        if (kind, features) not in self._made:
+            self._load([(kind, features)])
+        return self._made[kind, features]
 
     def _options(self, call: Call, stream: int) -> Options | None:
         if not self.optional:

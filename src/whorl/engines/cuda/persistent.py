@@ -15,7 +15,7 @@ from whorl.engines.cuda import cudnn, grid, source
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import exact, layers
 from whorl.engines.cuda.options import expected
-from whorl.engines.cuda.prepare import code, size_of
+from whorl.engines.cuda.prepare import Numbers, codes, size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import Chip
@@ -126,13 +126,12 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
     form, features = problem.form, expected(problem)
-    size, names = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
-    wanted = [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient
-    for kind, flag in wanted:
+    size, wanted = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
+    for kind, flag in [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient:
         tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
-        names.append(code(kind, form.cell, form.units, problem.dtype, tile, flag, chip, features)[0])
-    return names
+        wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
+    return [name for name, _ in codes(wanted, chip)]
 
 
 def fits(problem: Problem) -> bool:

@@ -1,12 +1,14 @@
 """A kernel made ready: its machine code from the store or the compiler, and loaded on a device."""
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import options, source, store
-from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.launch import Kernel, is_loaded, loaded
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import staged
@@ -37,26 +39,42 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own, *scales)
 
 
-def kernel(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
-    index: int, features: Features = PLAIN,
-) -> Kernel:  # fmt: skip
-    """The kernel on a device, from the store or compiled; arguments as `code` takes them."""
+class Numbers(NamedTuple):
+    """What a kernel of a layer is compiled from."""
 
-    def make() -> Kernel:
-        vectors, states = max(1, len(cell.vectors)), len(cell.states)
-        together = isinstance(tile, Spread)
-        count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
-        count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
-        name, machine_code = code(kind, cell, units, dtype, tile, flag, chip, features)
-        fields = f"{count}Q"
-        if source.has_options(cell, features):
-            fields += options.layout(states, len(cell.inputs))
-        fields += "4Q" * together
-        shared = max(tile.shared, tile.warps * _LEAST_ROOM)
-        return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
+    kind: str
+    """ "forward" or "backward"."""
+    cell: Graph
+    units: int
+    dtype: torch.dtype
+    tile: Tile | Spread
+    flag: bool
+    """Of the forward kernel, whether it saves for backward; of the backward kernel, whether there is a bias."""
+    features: Features = PLAIN
 
-    return loaded((kind, cell, units, dtype, tile, flag, index, features), make)
+
+def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
+    """The kernels on a device, from the store or compiled."""
+    keys = [(*numbers, index) for numbers in wanted]
+    absent = [numbers for numbers, key in zip(wanted, keys, strict=True) if not is_loaded(key)]
+    if len(absent) > 1:
+        codes(absent, chip)  # side by side, before one after the other is loaded
+    return [loaded(key, partial(_load, numbers, chip, index)) for numbers, key in zip(wanted, keys, strict=True)]
+
+
+def _load(numbers: Numbers, chip: Chip, index: int) -> Kernel:
+    kind, cell, tile, features = numbers.kind, numbers.cell, numbers.tile, numbers.features
+    vectors, states = max(1, len(cell.vectors)), len(cell.states)
+    together = isinstance(tile, Spread)
+    count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
+    count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
+    ((name, machine_code),) = codes([numbers], chip)
+    fields = f"{count}Q"
+    if source.has_options(cell, features):
+        fields += options.layout(states, len(cell.inputs))
+    fields += "4Q" * together
+    shared = max(tile.shared, tile.warps * _LEAST_ROOM)
+    return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
 
 
 _ADDING = "14Q64s"  # the argument of kernels/sums.cu
@@ -86,16 +104,11 @@ def row_copier(word: int, chip: Chip, index: int) -> Kernel:
     return loaded(("rows", word, index), make)
 
 
-def code(
-    kind: str, cell: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, flag: bool, chip: Chip,
-    features: Features = PLAIN,
-) -> tuple[str, bytes]:  # fmt: skip
-    """Name and machine code of a kernel, from the store or compiled; needs no GPU.
-
-    Args:
-        flag: of the forward kernel, whether it saves for backward; of the backward kernel, whether there is a bias.
-    """
-    write = source.forward if kind == "forward" else source.backward
-    name = source.kernel_name(kind, cell, units, dtype, tile)
-    text = write(cell, units, dtype, tile, flag, features)
-    return name, store.kernel(text, name, chip.architecture, flags(tile))
+def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:
+    """Name and machine code of each kernel, from the store or compiled; needs no GPU."""
+    given = []
+    for kind, cell, units, dtype, tile, flag, features in wanted:
+        write = source.forward if kind == "forward" else source.backward
+        text = write(cell, units, dtype, tile, flag, features)
+        given.append((text, source.kernel_name(kind, cell, units, dtype, tile), chip.architecture, flags(tile)))
+    return [(one[1], code) for one, code in zip(given, store.kernels(given), strict=True)]
