@@ -71,6 +71,53 @@ def test_clusters_as_measured(units: int, batch: int, cluster: int) -> None:
     assert tile.cluster == cluster
 
 
+@pytest.mark.parametrize(
+    "cluster, tiles, batch, directions, wanted",
+    [(16, 1, 32, 1, 7), (16, 3, 128, 1, 7), (16, 1, 32, 2, 4), (16, 1, 1, 1, 1), (16, 1, 3, 1, 3), (16, 1, 8, 1, 4),
+     (8, 1, 32, 1, 11), (1, 1, 32, 1, 4), (16, 1, 128, 1, 16)],
+)  # fmt: skip
+def test_clusters_share_a_batch_evenly(cluster: int, tiles: int, batch: int, directions: int, wanted: int) -> None:
+    tile = Tile(cluster, 32, tiles, 1, 1, 8)
+    assert tiling.parts(H200, batch, directions, tile) == wanted
+
+
+def test_no_cluster_has_more_sequences_than_its_tile_or_none() -> None:
+    for cluster, tiles in ((2, 3), (8, 1), (16, 1), (16, 3)):
+        tile = Tile(cluster, 32, tiles, 1, 1, 8)
+        for batch in range(1, 400):
+            parts = tiling.parts(H200, batch, 1, tile)
+            share = -(-batch // parts)  # as the kernels compute it
+            assert share <= tile.rows
+            assert (parts - 1) * share < batch <= parts * share
+            least = -(-batch // tile.rows)
+            assert tiling.rounds(H200, batch, 1, tile) == -(-least // H200.resident(cluster))
+
+
+@pytest.mark.parametrize(
+    "name, exact, forward, backward",
+    [("lstm", False, True, True), ("lstm", True, True, True), ("rnn_tanh", False, True, True),
+     ("gru", False, False, True), ("gru", True, True, True), ("rnn_relu", False, False, True),
+     ("rnn_relu", True, True, True)],
+)  # fmt: skip
+def test_what_float32_is_multiplied_as_float16(name: str, exact: bool, forward: bool, backward: bool) -> None:
+    """TF32 forward only where states are in [-1, 1]; never with options, which may put others in their place."""
+    size = size_of(CELLS[name].graph, 512, 4, exact=exact)
+    assert (size.scaled("forward"), size.scaled("backward")) == (forward, backward)
+    for kind in KINDS:
+        tile = tiling.choose(size, H200, 32, 1, kind)
+        assert tile is not None
+        assert tile.halves == size.scaled(kind)
+        optional = size_of(CELLS[name].graph, 512, 4, source.Features(reset=True, reset_to=True), exact)
+        assert not optional.scaled(kind)
+
+
+def test_small_layers_keep_their_gradients_as_tf32() -> None:
+    for batch, units, halves in ((32, 128, False), (128, 128, False), (32, 512, True), (128, 512, True)):
+        tile = tiling.choose(size_of(library.lstm.graph, units, 4), H200, batch, 1, "backward")
+        assert tile is not None
+        assert tile.halves == halves
+
+
 FIXED = [
     ("lstm", 512, torch.bfloat16, 128), ("lstm", 127, torch.float16, 32), ("gru", 300, torch.bfloat16, 64),
     ("rnn_tanh", 640, torch.float16, 8), ("rnn_relu", 1, torch.bfloat16, 1), ("lstm", 16, torch.bfloat16, 300),

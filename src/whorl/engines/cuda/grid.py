@@ -79,7 +79,7 @@ def described(tile: Tile | Spread) -> str:
         who = f"{tile.blocks} blocks that exchange through L2"
     else:
         who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
-    return f"{who} for each {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
+    return f"{who} for up to {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
 
 
 def closer(tile: Tile | Spread, size: Size, chip: Chip, kind: str) -> str:
