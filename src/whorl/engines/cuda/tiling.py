@@ -140,7 +140,7 @@ def forward(
     takers = pointwise or splits
     if subs > 1 and (tiles % subs or cluster == 1 or (items % takers and takers % items)):
         return None
-    if pointwise and splits == 1:
+    if pointwise and (splits == 1 or cluster == 1):
         return None
     words = _words(size, halves)
     units = slice_of(size.units, cluster)

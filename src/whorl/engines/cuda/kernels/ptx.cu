@@ -214,12 +214,16 @@ __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a,
 }
 
 // What is multiplied, as the tensor cores take it: left the weights, right the states or gradients.
-#if EXACT && !HALVES
-// A float32 is the sum of two numbers of tf32 to 2^-23 of itself; the product of the two small ones is left out.  Tensor
-// cores cut off what they add (1e-5 of a sum over 1,024 terms), so each product is added to its sum by float32's own
-// addition.
+#if EXACT
+// A float32 is the sum of two numbers of tf32 to 2^-23 of itself, or of two of float16 to 2^-22; the product of the two
+// small ones is left out.  Tensor cores cut off what they add (1e-5 of a sum over 1,024 terms), so each product is added
+// to its sum by float32's own addition, multiplied with what scales of its 16 units were the inverse of.
 struct Left { uint4 high, low; };
-struct Right { uint2 high, low; };
+struct Right { uint2 high, low; float2 unscale; };  // of two neighbouring sequences
+#if HALVES
+__device__ __forceinline__ Left left_of(const Planes& a) { return {a.plane[0], a.plane[1]}; }
+__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}, {1.f, 1.f}}; }
+#else
 constexpr unsigned KEPT = 0xffffe000u;  // the bits of a float32 that tf32 has
 // `volatile`, so that weights are not split before the loop, where the two parts would need twice the registers
 __device__ __forceinline__ unsigned high_of(unsigned value) {
@@ -236,23 +240,9 @@ __device__ __forceinline__ Left left_of(const uint4& a) {
 }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) {
   const uint2 high = {high_of(b0), high_of(b1)};
-  return {high, {low_of(b0, high.x), low_of(b1, high.y)}};
+  return {high, {low_of(b0, high.x), low_of(b1, high.y)}, {1.f, 1.f}};
 }
-__device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
-  float part[4] = {};
-  multiply_words(part, a.high, b.low);
-  multiply_words(part, a.low, b.high);
-  multiply_words(part, a.high, b.high);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] += part[i];
-}
-#elif EXACT
-// As two numbers of float16; the product of the two small ones is left out, as above.  What the scale of 16 units of two
-// neighbouring sequences is the inverse of comes with them.
-struct Left { uint4 high, low; };
-struct Right { uint2 high, low; float2 unscale; };
-__device__ __forceinline__ Left left_of(const Planes& a) { return {a.plane[0], a.plane[PLANES - 1]}; }
-__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}, {1.f, 1.f}}; }
+#endif
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
   float part[4] = {};
   multiply_words(part, a.high, b.low);
