@@ -9,12 +9,11 @@ is the speed for each process over that of one process, which exchanges nothing.
 
 import argparse
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,21 +42,39 @@ def train(folder: Path, preset: str, count: int, steps: int, seconds: int, other
     run, batch = folder / f"run-{count}", PRESETS[preset]["batch"] * count
     way = [sys.executable, "-m"]
     if count > 1:
-        way += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"]
+        way += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        way += ["--nproc-per-node", str(count), "-m"]
     words = [*way, "whorl", "train", str(folder), "--preset", preset, "--batch", str(batch), "--steps", str(steps)]
     words += ["--out", str(run), "--sample", "0", "--valid-steps", str(10**9), "--save-steps", str(10**9), *others]
-    done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said, _ = done.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(done.pid, signal.SIGKILL)  # torchrun's workers too
-        raise RuntimeError(f"{count} processes took more than {seconds} s:\n{done.communicate()[0][-4000:]}") from None
+        done.terminate()  # torchrun ends its workers, which are in sessions of their own
+        try:
+            said, _ = done.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            done.kill()
+            said, _ = done.communicate()
+        raise RuntimeError(f"{count} processes took more than {seconds} s:\n{said[-4000:]}") from None
     if done.returncode:
         raise RuntimeError(f"{count} processes failed:\n{said[-6000:]}")
     notes = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     clock = {note["step"]: note["seconds"] for note in notes if note["kind"] == "train" and note["step"] % 50 == 0}
     spans = [clock[step] - clock[step - 50] for step in clock if step - 50 in clock and step > steps // 2]
     return 50 * batch * notes[0]["recipe"]["time"] / statistics.median(spans)
+
+
+def figures(preset: str, rows: Sequence[tuple[str, ...]]) -> Figures:
+    """What was measured so far."""
+    recipe = PRESETS[preset]
+    title = f"{preset} on several GPUs, {recipe['batch']} rows of {recipe['time']} words for each"
+    table = Table(title, ("processes", "words per second", "efficiency"), tuple(rows))
+    text = (
+        "`whorl train` under torchrun: gradients are exchanged in bfloat16 while backward runs. Efficiency: the "
+        "speed for each process over that of one.",
+    )
+    return Figures.now(devices.find("auto"), "several-gpus", "Several GPUs", text, (table,))
 
 
 def main() -> None:
@@ -85,15 +102,8 @@ def main() -> None:
             alone = alone or speed / count
             rows.append((str(count), f"{speed:,.0f}", f"{speed / count / alone:.3f}"))
             print(f"{asked.preset}, {count} processes: {speed:,.0f} words/s, efficiency {rows[-1][2]}", flush=True)
-    if asked.figures:
-        recipe = PRESETS[asked.preset]
-        title = f"{asked.preset} on several GPUs, {recipe['batch']} rows of {recipe['time']} words for each"
-        table = Table(title, ("processes", "words per second", "efficiency"), tuple(rows))
-        text = (
-            "`whorl train` under torchrun: gradients are exchanged in bfloat16 while backward runs. Efficiency: the "
-            "speed for each process over that of one.",
-        )
-        Figures.now(devices.find("auto"), "several-gpus", "Several GPUs", text, (table,)).save(asked.figures)
+            if asked.figures:
+                figures(asked.preset, rows).save(asked.figures)  # at once: a later one may hang
     if failures:
         raise SystemExit("\n\n".join(failures))
 

@@ -184,6 +184,7 @@ FORMS = {
     "input dropout": Case({"layers": 2, "directions": 2, "input_dropout": 0.4}, marks=("mask",)),
     "input dropout, packed": Case({"input_dropout": 0.4}, packed=True),
     "given, by gate": Case(given=("input by gate", "recurrent", "zoneout"), marks=("mask",)),
+    "given, no marks": Case({"directions": 2}, given=("input by gate", "recurrent", "zoneout")),
     "given, shared": Case(
         {"recurrent_dropout_mode": "shared", "directions": 2}, given=("input", "recurrent"), packed=True
     ),

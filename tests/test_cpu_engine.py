@@ -17,10 +17,13 @@ from torch import Tensor
 
 import whorl
 from comparison import EXACT, error, flat, weighted
-from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees
+from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, results
 from whorl import compiler
+from whorl.engines import ENGINES
 from whorl.engines.cpu import build, generate
 from whorl.errors import CompileError
+from whorl.functional import planned, recurrent
+from whorl.problem import Call
 
 pytestmark = pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
 
@@ -52,6 +55,30 @@ def test_projection(projection: int, case: Case) -> None:
 @pytest.mark.parametrize("cell", WRAPPED)
 def test_options_of_cells(cell: str, name: str) -> None:
     assert_agrees("cpu", WRAPPED[cell], FORMS[name], torch.float64)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if "given" in name] + ["layers", "mask"])
+def test_no_gradient_of_what_needs_none(name: str) -> None:
+    """Of x and masks that are constant: the other gradients are the same to the bit, and these are not made."""
+    form, call = FORMS[name].build(CELLS["lstm"])
+    full = results(form, call, "cpu", False)
+    constant = call.x, *call.dropout, *call.noise
+    tensors = [tensor if any(tensor is one for one in constant) else tensor.requires_grad_() for tensor in call.tensors]
+    text, again = form.to_json(), Call.of(tensors, call.layout, call.marks)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    grads = iter(torch.autograd.grad(weighted(recurrent(text, again, "cpu")), wanted))
+    for (key, found), tensor in zip(list(full.items())[-len(tensors) :], tensors, strict=True):
+        assert not tensor.requires_grad or torch.equal(next(grads), found), key
+    plan = planned(text, again, "cpu")
+    assert plan.problem.constants == tuple(name for name in ("x", "dropout", "noise") if len(getattr(call, name)))
+    with torch.no_grad():
+        y, *_ = outcome = ENGINES["cpu"].forward(plan, again)
+        made = ENGINES["cpu"].backward(plan, again, y, outcome.saved, [y, *[None] * len(outcome.finals)])
+    parts = Call.of(made, call.layout, call.marks)  # type: ignore[arg-type]
+    zoneouts = form.layers * form.directions * 2 if call.noise and "shared" not in name else 0
+    assert parts.x is None
+    assert not any(grad is not None for grad in parts.dropout)
+    assert sum(grad is not None for grad in parts.noise) <= zoneouts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

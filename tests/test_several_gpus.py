@@ -2,6 +2,8 @@
 
 import runpy
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,21 @@ def test_a_training_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["several", "--processes", "1", *SMALL, "--engine", "persistent"])
     with pytest.raises(SystemExit, match=r"1 processes failed:\n[^$]*the tensors are on cpu"):
         runpy.run_path(str(PATH))["main"]()
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked up in /proc")
+def test_no_worker_is_left_of_a_training_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def running() -> list[str]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+        return [line for line in found if str(tmp_path) in line]
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    words = [*SMALL, "--steps", "100000000", "--seconds", "10"]
+    monkeypatch.setattr(sys, "argv", ["several", "--processes", "2", *words])
+    with pytest.raises(SystemExit, match="2 processes took more than 10 s"):
+        runpy.run_path(str(PATH))["main"]()
+    assert running() == []

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whorl import compiled
 from whorl.plan import plan
-from whorl.problem import Call, Plan, autocast_is_on, facts, wants_gradient
+from whorl.problem import Call, Facts, Plan, autocast_is_on, constants, facts, wants_gradient
 from whorl.run import run
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,14 +41,19 @@ def planned(form: str, call: Call, engine: str = "auto", sequences: bool = False
     """The plan that `recurrent` would run; touches no data."""
     if autocasts(call.x, *call.weights):
         call = _cast(call, torch.get_autocast_dtype(call.x.device.type))
-    return plan(form, facts(call, wants_gradient(call.tensors), sequences), engine)
+    return plan(form, _facts(call, sequences), engine)
 
 
 def _recurrent(form: str, call: Call, engine: str, sequences: bool) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
         return compiled.recurrent(call, form, engine, sequences, gradient)
-    return run(plan(form, facts(call, wants_gradient(call.tensors), sequences), engine), call)
+    return run(plan(form, _facts(call, sequences), engine), call)
+
+
+def _facts(call: Call, sequences: bool) -> Facts:
+    gradient = wants_gradient(call.tensors)
+    return facts(call, gradient, sequences, constants(call) if gradient else ())
 
 
 def _cast(call: Call, dtype: torch.dtype) -> Call:

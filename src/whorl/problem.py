@@ -137,6 +137,8 @@ class Problem:
     """What else the call has, by the names of `EXTRAS`."""
     gradient: bool = False
     """A backward pass may follow."""
+    constants: tuple[str, ...] = ()
+    """What of the call needs no gradient where others do, by the names of its fields: x, dropout, noise."""
 
     @property
     def sequences(self) -> bool:
@@ -295,9 +297,10 @@ class Facts(NamedTuple):
     gradient: bool
     tf32: bool = False
     """torch's switch of TF32 in recurrent layers, where the dtype is float32 on CUDA."""
+    constants: tuple[str, ...] = ()
 
 
-def facts(call: Call, gradient: bool, sequences: bool = False) -> Facts:
+def facts(call: Call, gradient: bool, sequences: bool = False, constants: tuple[str, ...] = ()) -> Facts:
     """Reads torch's switches, and of the tensors only what they are."""
     x, marks = call.x, call.marks
     where, shape, sizes = x.device, x.shape, marks.batch_sizes
@@ -310,7 +313,9 @@ def facts(call: Call, gradient: bool, sequences: bool = False) -> Facts:
     dtype = x.dtype
     # What torch's own recurrent layers ask: torch.backends.cudnn.allow_tf32 sets it, cudnn.rnn.fp32_precision is it.
     tf32 = dtype is torch.float32 and kind == "cuda" and _get_fp32_precision("cuda", "rnn") == "tf32"
-    return Facts(kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32)
+    return Facts(
+        kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32, constants
+    )
 
 
 def _extras(call: Call, sequences: bool) -> tuple[str, ...]:
@@ -340,6 +345,7 @@ def problem(form: str, known: Facts) -> Problem:
         dropout=known.dropout,
         extras=known.extras,
         gradient=known.gradient,
+        constants=known.constants,
     )
 
 
@@ -348,6 +354,14 @@ def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
     return torch._C._are_functorch_transforms_active() or any(tensor.requires_grad for tensor in tensors)
+
+
+def constants(call: Call) -> tuple[str, ...]:
+    """What of a call needs no gradient, as `Problem.constants` names it; under torch.func that cannot be read."""
+    if torch._C._are_functorch_transforms_active():
+        return ()
+    parts = {"x": (call.x,), "dropout": call.dropout, "noise": call.noise}
+    return tuple([name for name, part in parts.items() if part and not any(tensor.requires_grad for tensor in part)])
 
 
 def autocast_is_on(kind: str) -> bool:

@@ -65,9 +65,11 @@ def markdown(title: str, collected: Sequence[Figures]) -> str:
 
 def html(title: str, collected: Sequence[Figures]) -> str:
     """The page as the text of one HTML file."""
-    body = element("body", element("h1", title))
-    for group in _programs(collected):
-        body.append(element("h2", group[0].title))
+    groups = _programs(collected)
+    places = (element("li", element("a", group[0].title, href=f"#{group[0].program}")) for group in groups)
+    body = element("body", element("h1", title), element("nav", element("ul", *places)))
+    for group in groups:
+        body.append(element("h2", group[0].title, id=group[0].program))
         for figures in group:
             body.extend(_section(figures))
     return document(title, body)

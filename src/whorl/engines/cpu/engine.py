@@ -134,6 +134,7 @@ class _Pass:
 
     def backward(self, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         form, call, rows, states = self.form, self.call, self.rows, len(self.widths)
+        constants = self.problem.constants
         width = form.width * form.directions
         to_y, to_finals, to_sequences = grads[0], grads[1 : 1 + states], grads[1 + states :]
         to_states = [torch.zeros(len(self.weights), rows.batch, width, dtype=self.wide) for width in self.widths]
@@ -162,16 +163,17 @@ class _Pass:
                     chosen, y, grad, flat if layer == form.layers - 1 else [], saved[3 * index : 3 * index + 2],
                     [state[index] for state in to_states], [state[index] for state in to_reset], to_extras,
                 )  # fmt: skip
-                to_x = found if to_x is None else to_x + found
+                to_x = found if to_x is None or found is None else to_x + found
                 if to_noise:
                     to_noise[index * len(masks) : (index + 1) * len(masks)] = masks
-            assert to_x is not None
             if layer and call.dropout:  # of the steps that count alone: a mask may hold anything elsewhere
+                assert to_x is not None
                 mask = call.dropout[layer - 1]
                 factor = rows.choose(mask.reshape(below.shape))
-                to_dropout[layer - 1] = rows.spread(to_x * rows.choose(below)).view(mask.shape)
+                if "dropout" not in constants:
+                    to_dropout[layer - 1] = rows.spread(to_x * rows.choose(below)).view(mask.shape)
                 to_x = to_x * factor
-            grad, y = self._flat(rows.spread(to_x)), below
+            grad, y = None if to_x is None else self._flat(rows.spread(to_x)), below
         to_inputs = [
             (to_extra.sum(-1) if extra.shape[-1] == 1 else to_extra).reshape(extra.shape)
             for to_extra, extra in zip(to_extras, call.inputs, strict=True)
@@ -201,8 +203,9 @@ class _One:
             **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
         )
         self._masks = Masks(
-            made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products
-        )
+            made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
+            "noise" not in made.problem.constants,
+        )  # fmt: skip
         marks = made.call.marks
         # What entered the product is the output of the step before, where nothing comes between them.
         plain = not made.rows.packed and marks.lengths is None and marks.mask is None and marks.reset is None
@@ -295,8 +298,8 @@ class _One:
     def backward(
         self, x: Tensor, y: Tensor, to_y: Tensor | None, to_sequences: Sequence[Tensor | None], saved: Sequence[Tensor],
         to_states: list[Tensor], to_reset: list[Tensor], to_extras: list[Tensor],
-    ) -> tuple[Tensor, LayerWeights, list[Tensor | None]]:  # fmt: skip
-        """The gradients of x, of the weights and of given masks.
+    ) -> tuple[Tensor | None, LayerWeights, list[Tensor | None]]:  # fmt: skip
+        """The gradients of x, of the weights and of given masks; None of what is constant.
 
         Args:
             to_states: gradients of the final states, which become those of the initial ones.
@@ -330,7 +333,8 @@ class _One:
         has_bias = self._weights.bias_ih is not None
         to_bias = torch.zeros(len(cell.gates) * units, dtype=made.wide) if has_bias else None
         to_bias_hh = to_bias if source.dr_is_dx else torch.zeros(dr.shape[1], dtype=made.wide) if has_bias else None
-        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias)
+        wanted = self._index >= form.directions or "x" not in made.problem.constants
+        to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias, wanted)
         to_hh, to_recurrent = self._recurrent(dr, dp, kept, y, None if source.dr_is_dx else to_bias_hh)
         if not cell.recurrent:
             to_bias_hh = None

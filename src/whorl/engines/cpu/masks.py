@@ -20,13 +20,14 @@ class Masks:
     Args:
         index: layer x directions + direction.
         wide: the dtype of masks.
+        differentiable: those that are given have a gradient.
     """
 
     def __init__(
         self, kernel: Kernel, form: Form, call: Call, given: Given, index: int, rows: Rows, wide: torch.dtype,
-        products: Products,
+        products: Products, differentiable: bool,
     ) -> None:  # fmt: skip
-        self._products = products
+        self._products, self._differentiable = products, differentiable
         self._kernel, self._form, self._rows, self._wide = kernel, form, rows, wide
         self._place, self._given = divmod(index, form.directions), given
         seed = call.marks.seed
@@ -121,39 +122,47 @@ class Masks:
         return torch.cat([self._products.rows(*gate)[:, :units] for gate in gates], -1)
 
     def project_backward(
-        self, dx: Tensor, x: Tensor, weights: LayerWeights, sums: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, dx: Tensor, x: Tensor, weights: LayerWeights, sums: Tensor | None, wanted: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """The gradients of x, of the weights and of the mask, where it is given, from that of the product.
 
         Args:
             sums: the columns of dx are added to it.
+            wanted: that of x is.
         """
-        products, inputs = self._products, x.shape[1]
-        if self.input is None or self.input.dim() == 2:
-            entered = x if self.input is None else self._entered(x)
-            to_entered = products.rows(dx, weights.ih, across=False)[:, :inputs]
+        products, inputs, units = self._products, x.shape[1], self._form.units
+        to_mask = self._differentiable and self._given.input is not None
+        entered = x if self.input is None else self._entered(x)
+        if entered.dim() == 2:
             to_ih = products.outer(dx, entered, sums=sums)
-            if self.input is None:
-                return to_entered, to_ih, None
-            to_x, to_mask = to_entered * self._by_row(self.input), to_entered * x
         else:
-            entered, units = self._entered(x), self._form.units
-            gates = list(zip(dx.split(units, 1), weights.ih.split(units), entered, strict=True))
-            each = torch.stack([products.rows(d, weight, across=False)[:, :inputs] for d, weight, _ in gates])
-            to_x, to_mask = (each * self._by_row(self.input)).sum(0), each * x
-            to_ih = torch.cat([products.outer(d, operand) for d, _, operand in gates])
+            to_ih = torch.cat([products.outer(d, part) for d, part in zip(dx.split(units, 1), entered, strict=True)])
             if sums is not None:
                 sums += dx.sum(0)
-        return to_x, to_ih, None if self._given.input is None else self._by_sequence(to_mask)
+        if not (wanted or to_mask):
+            return None, to_ih, None
+        if entered.dim() == 2:
+            to_entered = products.rows(dx, weights.ih, across=False)[:, :inputs]
+        else:
+            gates = zip(dx.split(units, 1), weights.ih.split(units), strict=True)
+            to_entered = torch.stack([products.rows(d, weight, across=False)[:, :inputs] for d, weight in gates])
+        found = self._by_sequence(to_entered * x) if to_mask else None
+        if not wanted or self.input is None:
+            return to_entered if wanted else None, to_ih, found
+        to_x = self._times(to_entered, self.input)
+        return to_x if to_x.dim() == 2 else to_x.sum(0), to_ih, found
 
     def enter(self, h: Tensor, gate: int) -> Tensor:
         """What entered the recurrent product of a gate, from what was kept of it, [compact rows, width]."""
-        factor = self._factor(gate)
-        return h if factor is None else (h * factor).to(h.dtype)
+        if self.recurrent is None:
+            return h
+        if self.kind == BY_STEP:
+            return (h * self._rows.choose(self.recurrent)).to(h.dtype)
+        return self._times(h, self.recurrent if self.kind == HELD else self.recurrent[gate]).to(h.dtype)
 
     def given_gradient(self) -> Tensor | None:
-        """Zeros for the gradient of the given mask of the recurrent product."""
-        if self._given.recurrent is None or self.recurrent is None:
+        """Zeros for the gradient of the given mask of the recurrent product; None where it has none."""
+        if self._given.recurrent is None or self.recurrent is None or not self._differentiable:
             return None
         return torch.zeros_like(self.recurrent)
 
@@ -165,19 +174,16 @@ class Masks:
         else:
             (to if self.kind == HELD else to[gate]).add_(self._by_sequence(found))
 
-    def _factor(self, gate: int) -> Tensor | None:
-        if self.recurrent is None:
-            return None
-        if self.kind == BY_STEP:
-            return self._rows.choose(self.recurrent)
-        return self._by_row(self.recurrent if self.kind == HELD else self.recurrent[gate])
-
     def _entered(self, x: Tensor) -> Tensor:
         assert self.input is not None
-        return (x * self._by_row(self.input)).to(x.dtype)
+        return self._times(x, self.input).to(x.dtype)
 
-    def _by_row(self, mask: Tensor) -> Tensor:
-        return mask.index_select(-2, self._rows.sequence)
+    def _times(self, rows: Tensor, mask: Tensor) -> Tensor:
+        """Rows [..., compact rows, features] times the mask [..., batch, features] of the sequence of each."""
+        if self._rows.every:
+            steps = rows.unflatten(-2, (self._rows.time, self._rows.batch))
+            return (steps * mask.unsqueeze(-3)).flatten(-3, -2)
+        return rows * mask.index_select(-2, self._rows.sequence)
 
     def _by_sequence(self, found: Tensor) -> Tensor:
         made = found.new_zeros(*found.shape[:-2], self._rows.batch, found.shape[-1])

@@ -39,6 +39,8 @@ class Rows:
         self.ids = None if marks.rows is None else marks.rows.contiguous()
         self.chosen, self.place = self._choose()
         self.compact = self.outer if self.chosen is None else len(self.chosen)
+        self.every = not self.packed and self.chosen is None
+        """Each step of each sequence counts and lies in its place."""
 
     def _choose(self) -> tuple[Tensor | None, Tensor | None]:
         """The outer rows that count, and the compact row of each; None where all do."""

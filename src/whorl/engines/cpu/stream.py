@@ -44,7 +44,7 @@ class Stream(Step):
         described = (StepLayer * form.layers)()
         for layer, weights in enumerate(layers):
             fields = Fields(made, rows, 1, form.units, form.width, False)
-            Masks(made, form, call, given_masks[layer], layer, rows, wide, Products(made, wide, 1)).set(
+            Masks(made, form, call, given_masks[layer], layer, rows, wide, Products(made, wide, 1), False).set(
                 fields, [None] * len(self.states), [None] * len(self.states)
             )
             fields.set_lists(states=[state[layer] for state in self.states])
