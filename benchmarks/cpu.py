@@ -1,12 +1,14 @@
 """whorl beside torch.nn on this processor: in turns, after a check of the numbers, as ratios.
 
     python benchmarks/cpu.py                 every case, with torch's number of threads
-    python benchmarks/cpu.py --out FILE      and the results as JSON
+    python benchmarks/cpu.py --out FILE      and the results as JSON, beside those of the same commit that are there
     python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options
+    python benchmarks/cpu.py --only LSTM     the cases with this in their name
 
-Each time is the least of several: wall time, and the processor's time of this thread where one thread runs (what others
-do on the machine then matters less).  A ratio is torch's time over whorl's; above 1 whorl is faster.  The grid runs the
-engine that whorl chooses: `cpu`, or for some LSTMs torch's own kernel.  All else runs `cpu`.
+Both run in turns, each first in every other turn.  A ratio is the median over the turns of torch's time over whorl's,
+so that what the machine does for a while meets both; above 1 whorl is faster.  A time is the least of all: wall time,
+and the processor's time of this thread where one thread runs (what others do on the machine then matters less).  The
+grid runs the engine that whorl chooses: `cpu`, or for inference of most LSTMs torch's own kernel.  All else runs `cpu`.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -149,7 +152,7 @@ def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str,
         assert apart < bound or name.startswith("option"), f"{name}: the results are {apart} apart"
     begin = clock()
     theirs()
-    turns = max(5, min(300, int(seconds / max(1e-6, clock() - begin))))
+    turns = max(6, min(1000, int(seconds / max(1e-6, clock() - begin))))
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(turns):
         for which, call in (((0, theirs), (1, ours)), ((1, ours), (0, theirs)))[turn % 2]:
@@ -157,13 +160,15 @@ def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str,
             call()
             times[which].append(1e6 * (clock() - begin))
     rival, own = map(min, times)
-    return {"case": name, "rival_us": round(rival, 1), "whorl_us": round(own, 1), "ratio": round(rival / own, 3)}
+    ratio = statistics.median([one / other for one, other in zip(*times, strict=True)])
+    return {"case": name, "rival_us": round(rival, 1), "whorl_us": round(own, 1), "ratio": round(ratio, 3)}
 
 
 def main() -> None:
     """Print one line for each case, and geometric means."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", metavar="GROUP", default=[*GROUPS])
+    parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case and side")
     parser.add_argument("--out", type=Path)
@@ -174,6 +179,8 @@ def main() -> None:
     with whorl.settings(slow="allow"):
         for group in given.groups:
             for case in GROUPS[group]():
+                if given.only not in case[0]:
+                    continue
                 rows.append(measure(case, clock, given.seconds))
                 row = rows[-1]
                 print(f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}", flush=True)
@@ -198,7 +205,16 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
             "commit": commit,
         }
-        given.out.write_text(json.dumps(facts | {"results": rows}, indent=1) + "\n", encoding="utf-8")
+        given.out.write_text(
+            json.dumps(facts | {"results": _beside(given.out, commit, rows)}, indent=1) + "\n", "utf-8"
+        )
+
+
+def _beside(path: Path, commit: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, and before them the others that were measured on the same commit."""
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {"commit": "", "results": []}
+    names = {row["case"] for row in rows}
+    return [row for row in kept["results"] if row["case"] not in names] * (kept["commit"] == commit) + rows
 
 
 def _processor() -> str:

@@ -176,6 +176,43 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
   return made;
 }
 
+// A digest of everything that a call of x, weights and initial states makes, forward and backward.
+uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, Threads way) {
+  seed = 17;
+  Sweep k = {};
+  k.cell = &cell, k.time = 5, k.batch = 6, k.units = k.width = 37, k.inputs = 6, k.reverse = reverse;
+  k.threads = way.threads, k.team = way.team, k.groups = way.threads / way.team, k.largest = 6;
+  const int64_t rows = k.time * k.batch, all = k.batch * k.units, x_wide = cell.gates * k.units;
+  const int64_t wide = cell.recurrent * k.units, columns = up(k.inputs, 64);
+  int64_t *order = make<int64_t>(k.batch), *ends = make<int64_t>(k.groups + 1);
+  for (int64_t r = 0; r < k.batch; ++r) order[r] = r;
+  for (int64_t group = 0; group <= k.groups; ++group) ends[group] = k.batch * group / k.groups;
+  k.order = order, k.ends = ends, k.y_stride = k.dy_stride = k.units, k.x_stride = within ? 0 : up(x_wide, 64);
+  Plain p = {};
+  p.input = draw<store>(rows * k.inputs), p.ih = draw<store>(x_wide * k.inputs), p.hh = draw<store>(wide * k.units);
+  p.bias_ih = draw<real>(x_wide), p.bias_hh = draw<real>(wide), p.y = make<store>(rows * k.units);
+  p.saved = make<real>(rows * cell.saved * k.units);
+  for (int s = 0; s < cell.states; ++s) p.finals[s] = make<real>(all);
+  for (int s = 0; s < cell.states && initial; ++s) p.starts[s] = draw<real>(all);
+  whorl_plain_forward(&k, &p, way.threads);
+
+  p.dy = draw<store>(rows * k.units), p.begin = initial ? draw<store>(all) : nullptr;
+  for (int s = 0; s < cell.states && initial; ++s) p.dfinals[s] = draw<real>(all), p.dstarts[s] = make<real>(all);
+  p.dx = make<store>(rows * x_wide), p.dr = cell.dr_is_dx ? nullptr : make<store>(rows * wide);
+  p.to_input = make<real>(rows * columns), p.to_ih = make<real>(x_wide * k.inputs), p.to_hh = make<real>(wide * k.units);
+  p.to_bias_ih = make<real>(x_wide), p.to_bias_hh = make<real>(wide);
+  whorl_plain_backward(&k, &p, way.threads);
+
+  uint64_t made = digest(14695981039346656037u, p.y, size_t(rows * k.units) * sizeof(store));
+  auto count = [&](const real* data, int64_t size) { made = digest(made, data, size_t(size) * sizeof(real)); };
+  count(p.to_input, rows * columns), count(p.to_ih, x_wide * k.inputs), count(p.to_hh, wide * k.units);
+  count(p.to_bias_ih, x_wide), count(p.to_bias_hh, wide);
+  for (int s = 0; s < cell.states; ++s) count(p.finals[s], all);
+  for (int s = 0; s < cell.states && initial; ++s) count(p.dstarts[s], all);
+  release();
+  return made;
+}
+
 // A digest of a prepared step's outputs and states after a few steps.
 uint64_t stream(const Cell& cell, int64_t threads) {
   seed = 11;
@@ -253,9 +290,17 @@ int main() {
   for (size_t index = 0; index < sizeof(cells) / sizeof(*cells); ++index) {
     const Cell& cell = *cells[index];
     for (const Case& form : CASES) {
-      if (form.projection && cell.products) continue;  // what a step multiplies with is as wide as its units
+      // what a step multiplies with, and a state that it reads, is as wide as its units
+      if (form.projection && (cell.products || cell.states == 1)) continue;
       const uint64_t alone = sweep(cell, form, WAYS[0]);
       for (const Threads& way : WAYS) same(form.name, names[index], alone, sweep(cell, form, way));
+    }
+    bool takes = !cell.vectors && !cell.extras && !cell.products && !cell.saved_means && cell.recurrent;
+    for (int gate = 0; gate < cell.recurrent; ++gate) takes = takes && cell.leaf[gate];
+    for (int which = 0; which < 8 && takes; ++which) {
+      const bool reverse = which & 1, initial = which & 2, within = which & 4;
+      const uint64_t alone = plain(cell, reverse, initial, within, WAYS[0]);
+      for (const Threads& way : WAYS) same("plain", names[index], alone, plain(cell, reverse, initial, within, way));
     }
     const uint64_t alone = stream(cell, 1);
     for (int64_t threads = 2; threads < 4; ++threads) same("a stream", names[index], alone, stream(cell, threads));

@@ -144,10 +144,8 @@ inline unsigned emulated_narrow_pair(float low, float high) {
   return emulated_narrow(low) | (unsigned)emulated_narrow(high) << 16;
 }
 inline float operand_value(unsigned word, int half) { return emulated_wide((unsigned short)(word >> 16 * half)); }
-inline unsigned emulated_spread_signs(unsigned bytes, unsigned selector) {
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 3) & 0x80 ? 0xffu : 0u) << 8 * i;
-  return result;
+inline unsigned emulated_spread_signs(unsigned halves) {
+  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
 }
 inline unsigned emulated_times(unsigned a, unsigned b) {
   return emulated_narrow_pair(operand_value(a, 0) * operand_value(b, 0), operand_value(a, 1) * operand_value(b, 1));
@@ -224,6 +222,7 @@ inline void emulated_named_barrier(int id, int count) { host::meet(host::now->bl
 inline void emulated_arrive_at_barrier(int id, int count) { host::come(host::now->block->meetings[id], count); }
 inline float emulated_fast_tanh(float v) { return std::tanh(v); }
 inline float emulated_fast_exp(float v) { return std::exp(v); }
+inline float emulated_fast_log(float v) { return std::log(v); }
 inline float emulated_reciprocal(float v) { return 1.f / v; }
 inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
 inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }

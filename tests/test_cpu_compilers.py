@@ -93,7 +93,7 @@ def sanitizer(name: str, tmp_path: Path) -> str:
 def test_the_kernels_run_clean(name: str, bits: int, tmp_path: Path) -> None:
     flags = sanitizer(name, tmp_path)
     program = compiled(
-        tmp_path, _gcc(), flags, ["lstm", "layer_norm_lstm", "gru_before", "four_states", "odd_ends"], bits
+        tmp_path, _gcc(), flags, ["lstm", "gru", "layer_norm_lstm", "gru_before", "four_states", "odd_ends"], bits
     )
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "clean\n", "")

@@ -20,7 +20,7 @@ from comparison import EXACT, error, flat, weighted
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, results
 from whorl import compiler
 from whorl.engines import ENGINES
-from whorl.engines.cpu import build, generate
+from whorl.engines.cpu import build, generate, plain
 from whorl.errors import CompileError
 from whorl.functional import planned, recurrent
 from whorl.problem import Call
@@ -329,3 +329,33 @@ def test_without_a_compiler_the_plan_says_so_and_what_runs_instead() -> None:
     layer.engine = "cpu"
     with pytest.raises(whorl.UnsupportedError, match="no C"):
         layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("kind, time, batch, inputs, units", [
+    ("LSTM", 1, 1, 1, 1), ("LSTM", 5, 7, 64, 33), ("GRU", 4, 1, 3, 65), ("RNN", 6, 2, 17, 16), ("GRU", 1, 3, 5, 7),
+])  # fmt: skip
+def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
+    kind: str, time: int, batch: int, inputs: int, units: int, initial: bool, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    layer = getattr(whorl, kind)(inputs, units, 2, bidirectional=True, bias=batch != 7, engine="cpu", dtype=dtype)
+    x = torch.randn(time, batch, inputs, dtype=dtype, requires_grad=True)
+    states = [torch.randn(4, batch, units, dtype=dtype, requires_grad=True) for _ in range(1 + (kind == "LSTM"))]
+    hx = (states[0] if len(states) == 1 else tuple(states)) if initial else None
+
+    def everything() -> list[Tensor]:
+        y, finals = layer(x, hx)
+        ends = [finals] if isinstance(finals, Tensor) else [*finals]
+        wanted = [x, *layer.parameters(), *(states if initial else [])]
+        generator = torch.Generator().manual_seed(3)
+        weighed = [(end.double() * torch.rand(end.shape, generator=generator)).sum() for end in (y, *ends)]
+        return [y, *ends, *torch.autograd.grad(sum(weighed), wanted)]
+
+    found = everything()
+    assert plain.sizes(layer.plan(x, hx).problem, torch.get_num_threads()) is not None
+    monkeypatch.setattr(plain, "sizes", lambda *_: None)
+    bound = 1e-13 if dtype == torch.float64 else 2**-7
+    for one, other in zip(found, everything(), strict=True):
+        assert (one - other).double().norm() <= bound * other.double().norm()

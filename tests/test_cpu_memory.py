@@ -107,3 +107,4 @@ def test_nothing_is_gathered_where_every_step_counts() -> None:
         rows = Rows(Call(x, (), weights, marks=marks))
         assert (rows.chosen if rows.chosen is None else rows.chosen.tolist()) == chosen
         assert rows.compact == (6 if chosen is None else len(chosen))
+        assert (rows.lengths is None, rows.mask is None) == ((True, True) if chosen is None else (False, True))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import option_draws
 import whorl
@@ -52,6 +53,7 @@ def with_gradients(layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
         ("LSTM", 20, 9, 4, torch.bfloat16, dict(num_layers=2, bidirectional=True)),
         ("GRU", 33, 5, 3, torch.float16, {}),
         ("RNN", 130, 10, 2, torch.bfloat16, dict(nonlinearity="relu")),
+        ("LSTM", 20, 9, 4, torch.float16, dict(activation="softplus")),
     ],
 )
 def test_plain_layers(
@@ -76,6 +78,19 @@ def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -
         patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
         layer(x)[0].sum().backward()
     assert entered == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_softplus_is_good_to_an_eps_of_each_value(dtype: torch.dtype, folder: Path) -> None:
+    x = torch.tensor([-80.0, -20, -9, -3, -2.75, -1, -(2**-10), 0, 2**-10, 1, 3, 19.5, 20.5, 1e4, torch.inf, torch.nan])
+    layer = whorl.RNN(1, 1, activation="softplus", bias=False)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.fill_(1.0)
+    truth = x.to(dtype).double()
+    got = outcome(layer, x[None, :, None], dtype, "persistent", folder, tf32=True)[0].detach().double().flatten()
+    eps = TF32_EPS if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(got, F.softplus(truth), rtol=eps, atol=0, equal_nan=True)
 
 
 def test_forward_and_backward_are_compiled_side_by_side_and_once(folder: Path) -> None:
@@ -339,6 +354,31 @@ def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypat
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32, torch.bfloat16)[seed % 4]) == {}
+
+
+@pytest.mark.parametrize(
+    "kind, units, ahead, back, dtype, given",
+    [
+        ("LSTM", 70, (32, 2, 1, 8, 2), (32, 2, 1, 2, 8), torch.bfloat16, False),  # a warp has gates of its own
+        ("LSTM", 37, (16, 1, 2, 8, 4), (16, 2, 2, 1, 8), torch.bfloat16, True),
+        ("GRU", 70, (32, 1, 1, 8, 2), (32, 1, 1, 2, 8), torch.float16, False),  # two warps share a gate
+        ("GRU", 37, (16, 1, 1, 8, 2), (16, 1, 1, 3, 8), torch.float32, True),  # a strip past the last gate
+        ("GRU", 37, (24, 1, 1, 8, 1), (24, 1, 1, 1, 8), torch.float32, False),  # strips with rows of two gates
+        ("LSTM", 37, (8, 2, 1, 8, 1), (8, 1, 1, 4, 8), torch.float32, True),
+    ],
+)
+def test_masks_by_gate_where_blocks_exchange(
+    kind: str, units: int, ahead: tuple[int, ...], back: tuple[int, ...], dtype: torch.dtype, given: bool,
+    folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        own, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
+        return make(size, *own, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    case = Drawn(kind, frozenset({"gate", *(["given"] if given else [])}), units, 19, 3, seed=1)
+    with emulated(folder):
+        assert case.errors("cpu", dtype) == {}
 
 
 def test_values_beside_a_kink_are_held_to_the_rule_over_several_draws(

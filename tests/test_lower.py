@@ -313,7 +313,10 @@ def compile_for_cuda(library: ctypes.CDLL, source: str) -> str:
 
 
 def cuda_source(graphs: Mapping[str, Mapping[str, Expr]]) -> str:
-    texts = ["using real = float;", "__device__ real logistic(real value) { return 1.f / (1.f + expf(-value)); }"]
+    texts = [
+        "using real = float;", "__device__ real logistic(real value) { return 1.f / (1.f + expf(-value)); }",
+        "__device__ real softplus(real value) { return log1pf(expf(value)); }",
+    ]  # fmt: skip
     for name, outputs in graphs.items():
         for index, stage in enumerate(stages(outputs, CUDA)):
             zero = " != 0"

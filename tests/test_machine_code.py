@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from cells_for_tests import CELLS
-from whorl.engines.cuda import source, tiling
+from whorl.engines.cuda import grid, source, tiling
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.prepare import flags, size_of
-from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Tile
 
 H200 = Chip((9, 0), 132)
 CASES = [
@@ -45,7 +46,11 @@ def listing(
     assert tile is not None
     text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True)
     assert change[0] in text
-    path.write_bytes(cubin(text.replace(*change), "kernel", "sm_90a", flags(tile)))
+    return disassembled(text.replace(*change), tile, path)
+
+
+def disassembled(text: str, tile: Tile | Spread, path: Path) -> list[str]:
+    path.write_bytes(cubin(text, "kernel", "sm_90a", flags(tile)))
     tool = nvdisasm()
     assert tool is not None
     return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -71,6 +76,23 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
     assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
+
+
+@needs_tools
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_masks_by_gate_add_no_product(name: str, kind: str, tmp_path: Path) -> None:
+    cell, features = CELLS[name].graph, source.Features(noise=source.BY_GATE)
+    tile = grid.estimated(size_of(cell, 512, 2, features), H200, 128, 1, kind)
+    assert tile is not None
+    text = (source.forward if kind == "forward" else source.backward)(cell, 512, torch.bfloat16, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
+    rows, depth = len(cell.recurrent) * tile.slice, 512
+    if kind == "backward":
+        rows, depth = depth, rows
+    products = rows // 16 * (depth // 16) * (tile.rows // 8)
+    assert sum("HMMA" in line for line in loop) == products // tile.warps
 
 
 @needs_tools

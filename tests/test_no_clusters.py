@@ -1,4 +1,4 @@
-"""Compute capability 8.0 to 8.9, which has no clusters: one block holds a layer, or blocks exchange through L2.
+"""GPUs on which no cluster is used (8.0 to 8.9, 12.0): one block holds a layer, or blocks exchange through L2.
 
 Their limits are forced on the GPU at hand, or on the host: the shared memory of a block, the multiprocessors, and no
 cluster.  The machine code is for the GPU that is there.
@@ -27,12 +27,14 @@ from whorl.engines.cuda import grid, layers, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.prepare import flags, size_of
+from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip
 from whorl.plan import decide, plan
 from whorl.problem import Form, Problem
 
 OLDER = {"A100": Chip((8, 0), 108), "RTX 3090": Chip((8, 6), 82), "RTX 4090": Chip((8, 9), 128)}
+WITHOUT = OLDER | {"RTX 5090": Chip((12, 0), 170)}
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -75,7 +77,7 @@ def test_one_block_in_four_bytes(chip: Chip, cell: str, precision: str) -> None:
 
 
 def test_the_tiles_have_no_cluster() -> None:
-    for chip in OLDER.values():
+    for chip in WITHOUT.values():
         for units in (16, 128, 512, 1024):
             size = size_of(library.lstm.graph, units, 2)
             for kind in ("forward", "backward"):
@@ -97,17 +99,27 @@ def test_layers_are_left_to_other_engines_until_such_a_gpu_ran_them() -> None:
     assert decide(plain, "persistent").engine == "persistent"
 
 
+def test_layers_are_left_to_other_engines_on_gpus_that_the_kernels_are_not_made_for() -> None:
+    newer = replace(H200, name="RTX 5090", capability=(12, 0), multiprocessors=170)
+    plain = Problem(Form(library.lstm.graph, 24, 128), newer, torch.bfloat16, 5, 32, gradient=True)
+    reason = "the GPU has compute capability 12.0, these kernels are made for 8.0 to 9.0"
+    assert Persistent().obstacles(plain) == [reason]
+    assert decide(plain).engine == "cudnn"
+    assert f"persistent: {reason}" in map(str, decide(plain).refusals)
+    assert decide(replace(plain, extras=("mask",))).engine == "stepwise"
+
+
 @needs_tools
-@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("name", WITHOUT)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_layers_spread_over_blocks_compile(name: str, kind: str) -> None:
     """One block is compiled for all architectures in test_tiling.py."""
-    chip = OLDER[name]
-    for cell, units in (("lstm", 512), ("gru", 301)):
+    chip, write = WITHOUT[name], source.forward if kind == "forward" else source.backward
+    for cell, units, features in (("lstm", 512, Features()), ("gru", 301, Features(noise=source.BY_GATE))):
         graph = CELLS[cell].graph
-        tile = spreading.choose(size_of(graph, units, 2), chip, 32, 1, kind)
+        tile = spreading.choose(size_of(graph, units, 2, features), chip, 32, 1, kind)
         assert tile is not None
-        text = (source.forward if kind == "forward" else source.backward)(graph, units, torch.bfloat16, tile, True)
+        text = write(graph, units, torch.bfloat16, tile, True, features)
         cubin(text, "kernel", chip.architecture, flags(tile))
 
 

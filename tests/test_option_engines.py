@@ -88,6 +88,7 @@ INACTIVE: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.usefixtures("no_compiler")
 @pytest.mark.parametrize("name", INACTIVE)
 def test_what_is_not_active_costs_no_engine(name: str) -> None:
     arguments, training, options = INACTIVE[name]

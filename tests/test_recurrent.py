@@ -100,7 +100,7 @@ def test_a_built_in_cell_runs_on_the_fast_engine() -> None:
     plain = whorl.LSTM(5, 7, num_layers=2)
     plain.load_state_dict(layer.state_dict())
     assert layer.plan(x) == plain.plan(x)
-    assert layer.plan(x).engine == "onednn"
+    assert layer.plan(x).engine != "reference"
     assert all(torch.equal(a, b) for a, b in zip(flat(layer(x)), flat(plain(x)), strict=True))
 
 

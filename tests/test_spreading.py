@@ -127,3 +127,11 @@ def test_a_tile_that_disagrees_with_its_kernel_does_not_compile(kind: str) -> No
     write = source.forward if kind == "forward" else source.backward
     with pytest.raises(Exception, match="tiling and kernel disagree"):
         cubin(write(cell, 1024, torch.bfloat16, wrong, True), "kernel", "sm_90a", flags(tile))
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("units", [1, 16, 100, 512, 2048])
+def test_no_estimate_of_two_bytes_is_below_the_least(units: int, kind: str) -> None:
+    size = size_of(library.rnn_tanh.graph, units, 2)
+    tiles = spreading.likely(size, H200, 1, 1, kind)
+    assert min(spreading._time(size, H200, 1, 1, kind, tile) for tile in tiles) >= spreading.LEAST[kind]

@@ -42,9 +42,9 @@ def _asked(plan: Plan) -> str:
 def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """What would run in `module(*args, **kwargs)`: print it.
 
-    A recurrent layer is planned without running.  Any other module runs once without gradient (in train mode that
-    moves what it counts, such as the statistics of a BatchNorm; torch's generators come back as they were), and each
-    call of a recurrent layer inside it is planned as it comes, with a gradient where grad mode is on now.
+    A recurrent layer is planned without running.  Any other module runs once (in train mode that moves what it counts,
+    such as the statistics of a BatchNorm; torch's generators come back as they were), and each call of a recurrent
+    layer inside it is planned as it comes, with a gradient where grad mode is on.
 
     >>> import whorl
     >>> print(whorl.explain(whorl.LSTM(8, 16, engine="reference"), torch.zeros(5, 3, 8)))
@@ -72,19 +72,17 @@ def _note(name: str, layer: Any, args: tuple, kwargs: dict) -> tuple[str, Plan, 
 
 
 def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Plan, str]]:
-    gradient = torch.is_grad_enabled()
     hooks, noted = [], []
     for name, inner in module.named_modules():
         if isinstance(inner, Recurrence):
 
             def note(layer: Any, layer_args: tuple, layer_kwargs: dict, name: str = name) -> None:
-                with torch.set_grad_enabled(gradient):
-                    noted.append(_note(name, layer, layer_args, layer_kwargs))
+                noted.append(_note(name, layer, layer_args, layer_kwargs))
 
             hooks.append(module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
     try:
         # What is slow is shown, not refused.
-        with torch.random.fork_rng(), torch.no_grad(), settings(slow="allow"):
+        with torch.random.fork_rng(), settings(slow="allow"):
             module(*args, **kwargs)
     finally:
         for hook in hooks:

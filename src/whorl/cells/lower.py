@@ -104,10 +104,7 @@ SPELLINGS: dict[str, tuple[str, str]] = {
     "sigmoid": ("real(1) / (real(1) + std::exp(-{0}))", "logistic({0})"),
     "tanh": ("std::tanh({0})", "tanhf({0})"),
     "relu": ("{0} < real(0) ? real(0) : {0}", "{0} < 0.f ? 0.f : {0}"),
-    "softplus": (
-        "{0} > real(20) ? {0} : std::log1p(std::exp({0}))",
-        "{0} > 20.f ? {0} : log1pf(expf({0}))",
-    ),
+    "softplus": ("{0} > real(20) ? {0} : std::log1p(std::exp({0}))", "softplus({0})"),
 }
 
 

@@ -31,7 +31,7 @@ def inner_loop(
         layer: a `keras.layers.RNN`, or a subclass.
         own: the layer's own `inner_loop`, for backends that whorl has no engines for.
     """
-    if keras.tree.is_nested(mask):
+    if isinstance(mask, list | tuple):
         mask = mask[0]
     parts, reasons = parts_of(layer, sequences)
     if reasons:
@@ -48,8 +48,11 @@ def inner_loop(
         entering = states[0]  # of the shape of what the next cell reads
     x = keras.ops.cast(sequences, cells[0].compute_dtype)
     notes = notes_of_a_call()
-    swept = sweep(parts, x, tensors, mask, layer.go_backwards, layer.zero_output_for_mask, notes)
+    how = layer.go_backwards, layer.zero_output_for_mask, layer.return_sequences
+    swept = sweep(parts, x, tensors, mask, *how, notes)
     note(layer, notes)
+    if not is_stacked(layer):
+        return swept.last, swept.outputs, list(swept.states[0])
     return swept.last, swept.outputs, keras.tree.pack_sequence_as(initial_state, keras.tree.flatten(swept.states))
 
 
@@ -163,7 +166,7 @@ def bidirectional(
     part = _joint(layer, sequences)
     if part is None or (initial_state is not None and len(initial_state) != 2 * len(there.state_size)):
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
-    if keras.tree.is_nested(mask):
+    if isinstance(mask, list | tuple):
         mask = mask[0]
     count, entering, tensors = len(there.state_size), sequences[:, 0, :], []
     for place, one in enumerate((there, back)):
@@ -174,7 +177,8 @@ def bidirectional(
         tensors.append(tensors_of(one.cell, entering, states, training))
         one._maybe_reset_dropout_masks(one.cell)
     notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)
-    found = both_ways(part, x, tensors[0], tensors[1], mask, there.zero_output_for_mask, notes)
+    how = there.zero_output_for_mask, there.return_sequences
+    found = both_ways(part, x, tensors[0], tensors[1], mask, *how, notes)
     note(layer, notes)
     outputs = [
         keras.ops.cast(one.outputs if there.return_sequences else one.last, layer.compute_dtype) for one in found

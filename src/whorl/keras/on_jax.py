@@ -1,39 +1,40 @@
 """The sweep on arrays of JAX: torch inside XLA's program, on its buffers and its stream, and the host copies nothing.
 
 `jax.experimental.buffer_callback` calls a Python function with XLA's own buffers, which torch sees through DLPack.  JAX
-differentiates nothing of it, so the gradient is a second callback.  What an engine saves for its backward is an output
-of the first one: XLA's own memory, which lives as long as the gradient needs it.  Under `jax.vmap` rows run one after
-the other; forward-mode derivatives are an error of JAX.
+differentiates nothing of it, so the gradient is a second callback.  On a CPU what backward needs stays with torch, and
+XLA's program carries its number.  On a GPU, where the host runs ahead and reads nothing, what an engine saves for its
+backward is an output of the first callback: XLA's own memory, which lives as long as the gradient needs it.  Under
+`jax.vmap` rows run one after the other; forward-mode derivatives are an error of JAX.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, compress, count
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 from torch import Tensor
 
-from whorl.engines import ENGINES
 from whorl.errors import InputError
 from whorl.functional import recurrent
 from whorl.keras import sweep as on_torch
 from whorl.keras.sweep import Part, Swept, Tensors
-from whorl.plan import plan
-from whorl.problem import Call, Plan, facts
+from whorl.problem import Call, Plan
 
 Kind = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Job:
     """What a callback is to do, as plain values."""
@@ -42,10 +43,17 @@ class _Job:
     both: bool
     go_backwards: bool
     zero_output: bool
+    sequences: bool
     structure: Any
     """Of (x, the tensors of each cell, mask), as JAX flattens them."""
-    exact: tuple[bool, ...]
-    """Which of them have no gradient: masks of steps and seeds."""
+    device: str
+    """Of what kind the buffers are: "cpu" or "cuda"."""
+    wanted: tuple[bool, ...] = ()
+    """Which of them have a gradient; none where no gradient is taken."""
+    rooms: tuple["_Room", ...] = ()
+    """On a GPU: of each call of an engine, where it keeps what its backward reads."""
+    given: tuple[bool, ...] = ()
+    """Of a backward pass: which of the outputs have a cotangent, the others' is zero."""
 
 
 def sweep(
@@ -55,12 +63,13 @@ def sweep(
     mask: Any = None,
     go_backwards: bool = False,
     zero_output: bool = False,
+    sequences: bool = True,
     notes: list[Plan] | None = None,
 ) -> Swept:
     """`whorl.keras.sweep.sweep` on arrays of JAX."""
     for place, (part, own) in enumerate(zip(parts, tensors, strict=True)):
         on_torch.check(part, x, own, mask, first=place == 0)
-    outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, notes)
+    outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
     ends = iter(states)
     return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in own.states) for own in tensors))
 
@@ -72,35 +81,35 @@ def both_ways(
     backward: Tensors,
     mask: Any = None,
     zero_output: bool = False,
+    sequences: bool = True,
     notes: list[Plan] | None = None,
 ) -> tuple[Swept, Swept]:
     """`whorl.keras.sweep.both_ways` on arrays of JAX."""
     for own in (forward, backward):
         on_torch.check(cell, x, own, mask)
-    there, back, *states = _run([cell], x, (forward, backward), mask, True, False, zero_output, notes)
+    there, back, *states = _run([cell], x, (forward, backward), mask, True, False, zero_output, sequences, notes)
     count = len(states) // 2
     return Swept(there[:, -1], there, (tuple(states[:count]),)), Swept(back[:, 0], back, (tuple(states[count:]),))
 
 
 def _run(
     parts: Sequence[Part], x: Any, tensors: Sequence[Tensors], mask: Any, both: bool, go_backwards: bool,
-    zero_output: bool, notes: list[Plan] | None,
+    zero_output: bool, sequences: bool, notes: list[Plan] | None,
 ) -> Sequence[Any]:  # fmt: skip
     """Outputs (of each direction), then the final states of each cell (or direction)."""
     leaves, structure = jax.tree.flatten((x, tuple(tensors), mask))
-    exact = tuple(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
-    job = _Job(tuple(parts), both, go_backwards, zero_output, structure, exact)
+    job = _Job(tuple(parts), both, go_backwards, zero_output, sequences, structure, _device(leaves))
     if notes is not None:  # somebody asks what would run: now, with arrays that are there
         return _in_worker(_as_asked, job, leaves, notes, torch.is_grad_enabled())
     return _operation(job, *leaves)
 
 
 def _as_asked(job: _Job, leaves: Sequence[Any], notes: list[Plan], gradient: bool) -> list[Any]:
-    made = [torch.from_dlpack(jnp.asarray(leaf)).clone() for leaf in leaves]
-    wanted = [tensor if exact else tensor.requires_grad_() for tensor, exact in zip(made, job.exact, strict=True)]
+    """As a model's first layer: what JAX does not trace does not say whether its input has a gradient."""
+    x, *rest = [torch.from_dlpack(jnp.asarray(leaf)).clone() for leaf in leaves]
+    made = [x, *(one.requires_grad_() if one.is_floating_point() else one for one in rest)]
     with torch.set_grad_enabled(gradient):
-        outputs = _compute(job, wanted, notes)
-    notes[:] = map(_chosen, notes)
+        outputs = _compute(job, made, notes)
     return [jnp.from_dlpack(tensor.detach().contiguous()) for tensor in outputs]
 
 
@@ -108,12 +117,21 @@ def _compute(
     job: _Job, leaves: Sequence[Tensor], notes: list[Plan] | None = None, run: on_torch.Run = recurrent
 ) -> list[Tensor]:
     x, tensors, mask = jax.tree.unflatten(job.structure, leaves)
+    how = job.zero_output, job.sequences, notes, run
     if job.both:
         one, other = tensors
-        there, back = on_torch.both_ways(job.parts[0], x, one, other, mask, job.zero_output, notes, run)
+        there, back = on_torch.both_ways(job.parts[0], x, one, other, mask, *how)
         return [there.outputs, back.outputs, *there.states[0], *back.states[0]]
-    swept = on_torch.sweep(job.parts, x, tensors, mask, job.go_backwards, job.zero_output, notes, run)
+    swept = on_torch.sweep(job.parts, x, tensors, mask, job.go_backwards, *how)
     return [swept.outputs, *(state for states in swept.states for state in states)]
+
+
+def _device(leaves: Sequence[Any]) -> str:
+    """Where what JAX traces will run: where its arrays are, or where JAX will put them."""
+    there = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    chosen = jax.config.jax_default_device
+    asked = next(iter(there[0].devices())) if there else chosen
+    return "cpu" if (getattr(asked, "platform", asked) or jax.default_backend()) == "cpu" else "cuda"
 
 
 # --- the operation, as JAX sees it ------------------------------------------------------------------------------------
@@ -124,25 +142,28 @@ def _operation(job: _Job, *leaves: Any) -> tuple[Any, ...]:
     return tuple(_callback(_forward, job)(_outputs(job, leaves))(*leaves))
 
 
-def _operation_forward(job: _Job, *leaves: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    outputs, rooms = _outputs(job, leaves), _rooms(job, tuple(map(_kind, leaves)), _device(leaves))
-    kept = [kind for room in rooms for kind in room.kinds]
-    made = _callback(_forward_saving, job, rooms)((*outputs, *kept))(*leaves)
-    return tuple(made[: len(outputs)]), (*leaves, *made[len(outputs) :])
+def _operation_forward(job: _Job, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves = [one.value for one in given]
+    floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    wanted = tuple(one.perturbed and real for one, real in zip(given, floating, strict=True))
+    rooms = () if job.device == "cpu" else _rooms(job, tuple(map(_kind, leaves)))
+    outputs, kept = _outputs(job, leaves), [kind for room in rooms for kind in room.kinds] or [_NUMBER]
+    job = replace(job, wanted=wanted, rooms=rooms)
+    made = _callback(_forward_saving, job)((*outputs, *kept))(*leaves)
+    return tuple(made[: len(outputs)]), (job, *leaves, *made[len(outputs) :])
 
 
-def _operation_backward(job: _Job, row: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    leaves = row[: len(job.exact)]
-    rooms = _rooms(job, tuple(map(_kind, leaves)), _device(leaves))
-    wanted = tuple(_kind(leaf) for leaf, exact in zip(leaves, job.exact, strict=True) if not exact)
-    grads = iter(_callback(_backward, job, rooms)(wanted)(*row, *cotangents))
-    return tuple(
-        np.zeros(leaf.shape, jax.dtypes.float0) if exact else next(grads)
-        for leaf, exact in zip(leaves, job.exact, strict=True)
-    )
+def _operation_backward(_: _Job, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    job, *row = kept
+    given = tuple(not isinstance(cotangent, SymbolicZero) for cotangent in cotangents)
+    if not any(given) or not any(job.wanted):
+        return (None,) * len(job.wanted)
+    job, kinds = replace(job, given=given), tuple(_kind(leaf) for leaf in compress(row, job.wanted))
+    grads = iter(_callback(_backward, job)(kinds)(*row, *compress(cotangents, given)))
+    return tuple(next(grads) if wanted else None for wanted in job.wanted)
 
 
-_operation.defvjp(_operation_forward, _operation_backward)
+_operation.defvjp(_operation_forward, _operation_backward, symbolic_zeros=True)
 
 
 def _kind(leaf: Any) -> Kind:
@@ -151,18 +172,19 @@ def _kind(leaf: Any) -> Kind:
 
 def _outputs(job: _Job, leaves: Sequence[Any]) -> tuple[Kind, ...]:
     x, tensors, _ = jax.tree.unflatten(job.structure, leaves)
-    name = _kind(x)[1]
-    outputs = [((*x.shape[:2], job.parts[-1].units), name)] * (1 + job.both)
+    (batch, time, _), name = _kind(x)
+    outputs = [((batch, time if job.sequences else 1, job.parts[-1].units), name)] * (1 + job.both)
     return (*outputs, *((tuple(state.shape), name) for own in tensors for state in own.states))
 
 
 @lru_cache(maxsize=1024)
-def _callback(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
+def _callback(function: Callable[..., Any], job: _Job) -> Callable[..., Any]:
     """What XLA calls: kept, since JAX compiles anew for each new function."""
 
     def work(context: Any, *rows: Any) -> None:
-        with _stream(context, rows[0]):
-            function(*static, *([torch.from_dlpack(buffer) for buffer in row] for row in rows))
+        leaves, out = ([torch.from_dlpack(buffer) for buffer in row] for row in rows)
+        with _stream(context, leaves[0].device):
+            function(job, leaves, out)
 
     def run(context: Any, out: Any, *buffers: Any) -> None:
         _in_worker(work, context, buffers, out)
@@ -186,9 +208,8 @@ def _in_worker(function: Callable[..., Any], *given: Any) -> Any:
     return _worker.submit(copy_context().run, function, *given).result()
 
 
-def _stream(context: Any, buffers: Sequence[Any]) -> AbstractContextManager[Any]:
+def _stream(context: Any, device: torch.device) -> AbstractContextManager[Any]:
     """XLA's own stream as torch's current one, where the buffers are a GPU's."""
-    device = torch.from_dlpack(buffers[0]).device
     return (
         torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device)) if device.type == "cuda" else nullcontext()
     )
@@ -202,50 +223,103 @@ def _forward(job: _Job, leaves: Sequence[Tensor], out: Sequence[Tensor]) -> None
         _fill(out, _compute(job, leaves))
 
 
-def _forward_saving(job: _Job, rooms: tuple["_Room", ...], leaves: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """The outputs, and for each call of an engine what its backward reads."""
+def _forward_saving(job: _Job, leaves: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """The outputs; and the number of what stays for backward, or that itself.
+
+    Raises:
+        InputError: JAX runs the program on another device than it was traced for.
+    """
+    if leaves[0].device.type != job.device:
+        raise InputError(
+            f"the program runs on {leaves[0].device.type} and was traced for {job.device}: trace it with "
+            "jax.default_device set to the one that it runs on."
+        )
+    if job.device == "cpu":
+        kept = _Kept.of(job, leaves)
+        _fill(out[:-1], kept.outputs)
+        out[-1].fill_(_keep(kept))
+        return
     saving = _Saving()
     with torch.no_grad():
         outputs = _compute(job, leaves, run=saving)
     _fill(out[: len(outputs)], outputs)
     free = iter(out[len(outputs) :])
-    for room, (y, saved) in zip(rooms, saving.made, strict=True):
+    for room, (y, saved) in zip(job.rooms, saving.made, strict=True):
         next(free).copy_(y)
         room.fill(next(free), saved)
 
 
-def _backward(job: _Job, rooms: tuple["_Room", ...], row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """The gradient of each tensor that has one, given the call's, what was saved, and the cotangents of its outputs."""
-    count = len(job.exact)
-    given, kept, cotangents = row[:count], iter(row[count : count + 2 * len(rooms)]), row[count + 2 * len(rooms) :]
-    with torch.enable_grad():
-        leaves = [
-            tensor if exact else tensor.detach().requires_grad_()
-            for tensor, exact in zip(given, job.exact, strict=True)
-        ]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        made = iter([(next(kept), room.saved(next(kept))) for room in rooms])
-        outputs = _compute(job, leaves, run=lambda form, call, engine: _again(form, call, *next(made)))
-        grads = torch.autograd.grad(outputs, wanted, list(cotangents), allow_unused=True)
+def _backward(job: _Job, row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """The gradient of each tensor that has one, given the call's, what was kept, and cotangents of its outputs."""
+    leaves, rest = row[: len(job.wanted)], row[len(job.wanted) :]
+    if job.device == "cpu":
+        cotangents, made = rest[1:], _taken(int(rest[0]), job, leaves)
+    else:
+        cotangents, kept = rest[2 * len(job.rooms) :], iter(rest)
+        saved = iter([(next(kept), room.saved(next(kept))) for room in job.rooms])
+        made = _Kept.of(job, leaves, lambda form, call, engine: _again(form, call, *next(saved)))
+    outputs = list(compress(made.outputs, job.given))
+    grads = torch.autograd.grad(outputs, made.wanted, list(cotangents), retain_graph=True, allow_unused=True)
     _fill(out, [out.new_zeros(()) if grad is None else grad for grad, out in zip(grads, out, strict=True)])
 
 
 def _fill(out: Sequence[Tensor], found: Sequence[Tensor]) -> None:
     for buffer, made in zip(out, found, strict=True):
-        buffer.copy_(made)
+        buffer.copy_(made.detach())
 
 
-def _chosen(made: Plan) -> Plan:
-    """The plan on JAX: with a gradient `cpu` comes before `onednn`, which keeps more for backward to be copied.
+class _Kept(NamedTuple):
+    """One call as torch's autograd holds it."""
 
-    A step of `fit` with an LSTM of 64 and 128 units, batch 32, 100 steps of 64 features, on two cores of an AMD EPYC:
-    9.7 and 19.5 ms, with `onednn` 11.5 and 38.5.
-    """
-    if made.asked != "auto" or made.engine != "onednn" or not made.problem.gradient:
-        return made
-    if ENGINES["cpu"].obstacles(made.problem):
-        return made
-    return replace(made, engine="cpu", refusals=tuple([one for one in made.refusals if one.engine != "cpu"]))
+    outputs: list[Tensor]
+    wanted: list[Tensor]
+    """What has a gradient."""
+    size: int
+    """About as many bytes as it holds."""
+
+    @staticmethod
+    def of(job: _Job, leaves: Sequence[Tensor], run: on_torch.Run = recurrent) -> "_Kept":
+        """On a CPU of copies: XLA's buffers are its own again when the callback returns."""
+        made = [leaf.detach() for leaf in leaves]
+        if job.device == "cpu":
+            x = made[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)  # as an engine reads it
+            made = [x.transpose(0, 1), *(leaf.clone() for leaf in made[1:])]
+        wanted = [leaf.requires_grad_() for leaf in compress(made, job.wanted)]
+        with torch.enable_grad():
+            outputs = _compute(job, made, run=run)
+        steps, width = made[0].shape[:2].numel(), sum(part.units for part in job.parts) * (1 + job.both)
+        return _Kept(outputs, wanted, steps * made[0].element_size() * (made[0].shape[2] + 8 * width))
+
+
+# --- on a CPU: what waits for its backward ----------------------------------------------------------------------------
+
+_NUMBER: Kind = (), "int32"
+_MOST_WAITING = 1 << 33
+"""Bytes of forwards whose backward has not come: it may never, and then they go, oldest first."""
+_numbers = count()
+_waiting: OrderedDict[int, _Kept] = OrderedDict()
+_last: tuple[int, _Kept] | None = None
+"""The one whose backward ran last: it may run again, for another cotangent."""
+
+
+def _keep(made: _Kept) -> int:
+    number = next(_numbers) % 2**31
+    _waiting[number] = made
+    while sum(one.size for one in _waiting.values()) > _MOST_WAITING and len(_waiting) > 1:
+        _waiting.popitem(last=False)
+    return number
+
+
+def _taken(number: int, job: _Job, leaves: Sequence[Tensor]) -> _Kept:
+    """What was kept under a number; computed again where it has gone."""
+    global _last
+    if _last is None or _last[0] != number:
+        _last = None  # before another is made
+        _last = number, _waiting.pop(number, None) or _Kept.of(job, leaves)
+    return _last[1]
+
+
+# --- on a GPU: what lies in XLA's memory ------------------------------------------------------------------------------
 
 
 class _Saving:
@@ -255,9 +329,6 @@ class _Saving:
         self.made: list[tuple[Tensor, list[Tensor]]] = []
 
     def __call__(self, form: str, call: Call, engine: str) -> tuple[Tensor, ...]:
-        made = plan(form, facts(call, gradient=True), engine)
-        if (chosen := _chosen(made)) is not made:
-            engine = chosen.engine
         y, rest, saved = torch.ops.whorl.recurrent_2(
             list(call.tensors), list(call.marks), call.layout, form, engine, False, True
         )
@@ -288,11 +359,7 @@ class _Again(torch.autograd.Function):
 
 
 class _Room(NamedTuple):
-    """Where one call of an engine keeps what its backward reads: its output, and one array of bytes.
-
-    On a CPU steps that do not count are left out of what is saved, so the array begins with the true sizes, and `sizes`
-    are those where every step counts.  On a GPU nothing is read back: sizes are what they were.
-    """
+    """Where one call of an engine keeps what its backward reads: its output, and one array of bytes."""
 
     output: Kind
     sizes: tuple[int, ...]
@@ -300,9 +367,7 @@ class _Room(NamedTuple):
     @property
     def places(self) -> list[int]:
         """Where each saved tensor begins, and the end."""
-        return list(
-            accumulate((-(-size // 64) * 64 for size in self.sizes), initial=-(-8 * len(self.sizes) // 64) * 64)
-        )
+        return list(accumulate((-(-size // 64) * 64 for size in self.sizes), initial=0))
 
     @property
     def kinds(self) -> tuple[Kind, Kind]:
@@ -310,49 +375,28 @@ class _Room(NamedTuple):
         return self.output, ((self.places[-1],), "uint8")
 
     def fill(self, whole: Tensor, saved: list[Tensor]) -> None:
-        """Keeps what an engine saved in the second array.
-
-        Raises:
-            InputError: JAX runs the program on another device than it was traced for.
-        """
-        sizes, on_cpu = tuple([tensor.numel() for tensor in saved]), whole.device.type == "cpu"
-        fits = all(map(int.__le__, sizes, self.sizes)) if on_cpu else sizes == self.sizes
-        if not fits:
-            raise InputError(
-                f"the engine saves {sizes} bytes on {whole.device.type} where {self.sizes} were expected: the program "
-                "was traced for another device, so trace it with jax.default_device set to the one that it runs on."
-            )
-        if on_cpu:
-            whole[: 8 * len(sizes)] = torch.tensor(sizes).view(torch.uint8)
+        """Keeps what an engine saved in the second array."""
+        assert tuple([tensor.numel() for tensor in saved]) == self.sizes, "they follow from the shapes"
         for start, tensor in zip(self.places, saved, strict=False):
             whole[start : start + tensor.numel()] = tensor
 
     def saved(self, whole: Tensor) -> list[Tensor]:
         """What was saved, from the second array."""
-        on_cpu = whole.device.type == "cpu"
-        sizes = whole[: 8 * len(self.sizes)].view(torch.int64).tolist() if on_cpu else self.sizes
-        return [whole[start : start + size] for start, size in zip(self.places, sizes, strict=False)]
+        return [whole[start : start + size] for start, size in zip(self.places, self.sizes, strict=False)]
 
 
 @lru_cache(maxsize=1024)
-def _rooms(job: _Job, kinds: tuple[Kind, ...], device: str) -> tuple[_Room, ...]:
+def _rooms(job: _Job, kinds: tuple[Kind, ...]) -> tuple[_Room, ...]:
     """What the engines of a job save: they run once on ones of these shapes."""
     saving = _Saving()
-    _in_worker(_run_on_ones, job, kinds, device, saving)
+    _in_worker(_run_on_ones, job, kinds, saving)
     return tuple(
         _Room((tuple(y.shape), str(y.dtype).removeprefix("torch.")), tuple([part.numel() for part in saved]))
         for y, saved in saving.made
     )
 
 
-def _run_on_ones(job: _Job, kinds: tuple[Kind, ...], device: str, run: on_torch.Run) -> None:
+def _run_on_ones(job: _Job, kinds: tuple[Kind, ...], run: on_torch.Run) -> None:
+    ones = [torch.ones(shape, dtype=getattr(torch, name), device=job.device) for shape, name in kinds]
     with torch.no_grad():
-        _compute(job, [torch.ones(shape, dtype=getattr(torch, name), device=device) for shape, name in kinds], run=run)
-
-
-def _device(leaves: Sequence[Any]) -> str:
-    """Where what JAX traces will run: where its arrays are, or where JAX will put them."""
-    there = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
-    chosen = jax.config.jax_default_device
-    asked = next(iter(there[0].devices())) if there else chosen
-    return "cpu" if (getattr(asked, "platform", asked) or jax.default_backend()) == "cpu" else "cuda"
+        _compute(job, ones, run=run)

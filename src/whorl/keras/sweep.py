@@ -58,7 +58,7 @@ class Swept(NamedTuple):
     last: Tensor
     """[batch, units]: the output of the step that was processed last."""
     outputs: Tensor
-    """[batch, time, units], in the order of processing."""
+    """[batch, time, units], in the order of processing; where those of all steps are not wanted [batch, 1, units]."""
     states: tuple[tuple[Tensor, ...], ...]
     """Of each cell after the last step, [batch, units] each."""
 
@@ -70,6 +70,7 @@ def sweep(
     mask: Tensor | None = None,
     go_backwards: bool = False,
     zero_output: bool = False,
+    sequences: bool = True,
     notes: list[Plan] | None = None,
     run: Run = recurrent,
 ) -> Swept:
@@ -80,14 +81,15 @@ def sweep(
         mask: [batch, time], true where a step counts: elsewhere states hold, and the output is the last one before.
         go_backwards: from the last step to the first; outputs stay in that order.
         zero_output: where a step does not count the output is zero instead.
+        sequences: the outputs of all steps are wanted.
         notes: gets the plan of each cell, where it is given.
         run: what runs each cell.
     """
     for place, (cell, own) in enumerate(zip(parts, tensors, strict=True)):
         check(cell, x, own, mask, first=place == 0)
     if x.is_meta:
-        return _shapes(parts, x)
-    y, valid = x.transpose(0, 1), None
+        return _shapes(parts, x, sequences)
+    y, valid = x.transpose(0, 1).contiguous(), None  # here once, else in forward and in backward
     if mask is not None:
         valid = mask.to(torch.bool).t()
     if go_backwards:
@@ -97,9 +99,7 @@ def sweep(
         y = y.to(own.weights[0].dtype)  # cells may compute in different ones
         y, finals = _run(cell, cell.form, y, [own], valid, notes, run)
         states.append(tuple([final[0] for final in finals]))
-    if zero_output and valid is not None:
-        y = torch.where(valid.unsqueeze(-1), y, 0.0)
-    return Swept(y[-1], y.transpose(0, 1), tuple(states))
+    return _swept(y, tuple(states), valid, -1, zero_output, sequences)
 
 
 def both_ways(
@@ -109,6 +109,7 @@ def both_ways(
     backward: Tensors,
     mask: Tensor | None = None,
     zero_output: bool = False,
+    sequences: bool = True,
     notes: list[Plan] | None = None,
     run: Run = recurrent,
 ) -> tuple[Swept, Swept]:
@@ -120,15 +121,33 @@ def both_ways(
     for own in (forward, backward):
         check(cell, x, own, mask)
     if x.is_meta:
-        return _shapes([cell], x), _shapes([cell], x)
+        return _shapes([cell], x, sequences), _shapes([cell], x, sequences)
     valid = None if mask is None else mask.to(torch.bool).t()
-    y, finals = _run(cell, _two_directions(cell.form), x.transpose(0, 1), [forward, backward], valid, notes, run)
-    if zero_output and valid is not None:
-        y = torch.where(valid.unsqueeze(-1), y, 0.0)
+    x = x.transpose(0, 1).contiguous()
+    y, finals = _run(cell, _two_directions(cell.form), x, [forward, backward], valid, notes, run)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
-    outputs = [half.transpose(0, 1) for half in (there, back)]
-    return Swept(there[-1], outputs[0], ends[0]), Swept(back[0], outputs[1], ends[1])
+    rest = zero_output, sequences
+    return _swept(there, ends[0], valid, -1, *rest), _swept(back, ends[1], valid, 0, *rest)
+
+
+def _swept(
+    y: Tensor, states: tuple[tuple[Tensor, ...], ...], valid: Tensor | None, at: int, zero_output: bool, sequences: bool
+) -> Swept:
+    """What a sweep gives, of the outputs [time, batch, units], of which that of step `at` was processed last.
+
+    That one is the first state, or zero: its gradient goes there, where from the outputs it would come with zeros for
+    all other steps.
+    """
+    last = states[-1][0]
+    if valid is not None:
+        counts = valid[at] if zero_output else valid.any(0)
+        last = torch.where(counts.unsqueeze(-1), last, 0.0)
+    if not sequences:
+        return Swept(last, last.unsqueeze(1), states)
+    if zero_output and valid is not None:
+        y = torch.where(valid.unsqueeze(-1), y, 0.0)
+    return Swept(last, y.transpose(0, 1), states)
 
 
 def _run(
@@ -222,8 +241,8 @@ def _by_gate(kind: str, masks: tuple[Tensor, ...], absent: Tensor) -> Tensor:
     return masks[0] if len(masks) == 1 else torch.stack(reordered(kind, masks))
 
 
-def _shapes(parts: Sequence[Part], x: Tensor) -> Swept:
+def _shapes(parts: Sequence[Part], x: Tensor, sequences: bool) -> Swept:
     """Tensors without data, of the shapes that come out: what Keras asks for where a model is put together."""
-    outputs = x.new_empty((*x.shape[:2], parts[-1].units))
+    outputs = x.new_empty((x.shape[0], x.shape[1] if sequences else 1, parts[-1].units))
     states = [tuple([x.new_empty((x.shape[0], cell.units))] * cell.states) for cell in parts]
     return Swept(outputs[:, -1], outputs, tuple(states))

@@ -220,7 +220,7 @@ def kernel(model: LanguageModel, time: int, batch: int, name: str) -> Explanatio
     Raises:
         UnsupportedError: the engine that the architecture names cannot run them.
     """
-    example = torch.zeros(time, batch, model.architecture.embedding, device=model.device)
+    example = torch.zeros(time, batch, model.architecture.embedding, device=model.device, requires_grad=True)
     with precision(name, model.device):
         return explain(model.recurrent, example)
 

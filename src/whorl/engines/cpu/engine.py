@@ -13,12 +13,13 @@ from torch import Tensor
 
 from whorl import compiler
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
+from whorl.engines.cpu import plain
 from whorl.engines.cpu.build import fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
-from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel
+from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, projects_within
 from whorl.engines.native import OneDNN
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -47,21 +48,20 @@ class CPU(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where oneDNN has the LSTM too: training of fewer than 512 units, and most of inference.
+        """Where oneDNN has the LSTM too: most of inference at batch 2 and more from 128 units on.
 
-        torch's time over ours on an AMD EPYC of family 25, by one thread and by two: training from 512 units on 1.0 to
-        1.3 in float32 and 1.1 to 2.9 in bfloat16, with 128 units 0.88 to 1.0, but 1.1 to 1.3 in bfloat16 at batch 1;
-        inference at batch 1 1.1 to 1.2 with 512 units and 0.95 to 1.3 with 128, in float32 with 1,024 units 1.02 to
-        1.13, and elsewhere 0.83 to 1.04.
+        torch's time over ours on an AMD EPYC of family 25 by two threads: training in float32 1.01 to 1.34, in bfloat16
+        1.05 to 2.4, with 128 units at batch 128 0.94 to 1.15 (by one thread 1.0 to 1.7, but with 128 units at batch 32
+        and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
+        1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, and elsewhere 0.92 to 1.09.
         """
-        if OneDNN().obstacles(problem):
-            return []
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
-        alone, gradient = batch == 1 and (narrow or units >= 512), problem.gradient
-        if alone or (units >= 512 if gradient else units >= 1024 and not narrow):
+        few = units < 128 and batch <= 32 and problem.time >= 30
+        faster = problem.gradient or batch == 1 or (not narrow and (few or units >= 1024))
+        if faster or OneDNN().obstacles(problem):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"
-        return [f"{'training' if gradient else 'inference'} of {what} is faster on oneDNN"]
+        return [f"inference of {what} is faster on oneDNN"]
 
     def prepares(self, problem: Problem) -> bool:
         return problem.device.kind == "cpu"
@@ -70,9 +70,13 @@ class CPU(Engine):
         return Stream(plan, call, torch.get_num_threads())
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        return _Pass(plan.problem, call).forward()
+        made = plain.sizes(plan.problem, torch.get_num_threads())
+        return plain.forward(made, call) if made else _Pass(plan.problem, call).forward()
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        made = plain.sizes(plan.problem, torch.get_num_threads())
+        if made:
+            return plain.backward(made, call, y, saved, grads)
         with torch.autocast("cpu", enabled=False) if autocast_is_on("cpu") else nullcontext():
             return _Pass(plan.problem, call).backward(y, saved, grads)
 
@@ -206,10 +210,8 @@ class _One:
             made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
             "noise" not in made.problem.constants,
         )  # fmt: skip
-        marks = made.call.marks
         # What entered the product is the output of the step before, where nothing comes between them.
-        plain = not made.rows.packed and marks.lengths is None and marks.mask is None and marks.reset is None
-        self._shifted = plain and self._masks.kind == NONE
+        self._shifted = made.rows.every and made.rows.reset is None and self._masks.kind == NONE
 
     def _regions(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """What forward keeps for backward: name, dtype and shape."""
@@ -279,18 +281,13 @@ class _One:
         return kept.buffer, projected if self._source.reads_x and projected is not None else kept.buffer.new_empty(0)
 
     def _project(self, fields: Fields, x: Tensor) -> Tensor | None:
-        """The input projection: made here, or its place where the loop makes it; None where nobody else reads it.
-
-        The loop makes it a few steps ahead, while it is near, where each thread has as many rows as the others.
-        """
-        made, form, rows, sweep, inputs = self._pass, self._form, self._rows, fields.sweep, x.shape[1]
-        even = sweep.threads == made.threads and 8 * sweep.groups * sweep.largest <= 9 * rows.batch
-        in_pairs = made.dtype != torch.bfloat16 or inputs % 2 == 0
-        if self._masks.input is not None or not (even and in_pairs and inputs):
+        """The input projection: made here, or its place where the loop makes it; None where nobody else reads it."""
+        made, form, rows, sweep = self._pass, self._form, self._rows, fields.sweep
+        sweep.inputs = x.shape[1]
+        if self._masks.input is not None or not projects_within(sweep, made.threads, made.dtype):
             return self._masks.project(rows.choose(x), self._weights)
         bias = None if self._weights.bias_ih is None else made.widened(self._weights.bias_ih)
         fields.set(input=x.contiguous(), ih=self._weights.ih, bias_ih=bias)
-        sweep.inputs = inputs
         if not (made.problem.gradient and self._source.reads_x):
             return None
         return borrowed(rows.compact, filled_up(len(form.cell.gates) * form.units), dtype=made.wide)

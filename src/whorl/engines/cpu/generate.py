@@ -13,7 +13,7 @@ _STEP = ("types.cpp", "step.cpp")
 _SHARED = ("types.cpp", "product.cpp", "threads.cpp", "noise.cpp")
 _LOOP = (
     "sweep.cpp", "weights.cpp", "project.cpp", "outer.cpp", "group.cpp", "forward.cpp", "backward.cpp", "run.cpp",
-    "stream.cpp",
+    "plain.cpp", "stream.cpp",
 )  # fmt: skip
 _PLACE = "//: generated\n"
 

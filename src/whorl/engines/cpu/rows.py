@@ -41,6 +41,8 @@ class Rows:
         self.compact = self.outer if self.chosen is None else len(self.chosen)
         self.every = not self.packed and self.chosen is None
         """Each step of each sequence counts and lies in its place."""
+        if self.every:  # then lengths and a mask say nothing
+            self.lengths = self.mask = None
 
     def _choose(self) -> tuple[Tensor | None, Tensor | None]:
         """The outer rows that count, and the compact row of each; None where all do."""

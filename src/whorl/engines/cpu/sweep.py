@@ -45,6 +45,7 @@ for _row in (
     ("sequences sequence_strides entered unprojected saved operands dy", c_void_p),
     ("dy_stride", c_int64),
     ("dsequences dsequence_strides dstates dreset dheld dx dr dp dv de dprojected", c_void_p),
+    ("unread", c_int64),
 ):
     _FIELDS |= dict.fromkeys(_row[0].split(), _row[1])
 
@@ -61,6 +62,20 @@ class StepLayer(Structure):
     _fields_ = (("sweep", Sweep), ("ih", c_void_p), ("bias_ih", c_void_p), ("inputs", c_int64))
 
 
+class Plain(Structure):
+    """The `Plain` of kernels/plain.cpp: the tensors of a call that has no more than x, weights and initial states."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in "input ih hh bias_ih bias_hh y saved".split()),
+        ("starts", c_void_p * 4),
+        ("finals", c_void_p * 4),
+        ("dy", c_void_p),
+        ("dfinals", c_void_p * 4),
+        ("dstarts", c_void_p * 4),
+        *((name, c_void_p) for name in "begin dx dr to_input to_ih to_hh to_bias_ih to_bias_hh".split()),
+    )
+
+
 class Kernel(NamedTuple):
     """The compiled loop of a dtype with the compiled step of a cell."""
 
@@ -75,6 +90,8 @@ class Kernel(NamedTuple):
     open: Callable[..., int]
     stream: Callable[..., None]
     close: Callable[..., None]
+    plain_forward: Callable[..., None]
+    plain_backward: Callable[..., None]
 
 
 @lru_cache(maxsize=256)
@@ -87,7 +104,7 @@ def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
     made, loop, defines = source(graph), _loop(dtype), f"-DWHORL_DTYPE={_BITS[dtype]}"
     step = load(f"the step of {graph.name}", made.text, defines)
     step.whorl_cell.restype = c_void_p
-    functions = ("forward", "backward", "project", "outer", "draw", "open", "stream", "close")
+    functions = "forward backward project outer draw open stream close plain_forward plain_backward".split()
     return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in functions))
 
 
@@ -104,6 +121,11 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
     library.whorl_open.argtypes, library.whorl_open.restype = (POINTER(StepLayer), c_int64, c_int64), c_void_p
     library.whorl_stream.argtypes, library.whorl_stream.restype = (c_void_p,) * 6, None
     library.whorl_close.argtypes, library.whorl_close.restype = (c_void_p,), None
+    library.whorl_plain_size.restype = c_int64
+    assert library.whorl_plain_size() == ctypes.sizeof(Plain), "sweep.py and kernels/plain.cpp name the same fields"
+    for name in ("whorl_plain_forward", "whorl_plain_backward"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (POINTER(Sweep), POINTER(Plain), c_int64), None
     for name in ("whorl_forward", "whorl_backward"):
         function = getattr(library, name)
         function.argtypes, function.restype = (POINTER(Sweep),), None
@@ -178,6 +200,15 @@ _WEIGHTS = 8192
 def _pointers(count: int) -> type[ctypes.Array]:
     """The type of so many addresses: ctypes makes it anew once Python has collected it."""
     return c_void_p * count
+
+
+def projects_within(sweep: Sweep, threads: int, dtype: torch.dtype) -> bool:
+    """Whether the loop makes the input projection itself, a few steps ahead, while it is near.
+
+    Where each thread has as many rows as the others.
+    """
+    even = sweep.threads == threads and 8 * sweep.groups * sweep.largest <= 9 * sweep.batch
+    return even and sweep.inputs > 0 and (dtype != torch.bfloat16 or sweep.inputs % 2 == 0)
 
 
 class Fields:

@@ -29,18 +29,20 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
     In two bytes a layer that a cluster holds is spread too where its steps are estimated to take much less time so.
-    Cells whose step has several stages are not spread.  Nor are masks by gate, which double the product of what is
-    spread: a train step of 512 units at batch 128 and 100 steps took 1,232 us with forward spread on an H200, and 1,203
-    without, of which 131 were copies that are made in one pass now.
+    Cells whose step has several stages are not spread, nor, where a cluster holds them, layers whose masks by gate are
+    given: where blocks exchange through L2, they are read from there at each step.
     """
     where = (size, chip, batch, directions, kind)
     if size.staged is not None:
         return next(iter(staging.likely(size.staged, *where)), None)
-    tile, spread = tiling.choose(*where), spreading.choose(*where)
-    if tile is None or spread is None:
-        return spread if tile is None else tile
-    faster = tiling.step_time(*where, tile) > _MUCH[kind] * spreading.step_time(*where)
-    return spread if faster and size.element == 2 and not (size.bits or size.masks) else tile
+    tile = tiling.choose(*where)
+    if tile is None:
+        return spreading.choose(*where)
+    worth = tiling.step_time(*where, tile) / _MUCH[kind]
+    if size.element == 4 or size.masks or worth <= spreading.LEAST[kind]:
+        return tile  # without a look at what is spread, of which there are hundreds of candidates
+    spread = spreading.choose(*where)
+    return tile if spread is None or worth <= spreading.step_time(*where) else spread
 
 
 _MUCH = {"forward": 1.1, "backward": 1.6}

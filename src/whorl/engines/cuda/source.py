@@ -63,8 +63,7 @@ def registers(graph: Graph, features: Features) -> tuple[int, int]:
     draws, marked = features.noise == DRAWN or AT_RANDOM in features.zoneout, features.lengths or features.mask
     one = 2 + draws + 2 * features.order + features.reset + 2 * features.mask + marked + features.lengths
     ahead = one + 2 * (given + len(graph.inputs) + (features.noise in (HELD, GIVEN)))
-    back = 2 * one + 4 * (given + 2 * len(graph.inputs) + features.mask + 3 * bool(features.noise))
-    back += 8 * (features.noise in (BY_GATE, GIVEN_BY_GATE))
+    back = 2 * one + 4 * (given + 2 * len(graph.inputs) + features.mask + 3 * (0 < features.noise < BY_GATE))
     back += 4 * states * (features.reset_to + features.zoneout_gradient) + 2 * states * features.sequences
     return ahead, back + 6 * features.noise_gradient
 

@@ -194,7 +194,7 @@ def backward(
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
-    used += 8 * bool(size.back) + 6 * chunk * part * (size.bits or bool(size.masks))
+    used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
     room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
     if room is None:
         return None

@@ -45,6 +45,11 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
     for (int64_t j = 0; j < n; ++j) {
       const int64_t r = g.rows[own.active[j]], o = own.outer[j], c = g.compact(o);
       Row& row = own.row[j];
+      // of a whole group what its segments read and write, before they begin: in bfloat16 9 percent of backward with
+      // 128 units at batch 128, in float32 2, with 512 units nothing (AMD EPYC of family 25)
+      for (int64_t at = 0; at < row_saved; at += LANES) __builtin_prefetch(k.saved + c * row_saved + at);
+      for (int64_t at = 0; at < cell.gates * k.units; at += 64 / int64_t(sizeof(store)))
+        __builtin_prefetch(k.dx + c * cell.gates * k.units + at, 1);
       g.draw_zoneout(r, t, kept);
       for (int s = 0; s < cell.states; ++s) {
         real* state = k.dstates[s] + r * g.width_of(s);
@@ -127,7 +132,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
     }
     bool begun = false;
     if (n) g.team.wait();
-    for (int m = 0; m < w.count && n; ++m) {
+    for (int m = 0; m < w.count && n && !(k.unread && step == 0); ++m) {
       if (!w.leaf[m]) continue;
       const bool apart = k.noise_kind == 2;
       for (int64_t j = 0; j < n; ++j) {

@@ -23,16 +23,26 @@ struct Outer {
   }
 };
 
-// The columns of `a` from `column` to before `end` in one block of rows, side by side: in a they lie far apart.
-static void pack_columns(const Outer& o, int64_t begin, int64_t rows, int64_t column, int64_t end, packed_t* to) {
+// `count` columns of `a` from `column` on in one block of rows, side by side: in a they lie far apart.  Their sums are
+// added to `sums`, where wanted.
+INLINE void pack_columns(
+    const Outer& o, int64_t begin, int64_t rows, int64_t column, int64_t count, packed_t* to, real* sums) {
   const store nothing[Outer::WIDE] = {};
+  real part[Outer::WIDE] = {};
   for (int64_t k = 0; k < rows; k += STEP, to += Outer::WIDE) {
     const store* from = o.a + (begin + k) * o.lda + column;
     for (int64_t i = 0; i < Outer::WIDE; i += 64 / int64_t(sizeof(store))) __builtin_prefetch(from + 16 * o.lda + i);
     const store* second = STEP == 2 && k + 1 < rows ? from + o.lda : nothing;
     EACH_ALONE
-    for (int64_t i = 0; i < end - column; ++i) to[i] = pair(from[i], second[i]);
+    for (int64_t i = 0; i < count; ++i) to[i] = pair(from[i], second[i]);
+    if (!sums) continue;
+    EACH_ALONE
+    for (int64_t i = 0; i < count; ++i) part[i] += widened(from[i]);
+    if (STEP == 1) continue;
+    EACH_ALONE
+    for (int64_t i = 0; i < count; ++i) part[i] += widened(second[i]);
   }
+  for (int64_t i = 0; sums && i < count; ++i) sums[i] += part[i];
 }
 
 template <int M, int N>
@@ -92,18 +102,19 @@ static void pack_outer(void* data, int thread, int threads) {
 static void outer_block(const Outer& o, int64_t begin, int64_t panels, int64_t column, int64_t end, packed_t* a) {
   const Packed block = o.block(begin);
   const int64_t every = block.panels(), last = panels + Outer::PANELS < every ? panels + Outer::PANELS : every;
-  pack_columns(o, begin, block.k, column, end, a);
+  real* sums = o.sums && panels == 0 ? o.sums + column : nullptr;
+  if (end - column == Outer::WIDE && sums)  // a number that is known here makes vector code without a rest
+    pack_columns(o, begin, block.k, column, Outer::WIDE, a, sums);
+  else if (end - column == Outer::WIDE)
+    pack_columns(o, begin, block.k, column, Outer::WIDE, a, nullptr);
+  else
+    pack_columns(o, begin, block.k, column, end - column, a, sums);
   const bool add = o.add || begin > 0;
   for (int64_t panel = panels; panel < last; ++panel)
     if (panel < block.wide())
       outer_panel<VECTORS>(o, block, a, panel, column, end, add);
     else
       outer_panel<1>(o, block, a, panel, column, end, add);
-  if (!o.sums || panels) return;
-  real part[Outer::WIDE] = {};
-  for (int64_t k = begin; k < begin + block.k; ++k)
-    for (int64_t i = column; i < end; ++i) part[i - column] += widened(o.a[k * o.lda + i]);
-  for (int64_t i = column; i < end; ++i) o.sums[i] += part[i - column];
 }
 
 static void outer_columns(void* data, int, int) {

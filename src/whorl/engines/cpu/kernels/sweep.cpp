@@ -75,6 +75,7 @@ struct Sweep {
   real* const* dv;        // [batch, units], added to
   real* const* de;        // [outer rows, units], added to
   store* dprojected;      // [compact rows, width]
+  int64_t unread;         // nobody reads the gradients of the initial states, and no state is reset
 };
 
 }  // namespace kernel

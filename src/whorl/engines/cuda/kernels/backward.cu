@@ -348,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          carried[j][0][b][u] += NOISE && !GATEWISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
+          const float scale = GATEWISE ? (float)a.o.noise_scale : factor[j][b][u];
+          carried[j][0][b][u] += NOISE ? scale * sums[b][u] : sums[b][u];
           if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
           if (RESET && was_cut[j][b])
 #pragma unroll
@@ -674,14 +675,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                       if ((d + half + 1) % GATE_DEPTHS == 0) {
                         const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
                         const int item = (strip * TILES + sub * PART + n) * 32 + lane;
-                        const unsigned bits = NOISE == BY_GATE ? mask_bits[item] >> gate * 4 : 0u;
+                        const unsigned bits = NOISE == BY_GATE ? mask_bits[item] : 0u;
                         const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
-                          if constexpr (NOISE == BY_GATE)
-                            all[c][n][e] += bits >> e & 1 ? (float)a.o.noise_scale * sums[c][n][e] : 0.f;
-                          else
-                            all[c][n][e] += (float)a.o.noise_scale * wide(mask[e]) * sums[c][n][e];
+                          if constexpr (NOISE == GIVEN_BY_GATE)
+                            all[c][n][e] += wide(mask[e]) * sums[c][n][e];
+                          else if (bits >> (gate * 4 + e) & 1)
+                            all[c][n][e] += sums[c][n][e];
                           sums[c][n][e] = 0.f;
                         }
                       }

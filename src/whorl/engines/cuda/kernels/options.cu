@@ -302,7 +302,8 @@ struct Backwards {
       Back& own, float (&carried)[STATES][2], const float (&sums)[2], int step, long long at) const {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      carried[0][u] += NOISE && !GATEWISE ? own.factor[u] * sums[u] : sums[u];
+      const float scale = GATEWISE ? (float)a.o.noise_scale : own.factor[u];
+      carried[0][u] += NOISE ? scale * sums[u] : sums[u];
       if constexpr (NOISE_GRADIENT) own.noise_sums[u] += sums[u] * half_of(own.operand_before, u);
       if (RESET && own.was_cut)
 #pragma unroll
@@ -398,20 +399,18 @@ struct Backwards {
   }
 };
 
-// What of a word passes a pair of bits: of the 16 pairs in `bits` the upper bits of the first 8 begin at bit 31, their
-// lower bits at 23, those of the others at 15 and 7.  Words of one element have their bits from 31 on.
+// What of a word passes a pair of bits: of the 16 pairs in `bits` the upper bits lie from bit 31 on, the lower from 15 on.
+// Words of one element have their bits from 31 on.
 #if ELEMENT_BYTES == 2
-__device__ __forceinline__ unsigned spread_signs(unsigned bytes, unsigned selector) {
+__device__ __forceinline__ unsigned spread_signs(unsigned halves) {
   unsigned result;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(bytes), "r"(selector));
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(halves));
   return result;
 }
 __device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pair) {
-  return word & spread_signs(bits << pair % 8, pair < 8 ? 0xBBAAu : 0x9988u);
+  return word & spread_signs(bits << pair);
 }
-__device__ __forceinline__ unsigned bit_of(int pair, int element) {
-  return 1u << ((element ? 31 : 23) - pair % 8 - (pair < 8 ? 0 : 16));
-}
+__device__ __forceinline__ unsigned bit_of(int pair, int element) { return (element ? 0x80000000u : 0x8000u) >> pair; }
 #else
 __device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pair) {
   return bits << pair & 0x80000000u ? word : 0u;

@@ -317,6 +317,27 @@ __device__ __forceinline__ void arrive_at_barrier(int id, int threads) {
 }
 
 __device__ __forceinline__ float logistic(float value) { return 1.f / (1.f + expf(-value)); }
+__device__ __forceinline__ float softplus(float value) { return value > 20.f ? value : log1pf(expf(value)); }
+
+#if !EXACT
+__device__ __forceinline__ float fast_exp(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
+  return result;
+}
+__device__ __forceinline__ float fast_log(float value) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return 0.69314718f * result;
+}
+// log(1 + e^x) is max(x, 0) + log(1 + e^-|x|): good to 4e-6 of itself, where 1 + e^-|x| loses digits by its series
+__device__ __forceinline__ float fast_softplus(float value) {
+  const float part = fast_exp(-fabsf(value));
+  const float near = part + part * part * (-0.5f + part * (0.333333333f + part * (-0.25f + part * 0.2f)));
+  return fmaxf(value, 0.f) + (part < 0.06f ? near : fast_log(1.f + part));
+}
+#define softplus fast_softplus
+#endif
 
 #if ELEMENT_BYTES == 2 && FORWARD  // good to 2^-11, which is finer than what is kept of the result
 __device__ __forceinline__ float fast_tanh(float value) {
@@ -328,11 +349,6 @@ __device__ __forceinline__ float fast_logistic(float value) { return 0.5f * fast
 #define tanhf fast_tanh
 #define logistic fast_logistic
 #elif !EXACT  // 1 - tanh^2 and s (1 - s) must be good where they are small
-__device__ __forceinline__ float fast_exp(float value) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
-  return result;
-}
 __device__ __forceinline__ float reciprocal(float value) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

@@ -37,6 +37,13 @@ constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;           
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
+// depths of one gate that are multiplied one after another: with masks by gate those of all blocks, taken two at a time
+constexpr bool BY_TURNS = GATEWISE && GATE_DEPTHS % 2 == 0;
+constexpr int GATE_RUN = BY_TURNS ? GATHERED * GATE_DEPTHS : GATE_DEPTHS;
+__device__ constexpr int depth_at(int turn) {
+  const int gate = turn / GATE_RUN, block = turn % GATE_RUN / GATE_DEPTHS;
+  return BY_TURNS ? (block * RECURRENT + gate) * GATE_DEPTHS + turn % GATE_DEPTHS : turn;
+}
 // masks by gate: 4 bits for each gate, for two units of two sequences as a thread has its sums, for [strip, part and
 // tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
@@ -425,8 +432,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
-      for (int d = 0; d < DEPTHS; d += 2) {
-        if (sub + 1 == SUBS && i0 == 0 && d == DEPTHS / 4 / 2 * 2) read_on(t);
+      for (int turn = 0; turn < DEPTHS; turn += 2) {
+        const int d = depth_at(turn);
+        if (sub + 1 == SUBS && i0 == 0 && turn == DEPTHS / 4 / 2 * 2) read_on(t);
         uint4 b[TILES];
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -448,20 +456,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
-                  if ((d + half + 1) % GATE_DEPTHS == 0) {
-                    const int gate = (d + half) / GATE_DEPTHS % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+                  if ((turn + half + 1) % GATE_RUN == 0) {
+                    const int gate = (turn + half) / GATE_RUN % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
 #pragma unroll
                     for (int n = 0; n < TILES; ++n) {
                       float(&sum)[4] = sums[0][c][n];
                       if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][c][n]);
                       unsigned bits = 0;
-                      if constexpr (NOISE == BY_GATE)
-                        bits = masks[((strip * SUBS + sub) * TILES + n) * 32 + lane] >> gate * 4;
+                      if constexpr (NOISE == BY_GATE) bits = masks[((strip * SUBS + sub) * TILES + n) * 32 + lane];
 #pragma unroll
                       for (int e = 0; e < 4; ++e) {
-                        float mask = bits >> e & 1 ? 1.f : 0.f;
-                        if constexpr (NOISE == GIVEN_BY_GATE) mask = mask_of(gate, sub, strip, n, e);
-                        if (mask != 0.f) all[c][n][e] += (float)a.o.noise_scale * mask * sum[e];
+                        if constexpr (NOISE == GIVEN_BY_GATE)
+                          all[c][n][e] += mask_of(gate, sub, strip, n, e) * sum[e];
+                        else if (bits >> (gate * 4 + e) & 1)
+                          all[c][n][e] += sum[e];
                         sum[e] = sums[CHAINS - 1][c][n][e] = 0.f;
                       }
                     }

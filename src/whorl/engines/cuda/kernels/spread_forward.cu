@@ -38,7 +38,10 @@ constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) == SHARED, "tiling and kernel disagree");
-static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of two gates");
+// masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
+constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
+constexpr bool EVEN = APIECE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
+static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of more than two gates");
 static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, STRIDE, PARTS> States;
@@ -65,8 +68,12 @@ struct Arguments {
 };
 
 // of row m of the product, the gate, and the unit of the block: a thread that reads a sequence's sums finds its two
-// units' values of two gates side by side, and its neighbour's behind them
+// units' values of two gates side by side, and its neighbour's behind them, or those of one gate
 __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
+  if constexpr (APIECE) {
+    gate = m / SLICE, unit = m % SLICE;
+    return;
+  }
   const int section = m / (2 * SLICE), within = m % (2 * SLICE);
   const bool two = 2 * section + 1 < RECURRENT;
   gate = 2 * section + (two ? within % 4 / 2 : 0);
@@ -216,13 +223,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long ahead = AHEAD * row_step * GATES * UNITS;
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
 
-  // what of a word of the product's operand a gate's mask leaves: word `which` of the thread's two at a depth
-  const auto behind_mask = [&](int sub, int n, int depth, int which, int gate, unsigned word) {
-    if constexpr (NOISE == BY_GATE)
-      return passed(word, masks[((split * DEPTHS + depth) * SUBS * TILES + sub * TILES + n) * 32 + lane], gate * 2 + which);
-    const int place = row0 + sub * ROWS + n * 8 + lane / 4;
-    const int column = ((split * DEPTHS + depth) * 8 + lane % 4 + which * 4) * WORD_ELEMENTS;
-    return times(word, mask_word(a, gate, place, column, direction));
+  // what of two words of the product's operand the mask of gate `first_gate` + `gate` leaves
+  const int first_gate = EVEN ? group * (SHARE * 16 / SLICE) : 0;
+  const auto behind_mask = [&](int sub, int n, int depth, int gate, unsigned word, unsigned second) {
+    if constexpr (NOISE == BY_GATE) {
+      const unsigned bits = masks[((split * DEPTHS + depth) * SUBS * TILES + sub * TILES + n) * 32 + lane] << first_gate * 2;
+      return right_of(passed(word, bits, gate * 2), passed(second, bits, gate * 2 + 1));
+    }
+    const int place = row0 + sub * ROWS + n * 8 + lane / 4, own = min(first_gate + gate, RECURRENT - 1);
+    const int column = ((split * DEPTHS + depth) * 8 + lane % 4) * WORD_ELEMENTS;
+    return right_of(times(word, mask_word(a, own, place, column, direction)),
+                    times(second, mask_word(a, own, place, column + 4 * WORD_ELEMENTS, direction)));
   };
 
   // x of a part at step t, whose place is given
@@ -270,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       {
         float sums[CHAINS][SHARE][TILES][4] = {};
         int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
-        if constexpr (GATEWISE) keep(row_gate);  // else the weights of each gate alone are made before the loop, and spilled
+        if constexpr (GATEWISE && !APIECE) keep(row_gate);  // else the weights of each gate alone are made before the loop, and spilled
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
@@ -291,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 const int i = (d + half) * SHARE + s;
                 const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
                                                           : resident[Weights::resident(i)];
-                if constexpr (GATEWISE) {  // a strip has rows of two gates: each is multiplied for itself
+                if constexpr (GATEWISE && !APIECE) {
 #pragma unroll
                   for (int which = 0; which < 2; ++which) {
                     const int gate = (group * SHARE + s) * 16 / (2 * SLICE) * 2 + which;
@@ -301,10 +312,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
                     for (int n = 0; n < TILES; ++n)
                       multiply(sums[half % CHAINS][s][n], left_of(own),
-                               right_of(behind_mask(sub, n, d + half, 0, gate, half ? b[n].z : b[n].x),
-                                        behind_mask(sub, n, d + half, 1, gate, half ? b[n].w : b[n].y)));
+                               behind_mask(sub, n, d + half, gate, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
                   }
                   continue;
+                }
+                if (APIECE && (!EVEN || s * 16 % SLICE == 0)) {  // another gate begins
+                  const int gate = EVEN ? s * 16 / SLICE : (group * SHARE + s) * 16 / SLICE;  // past the last: of no weight
+#pragma unroll
+                  for (int n = 0; n < TILES; ++n)
+                    right[n] = behind_mask(sub, n, d + half, gate, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
                 }
                 const Left whole = left_of(weight);
 #pragma unroll
@@ -344,8 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int s = 0; s < SPLITS; ++s) {
             const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
 #pragma unroll
-            for (int g = 0; g < RECURRENT; g += 2) {
-              if (g + 1 < RECURRENT) {
+            for (int g = 0; g < RECURRENT; g += APIECE ? 1 : 2) {
+              if (!APIECE && g + 1 < RECURRENT) {
                 const float4 two = *(const float4*)(part + g * SLICE);
                 r[j][0][g] += two.x;
                 r[j][1][g] += two.y;
