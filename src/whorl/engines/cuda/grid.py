@@ -108,7 +108,7 @@ class Grid:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.parts, self.words = -(-batch // tile.rows), 0
         if isinstance(tile, Tile) and size.staged is None:
-            self.parts = tiling.parts(chip, batch, directions, tile)
+            self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)
             at_once = tile.at_once(chip)

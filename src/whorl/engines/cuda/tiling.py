@@ -148,16 +148,12 @@ def forward(
     warps = groups * (splits + pointwise)
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
         return None
-    own = 0 if pointwise else -(-2 * tiles // splits)  # of a warp that multiplies
-    used = size.recurrent * part * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
-    used += (
-        4 * part * planes
-        + 2 * size.recurrent * (1 + halves * size.exact)
-        + 2 * size.vectors
-        + 8 * bool(size.ahead)
-        + 10 * part * (size.bits or bool(size.masks))
-    )
-    room = _room(size, warps, used + extra(size, _FORWARD_EXTRA, part, halves), halves)
+    used = size.recurrent * part * 4 + 4 * part * planes + 10 * part * (size.bits or bool(size.masks))
+    if not pointwise:  # the warps that multiply compute the cell too
+        used += -(-2 * tiles // splits) * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
+        used += 2 * size.recurrent * (1 + halves * size.exact) + 2 * size.vectors + 8 * bool(size.ahead)
+    used += extra(size, _POINTWISE_EXTRA if pointwise else _FORWARD_EXTRA, part, halves)
+    room = _room(size, warps, used, halves)
     if room is None:
         return None
     resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
@@ -170,7 +166,7 @@ def forward(
     shared = 4 * (streamed + 2 * states + partial + masks + scales) + 16 * subs
     if shared > limit or groups * subs > 15:
         return None
-    if subs > 1 and resident < depths and not halves:
+    if subs > 1 and resident < depths and not halves and not pointwise:
         return None  # then sub-tiles save nearly nothing
     made = (cluster, units, tiles, resident, shared, warps, splits, depths)
     return Tile(*made, exact=size.exact, halves=halves, subs=subs, pointwise=pointwise)
@@ -189,7 +185,7 @@ def backward(
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
-    chunk = min(2, share)
+    chunk = min(4 if part == 1 and size.element == 2 else 2, share)  # with fewer sums one product waits for another
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
@@ -211,6 +207,7 @@ def backward(
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
+_POINTWISE_EXTRA = 32  # of addresses alone; with 16 fewer the compiler added up one chain of products after another
 
 
 def extra(size: Size, base: int, tiles: int, halves: bool = False) -> int:
@@ -258,7 +255,11 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
             if kind == "backward":
                 made = [backward(way, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
             else:
-                made = [forward(way, cluster, tiles, splits, chip.shared, subs=subs) for splits in (1, 2, 4, 8)]
+                shapes = ((1, 0), (2, 0), (4, 0), (8, 0), (4, 2))
+                made = [
+                    forward(way, cluster, tiles, splits, chip.shared, subs=subs, pointwise=pointwise)
+                    for splits, pointwise in shapes
+                ]
             yield from (tile for tile in made if tile is not None)
 
 
@@ -280,15 +281,23 @@ def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> li
 
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
     """How many times the clusters of a batch fill the chip."""
-    clusters = parts(chip, batch, directions, tile) * directions
-    return -(-clusters // chip.resident(tile.cluster))
+    return -(-(-(-batch // tile.rows)) * directions // chip.resident(tile.cluster))
 
 
-def parts(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
-    """Clusters that share the batch: as many as run at once, so that each has the fewest sequences to exchange."""
+def parts(chip: Chip, batch: int, directions: int, tile: Tile, kind: str) -> int:
+    """Clusters that share the batch: as many as run at once, so that each has the fewest sequences to exchange.
+
+    On an H200 5 sequences of 8 took 0.99 us a step and 8 of 8 1.18 (LSTM, bfloat16, 512 units), but 2 of 8 0.57 and 8
+    0.51 (128 units); backward 5 took 2.14 and 8 1.97, 19 of 24 3.07 and 22 3.25.
+    """
     least = -(-batch // tile.rows)
-    share = -(-batch // max(least, chip.resident(tile.cluster) // directions)) if tile.cluster > 1 else tile.rows
+    if tile.cluster == 1 or (kind == "backward" and tile.tiles == 1):
+        return least
+    share = max(-(-batch // max(least, chip.resident(tile.cluster) // directions)), min(_FEWEST, tile.rows))
     return -(-batch // share)
+
+
+_FEWEST = 5  # sequences of a cluster where another could take some
 
 
 @lru_cache(maxsize=1024)
@@ -299,12 +308,13 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
-    Fitted to LSTM in bfloat16 on an H200, 128 to 512 units, batch 32 to 512, 49 tiles; what arrives in forward, to
-    8 tiles of 512 units since what a block sends lies in a row there.  Sub-tiles save a tenth, or nearly nothing where
-    weights are read from shared memory (8 tiles).  Operands of float16 are taken to cost as much as those of bfloat16,
-    two as three products, and what is read from shared memory as much as it costs float32.
+    Fitted to LSTM in bfloat16 on an H200, 128 to 512 units, batch 32 to 512: backward 49 tiles, forward 23 of bfloat16
+    and of float16 operands, to 4 percent in the mean and to 20 (one of 128 units).  Warps for the cell alone took
+    0.905 us a step at 512 units and batch 32, 1.87 at batch 128, where those that do both took 0.988 and 2.467.  Two
+    operands are taken to cost as three products, and what is read from shared memory as much as it costs float32.
     """
     taken = rounds(chip, batch, directions, tile)
+    share = -(-batch // parts(chip, batch, directions, tile, kind))
     begin = 0.3 * (taken - 1)  # each round loads its weights anew: about 20 us, over 60 steps or so
     groups, words, planes = tile.slice // 16, _words(size, tile.halves), tile.planes
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
@@ -315,15 +325,16 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
         return begin + taken * sum(cost * count for cost, count in zip(costs, counts, strict=True))
-    products *= 2 * planes - 1
-    again = 0.003 * read * tile.subs * tile.halves
     if kind == "forward":
         items = groups * tile.tiles / 2
-        step = 0.13 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
-        step += 0.08 * planes * arriving
-        if tile.subs > 1 and tile.resident == tile.depths:
-            step *= 0.9
-        return begin + taken * (step + again)
+        step = 0.08 + 0.01 * tile.cluster + 0.042 * tile.splits + 0.284 * items
+        step += 0.113 * planes * arriving * share / tile.rows
+        if tile.pointwise and tile.cluster == LARGEST_CLUSTER and tile.slice > 16:  # as measured
+            step *= 0.86 if tile.subs == 1 else 0.71
+        step *= 1.2 if size.element == 4 else 1.0
+        return begin + taken * (step + 0.0043 * read * tile.subs)
+    products *= 2 * planes - 1
+    again = 0.003 * read * tile.subs * tile.halves
     items = groups * tile.tiles / 4
     step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
     return begin + taken * (step + 0.04 * arriving + again)

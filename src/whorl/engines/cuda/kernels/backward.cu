@@ -85,7 +85,7 @@ struct Item {  // what one thread reads for an item at a step: two units of each
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, plane, lane]
-  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, lane]
+  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, spot]
   unsigned* const gradients = memory + WEIGHT_WORDS + 2 * SUM_WORDS;  // [2, sequence, gate, unit]
   unsigned* const mask_bits = gradients + 2 * GRADIENT_WORDS;
   Element* const masks = (Element*)mask_bits;
@@ -94,6 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
+  // where a thread's sums lie: those of two neighbouring sequences in a row, since others are not sent where the cluster
+  // has none; 8 threads in a row read from different banks
+  const int spot = lane % 4 * 8 + (lane / 4 ^ lane % 4 * 2);
   const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   const int share = (batch + clusters - 1) / clusters, first_place = cluster * share;
   const int last_place = min(batch, first_place + share);
@@ -336,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = first_item(sub); j < last_item(sub); ++j) {
       if (!has(sub, j)) continue;
-      const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + lane;
+      const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + spot;
       float4 sum = from[0];
 #pragma unroll
       for (int source = 1; source < CLUSTER; ++source) {
@@ -702,7 +705,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int n = 0; n < PART; ++n) {  // the two units of one sequence, then of the next
             const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
             const int cell = (sub * PART + n) * GROUPS + strip % GROUPS;
-            const int slot = (((t + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + lane;
+            const int slot = (((t + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                                 __float_as_uint(sum[3])};

@@ -244,28 +244,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool computes = POINTWISE == 0 || !multiplies;
   const int position = computes ? (split + TAKERS - group * (ITEMS % TAKERS) % TAKERS) % TAKERS : ITEMS;
   float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[OWN][STATES][2];
-#pragma unroll
-  for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
-    const Element* const at = a.bias[direction] + g * UNITS + unit;
-    const bool mine = split == 0 || LATE_BIAS;
-    bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
-    bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
-  }
-#pragma unroll
-  for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
-    const Element* const at = a.x_bias[direction] + g * UNITS + unit;
-    x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
-    x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
-    if (sum_of(g) >= 0 && (split == 0 || LATE_BIAS)) {
-      bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
-      bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
-    }
-  }
-#pragma unroll
-  for (int v = 0; v < VECTORS; ++v) {
-    vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
-    vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
-  }
 
   const int width = gridDim.y * UNITS;
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
@@ -334,44 +312,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* states_at = a.states[direction] + (begin + row) * UNITS + unit;
   Element* before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
   GatePair x[OWN][GATES];
+  const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
 #pragma unroll
-  for (int j = 0; j < OWN; ++j) {
-    ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
-    const bool first = is_there(j), second = first && has_second;
-    const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
-#pragma unroll
-    for (int s = 0; s < STATES; ++s) {
-      const bool given = a.initial[s] != nullptr;
-      const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
-      state[j][s][0] = value.x;
-      state[j][s][1] = value.y;
+    for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
+      const Element* const at = a.bias[direction] + g * UNITS + unit;
+      const bool mine = split == 0 || LATE_BIAS;
+      bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+      bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
     }
-    const bool read = within(j, first_step), also = read && has_second;
 #pragma unroll
-    for (int g = 0; g < GATES; ++g)
-      x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, read, also);
-    if constexpr (OPTIONS) {
-      const int next = reverse ? time - 2 : 1;
-      held[j][0] = held[j][1] = 0.f;
-      valid[j] = counts(j, first_step, rows);
-      cut[j] = next >= 0 && next < time ? is_cut(j, next, next_rows, rows) : 0;
-      if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
-#pragma unroll
-        for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
-      load_options(j, first_step, rows);
-      if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
-      if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
-      if constexpr (DRAWS) draw(j, first_step, next);
-      if constexpr (BEFORE && SAVED) {
-        const bool stored = PACKED ? read : first;
-        store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
-#pragma unroll
-        for (int s = 1; s < STATES; ++s)
-          store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, state[j][s][0], state[j][s][1],
-                          stored, stored && has_second);
+    for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
+      const Element* const at = a.x_bias[direction] + g * UNITS + unit;
+      x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+      x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+      if (sum_of(g) >= 0 && (split == 0 || LATE_BIAS)) {
+        bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
+        bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
       }
     }
-  }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
+      vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
+      const bool first = is_there(j), second = first && has_second;
+      const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.initial[s] != nullptr;
+        const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
+        state[j][s][0] = value.x;
+        state[j][s][1] = value.y;
+      }
+      const bool read = within(j, first_step), also = read && has_second;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g)
+        x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, read, also);
+      if constexpr (OPTIONS) {
+        const int next = reverse ? time - 2 : 1;
+        held[j][0] = held[j][1] = 0.f;
+        valid[j] = counts(j, first_step, rows);
+        cut[j] = next >= 0 && next < time ? is_cut(j, next, next_rows, rows) : 0;
+        if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
+        load_options(j, first_step, rows);
+        if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
+        if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
+        if constexpr (DRAWS) draw(j, first_step, next);
+        if constexpr (BEFORE && SAVED) {
+          const bool stored = PACKED ? read : first;
+          store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
+#pragma unroll
+          for (int s = 1; s < STATES; ++s)
+            store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, state[j][s][0], state[j][s][1],
+                            stored, stored && has_second);
+        }
+      }
+    }
+  };
+  if constexpr (POINTWISE == 0) begin_items();
 
   const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
 #if CLUSTER > 1
@@ -758,6 +761,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (has_lines(sub)) multiply_states(t, sub);
     }
   } else {
+    begin_items();  // here, so that no register holds any of it beside weights
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub)
