@@ -265,6 +265,7 @@ inline void emulated_put_pair(unsigned* at, unsigned first, unsigned second) { a
 inline void emulated_fence() {}
 template <class T>
 inline void emulated_keep(T&) {}
+inline void emulated_ready(float&) {}
 
 //: kernel
 

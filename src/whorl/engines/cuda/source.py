@@ -1,6 +1,8 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -274,6 +276,7 @@ def _source(
         _text("weights.cu"),
         *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([_text("means.cu")] if inside else []),
+        "typedef float real;",
         step,
     ]
     way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
@@ -358,12 +361,53 @@ def _step(graph: Graph) -> str:
 
 
 def _step_backward(graph: Graph) -> str:
+    """Two functions: what of a step takes long and needs no gradient, which is computed before one comes; the rest."""
     kinds = _leaves(graph)
     reads = kinds | {"d": graph.states}
     writes = {f"d{kind}.{name}": f"d{kind}[{i}]" for kind, names in kinds.items() for i, name in enumerate(names)}
-    parameters = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* d, "
-    parameters += "float* dx, float* dr, float* ds, float* dv, float* de"
-    return _function("step_backward", parameters, reads, writes, _only(stages(graph.backward.named(), CUDA)))
+    own = "const float* x, const float* r, const float* s, const float* v, const float* e"
+    parameters = own + ", const float* d, float* dx, float* dr, float* ds, float* dv, float* de"
+    before, known, after = _parted(_only(stages(graph.backward.named(), CUDA)), {f"d_{identifier(s)}" for s in graph.states})
+    members = "".join(f" {kind} {name};" for name, kind in known.items())
+    values = ", ".join(known)
+    ready = "".join(f" ready(known.{name});" for name, kind in known.items() if kind == "real")
+    made = _function("known", own, reads, {}, before, f"Known known = {{{values}}};{ready}\n  return known;", "Known")
+    taken = replace(after, lines=(*(f"const {kind} {name} = known.{name};" for name, kind in known.items()), *after.lines))
+    return f"struct Known {{{members} }};\n{made}\n" + _function(
+        "step_backward", f"const Known& known, {parameters}", reads, writes, taken
+    )
+
+
+def _parted(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
+    """The lines that `known` needs, what it hands on and of which type, and the lines that make gradients of it."""
+    kinds, uses, late, text = {}, {}, set(gradients), {}
+    for line in stage.lines:
+        kind, name, value = re.fullmatch(r"const (\w+) (\w+) = (.*);", line).groups()  # type: ignore[union-attr]
+        kinds[name], uses[name], text[name] = kind, re.findall(r"[A-Za-z_]\w*", value), line
+        if not late.isdisjoint(uses[name]):
+            late.add(name)
+    slow = {name for name, line in text.items() if name not in late and re.search(r"[(/?]", line)}
+
+    def needed(roots: Iterable[str], ends: set[str]) -> set[str]:
+        found: set[str] = set()
+        left = [*roots]
+        while left:
+            name = left.pop()
+            if name not in found:
+                found.add(name)
+                left += uses.get(name, []) if name not in ends else []
+        return found
+
+    outputs = [value.name for value in stage.writes]
+    after = needed(outputs, slow)
+    known = {name: kinds[name] for name in kinds if name in slow & after}
+    before = needed(known, set())
+
+    def part(names: set[str], without: Iterable[str] = ()) -> Stage:
+        lines = tuple(line for name, line in text.items() if name in names and name not in without)
+        return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
+
+    return part(before), known, part(after, known)
 
 
 def _leaves(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -371,17 +415,19 @@ def _leaves(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _function(
-    name: str, parameters: str, reads: Mapping[str, tuple[str, ...]], writes: Mapping[str, str], stage: Stage
-) -> str:
+    name: str, parameters: str, reads: Mapping[str, tuple[str, ...]], writes: Mapping[str, str], stage: Stage,
+    end: str = "", returns: str = "void",
+) -> str:  # fmt: skip
     leaves = [(kind, i, leaf) for kind, names in reads.items() for i, leaf in enumerate(names)]
     places = {identifier(f"{kind}.{leaf}"): f"{kind}[{i}]" for kind, i, leaf in leaves}
     lines = [
         *(f"const real {value.name} = {places[value.name]};" for value in stage.reads),
         *stage.lines,
         *(f"{place} = {identifier(value)};" for value, place in writes.items()),
+        *([end] if end else []),
     ]
     body = "\n  ".join(lines)
-    return f"typedef float real;\n__device__ __forceinline__ void {name}({parameters}) {{\n  {body}\n}}"
+    return f"__device__ __forceinline__ {returns} {name}({parameters}) {{\n  {body}\n}}"
 
 
 def _only(made: list[Stage]) -> Stage:

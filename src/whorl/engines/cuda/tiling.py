@@ -188,7 +188,7 @@ def backward(
     chunk = min(4 if part == 1 and size.element == 2 else 2, share)  # with fewer sums one product waits for another
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * part
+    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk * (2 if chunk * part < 4 and not halves else 1) + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
     room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
@@ -206,7 +206,7 @@ def backward(
     return Tile(*made, chunk=chunk, exact=size.exact, halves=halves, subs=subs)
 
 
-_FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
+_FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 72  # registers of addresses and of the cell itself: what compiles without spills
 _POINTWISE_EXTRA = 32  # of addresses alone; with 16 fewer the compiler added up one chain of products after another
 
 

@@ -40,6 +40,7 @@ constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = PLANES * PLANE_WORDS, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int PART_CELLS = GROUPS * PART;
+constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
@@ -449,8 +450,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         apart_gradients_at[j] += row_step * APART * UNITS;
       }
     };
+    const auto read = [&](int j, int b, int u, float(&x)[GATES], float(&r)[RECURRENT], float(&before)[STATES],
+                          float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)]) {  // what one unit's step is computed from
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
+#pragma unroll
+      for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(item[j].apart[b][i]), u);
+      before[0] = half_of(wide_pair(item[j].before[b]), u);
+#pragma unroll
+      for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) v[i] = vectors[j][i][u];
+#pragma unroll
+      for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
+    };
     const auto compute = [&](int sub) {  // the gradients of a sub-tile's items, into shared memory too
+      Known ahead[OWN][2][2];
+      const auto look_ahead = [&] {
+#pragma unroll
+        for (int j = first_item(sub); j < last_item(sub); ++j) {
+          if (!has(sub, j)) continue;
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+              float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
+              read(j, b, u, x, r, before, v, e);
+              ahead[j][b][u] = known(x, r, before, v, e);
+            }
+        }
+      };
+      if constexpr (!EXACT) look_ahead();  // while the sums travel
       if (t > 0) arrive(sub, t, rows_arriving);
+      if constexpr (EXACT) look_ahead();  // else registers are short
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
@@ -462,13 +494,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
             float to_x[GATES], to_r[RECURRENT], to_s[STATES], to_v[MOST(VECTORS)], to_e[MOST(INPUTS)], e[MOST(INPUTS)];
             const bool valid = !MARKED || item[j].valid[b];
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
-#pragma unroll
-            for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(item[j].apart[b][i]), u);
-            before[0] = half_of(h, u);
-#pragma unroll
-            for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
+            read(j, b, u, x, r, before, v, e);
 #pragma unroll
             for (int s = 0; s < STATES; ++s) {
               if constexpr (SEQUENCES) carried[j][s][b][u] += half_of(wide_pair(item[j].state_gradients[b][s]), u);
@@ -494,10 +520,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 if (keeps) stayed[s] = d[s], d[s] = 0.f;
               }
             }
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[j][i][u];
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
 #if ZONEOUT_GRADIENT
             float after[STATES];
             step(x, r, before, v, e, after);
@@ -508,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
             }
 #endif
-            step_backward(x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
+            step_backward(ahead[j][b][u], x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
 #pragma unroll
             for (int s = 0; s < STATES; ++s)
               if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
@@ -592,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const auto multiply_and_send = [&](int sub) {
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
+        float sums[CHAINS][CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
 #if HALVES
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {  // whose gradients of a sequence have a scale of their own
@@ -625,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     const int far = (warp * STREAMED + i - RESIDENT) * PLANES * 32 + lane;
                     const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
 #pragma unroll
-                    for (int n = 0; n < PART; ++n) multiply(sums[c][n], weight, right[n]);
+                    for (int n = 0; n < PART; ++n) multiply(sums[0][c][n], weight, right[n]);
                   }
               }
           }
@@ -638,8 +660,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int c = 0; c < CHUNK; ++c)
 #pragma unroll
               for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
-                const float part = sums[c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
-                all[c][n][e] += part * factors[e % 2], sums[c][n][e] = 0.f;
+                const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+                all[c][n][e] += part * factors[e % 2], sums[0][c][n][e] = 0.f;
               }
           }
         }
@@ -648,7 +670,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int n = 0; n < PART; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[c][n][e] = all[c][n][e];
+            for (int e = 0; e < 4; ++e) sums[0][c][n][e] = all[c][n][e];
 #else
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
@@ -673,7 +695,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                   const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
 #pragma unroll
                   for (int n = 0; n < PART; ++n) {
-                    multiply(sums[c][n], weight, right[n]);
+                    multiply(sums[half % CHAINS][c][n], weight, right[n]);
                     if constexpr (GATEWISE)
                       if ((d + half + 1) % GATE_DEPTHS == 0) {
                         const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -682,11 +704,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                         const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
+                          const float sum = CHAINS == 2 ? sums[0][c][n][e] + sums[CHAINS - 1][c][n][e] : sums[0][c][n][e];
                           if constexpr (NOISE == GIVEN_BY_GATE)
-                            all[c][n][e] += wide(mask[e]) * sums[c][n][e];
+                            all[c][n][e] += wide(mask[e]) * sum;
                           else if (bits >> (gate * 4 + e) & 1)
-                            all[c][n][e] += sums[c][n][e];
-                          sums[c][n][e] = 0.f;
+                            all[c][n][e] += sum;
+                          sums[0][c][n][e] = sums[CHAINS - 1][c][n][e] = 0.f;
                         }
                       }
                   }
@@ -703,7 +726,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
           for (int n = 0; n < PART; ++n) {  // the two units of one sequence, then of the next
-            const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
+            float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+            if constexpr (CHAINS == 2 && !GATEWISE)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) sum[e] += sums[CHAINS - 1][c][n][e];
             const int cell = (sub * PART + n) * GROUPS + strip % GROUPS;
             const int slot = (((t + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
 #if CLUSTER > 1

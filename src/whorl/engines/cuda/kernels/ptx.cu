@@ -369,6 +369,9 @@ __device__ __forceinline__ float fast_logistic(float value) { return reciprocal(
 #define logistic fast_logistic
 #endif
 
+// What is ready before a wait is not computed behind it.
+__device__ __forceinline__ void ready(float& value) { asm volatile("" : "+f"(value)); }
+
 #if CLUSTER > 1
 __device__ __forceinline__ unsigned rank_in_cluster() {
   unsigned rank;

@@ -294,8 +294,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   };
 
+  // what one unit's step is computed from
+  const auto values = [&](const Item& read, int u, float(&x)[GATES], float(&r)[RECURRENT], float(&before)[STATES],
+                          float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)]) {
+#pragma unroll
+    for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(read.gates[g]), u);
+#pragma unroll
+    for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(read.apart[i]), u);
+    before[0] = half_of(wide_pair(read.before), u);
+#pragma unroll
+    for (int s = 1; s < STATES; ++s) before[s] = half_of(read.states[s - 1], u);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
+  };
+  // what of a step needs no gradient, for the thread's units
+  const auto look_ahead = [&](int sub, Known(&ahead)[OWN][2]) {
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
+        values(item[sub][j], u, x, r, before, v, e);
+        ahead[j][u] = known(x, r, before, v, e);
+      }
+  };
+
   // the cell's gradients for the thread's units
-  const auto compute = [&](int t, int sub) {
+  const auto compute = [&](int t, int sub, const Known(&ahead)[OWN][2]) {
     if (own_row >= PASS) return;
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
@@ -310,17 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int u = 0; u < 2; ++u) {
         float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)], d[STATES];
         float to_s[STATES], to_v[MOST(VECTORS)], to_e[MOST(INPUTS)], stayed[STATES], to_z[STATES];
-#pragma unroll
-        for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(read.gates[g]), u);
-#pragma unroll
-        for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(read.apart[i]), u);
-        before[0] = half_of(h, u);
-#pragma unroll
-        for (int s = 1; s < STATES; ++s) before[s] = half_of(read.states[s - 1], u);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
-#pragma unroll
-        for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
+        values(read, u, x, r, before, v, e);
         stepper.begin(read.step, own, u, half_of(output, u), carried[sub][j], d, stayed, to_z);
 #if ZONEOUT_GRADIENT
         float after[STATES];
@@ -328,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 0; s < STATES; ++s) to_z[s] = valid ? to_z[s] * (before[s] - after[s]) : 0.f;
 #endif
-        step_backward(x, r, before, v, e, d, dx[u], dr[u], to_s, to_v, to_e);
+        step_backward(ahead[j][u], x, r, before, v, e, d, dx[u], dr[u], to_s, to_v, to_e);
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           if (valid) carried[sub][j][s][u] = OPTIONS ? to_s[s] + stayed[s] : to_s[s];
@@ -500,8 +517,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
+      Known ahead[OWN][2];
+      look_ahead(sub, ahead);
       if (t > 0) arrive(t, sub);
-      compute(t, sub);
+      compute(t, sub, ahead);
       if (GATHERED == 1 && goes_on) {
         __syncthreads();
         product(t, sub);
