@@ -249,6 +249,8 @@ inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
   b.bytes -= 16;
   host::settle(b);
 }
+inline void emulated_take_more_registers() {}
+inline void emulated_take_fewer_registers() {}
 
 // --- in the place of what exchange.cu says in PTX: who looks lets all others run first -----------------------------------
 

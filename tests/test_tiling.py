@@ -71,20 +71,21 @@ def test_clusters_as_measured(units: int, batch: int, cluster: int) -> None:
     assert tile.cluster == cluster
 
 
-@pytest.mark.parametrize("batch, units, warps, subs", [(32, 512, 12, 1), (128, 512, 12, 3), (1, 512, 12, 1), (32, 128, 4, 1)])
+@pytest.mark.parametrize("batch, units, warps, subs", [(32, 512, 12, 1), (128, 512, 12, 3), (1, 512, 12, 1), (32, 128, 6, 1)])
 def test_warps_for_the_cell_as_measured(batch: int, units: int, warps: int, subs: int) -> None:
-    """They took the least time of those of an H200: 0.905 us a step beside 0.988, 1.87 beside 2.125 in L2."""
+    """They took the least time on an H200: 0.815 us a step beside 0.988, 1.85 beside 2.11 through L2, 0.47 beside 0.51."""
     for element in (2, 4):
         tile = tiling.choose(size_of(library.lstm.graph, units, element), H200, batch, 1, "forward")
         assert tile is not None
-        assert (tile.warps, tile.subs, tile.pointwise) == (warps, subs, 2 * (warps == 12))
+        assert (tile.warps, tile.subs, tile.pointwise) == (warps, subs, 2)
     assert isinstance(grid.estimated(LSTM._replace(units=units), H200, batch, 1, "forward"), Tile)
 
 
 @pytest.mark.parametrize(
     "cluster, tiles, batch, directions, wanted",
     [(16, 1, 32, 1, (7, 4)), (16, 3, 128, 1, (7, 7)), (16, 1, 32, 2, (4, 4)), (16, 1, 1, 1, (1, 1)),
-     (16, 1, 8, 1, (2, 1)), (8, 1, 32, 1, (7, 4)), (1, 1, 32, 1, (4, 4)), (16, 1, 128, 1, (16, 16))],
+     (16, 1, 3, 1, (3, 1)), (16, 1, 8, 1, (4, 1)), (8, 1, 32, 1, (11, 4)), (4, 1, 32, 1, (4, 4)), (1, 1, 32, 1, (4, 4)),
+     (16, 1, 128, 1, (16, 16))],
 )  # fmt: skip
 def test_clusters_share_a_batch_evenly(
     cluster: int, tiles: int, batch: int, directions: int, wanted: tuple[int, int]

@@ -85,7 +85,7 @@ def forward(
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
     arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
     pair = size.gate // 2  # registers of two neighbours
-    sums = share * tiles * 4 * (2 if share * tiles <= 4 else 1) + 4 * tiles
+    sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
@@ -119,7 +119,7 @@ def backward(
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
     across = -(-gathered * size.recurrent * units // (16 * depth))
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
-    sums = chunk * tiles * 4 * (2 if chunk * tiles <= 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)

@@ -153,7 +153,7 @@ def forward(
         used += -(-2 * tiles // splits) * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
         used += 2 * size.recurrent * (1 + halves * size.exact) + 2 * size.vectors + 8 * bool(size.ahead)
     used += extra(size, _POINTWISE_EXTRA if pointwise else _FORWARD_EXTRA, part, halves)
-    room = _room(size, warps, used, halves)
+    room = _room(size, _TRADED if pointwise and warps == 12 and groups * splits == 8 else registers(warps), used, halves)
     if room is None:
         return None
     resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
@@ -185,13 +185,14 @@ def backward(
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
-    chunk = min(4 if part == 1 and size.element == 2 else 2, share)  # with fewer sums one product waits for another
+    chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk * (2 if chunk * part < 4 and not halves else 1) + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
-    room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
+    used += 4 * (not size.exact)  # of what is computed ahead
+    room = _room(size, registers(warps), used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
     if room is None:
         return None
     resident = min(share * depths, room // (4 * planes)) if resident is None else resident
@@ -206,8 +207,9 @@ def backward(
     return Tile(*made, chunk=chunk, exact=size.exact, halves=halves, subs=subs)
 
 
-_FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 72  # registers of addresses and of the cell itself: what compiles without spills
-_POINTWISE_EXTRA = 32  # of addresses alone; with 16 fewer the compiler added up one chain of products after another
+_FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
+_POINTWISE_EXTRA = 32  # of addresses alone; with fewer the compiler adds up one chain of products after another
+_TRADED = 192  # registers of a thread of 8 warps that multiply where 4 compute the cell alone, with 120
 
 
 def extra(size: Size, base: int, tiles: int, halves: bool = False) -> int:
@@ -227,12 +229,12 @@ def registers(warps: int) -> int:
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
 
 
-def _room(size: Size, warps: int, used: int, halves: bool) -> int | None:
-    """Registers of a thread for weights; None where a kernel in four bytes has not enough for the rest.
+def _room(size: Size, most: int, used: int, halves: bool) -> int | None:
+    """Of so many registers of a thread those for weights; None where a kernel in four bytes has not enough for the rest.
 
     Of weights in four bytes, more than 160 were spilled all the same.
     """
-    room = registers(warps) - used
+    room = most - used
     if size.element == 2 or size.ahead or size.back:  # with options a few are spilled
         return min(max(0, room), 160 if size.element == 4 and not halves else MOST_REGISTERS)
     return min(room, MOST_REGISTERS if halves else 160) if room >= 0 else None
@@ -255,7 +257,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
             if kind == "backward":
                 made = [backward(way, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
             else:
-                shapes = ((1, 0), (2, 0), (4, 0), (8, 0), (4, 2))
+                shapes = [(1, 0), (2, 0), (4, 0), (8, 0)] + [(4, 2)] * (not size.exact)  # as measured
                 made = [
                     forward(way, cluster, tiles, splits, chip.shared, subs=subs, pointwise=pointwise)
                     for splits, pointwise in shapes
@@ -287,17 +289,18 @@ def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
 def parts(chip: Chip, batch: int, directions: int, tile: Tile, kind: str) -> int:
     """Clusters that share the batch: as many as run at once, so that each has the fewest sequences to exchange.
 
-    On an H200 5 sequences of 8 took 0.99 us a step and 8 of 8 1.18 (LSTM, bfloat16, 512 units), but 2 of 8 0.57 and 8
-    0.51 (128 units); backward 5 took 2.14 and 8 1.97, 19 of 24 3.07 and 22 3.25.
+    On an H200 5 sequences of 8 took 0.82 us a step and 8 of 8 0.99 (LSTM, bfloat16, 512 units), but 2, 5 and 8 of 8
+    0.57, 0.59 and 0.54 (128 units); backward, where sums of all 8 are sent, 5 took 2.05 and 8 2.02, 19 of 24 3.02 and
+    22 3.12.
     """
     least = -(-batch // tile.rows)
-    if tile.cluster == 1 or (kind == "backward" and tile.tiles == 1):
+    if tile.cluster * tile.slice <= _SMALL or (kind == "backward" and tile.tiles == 1):
         return least
-    share = max(-(-batch // max(least, chip.resident(tile.cluster) // directions)), min(_FEWEST, tile.rows))
+    share = -(-batch // max(least, chip.resident(tile.cluster) // directions))
     return -(-batch // share)
 
 
-_FEWEST = 5  # sequences of a cluster where another could take some
+_SMALL = 128  # units, whose states take no longer to exchange for 8 sequences than for fewer
 
 
 @lru_cache(maxsize=1024)
@@ -308,10 +311,10 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
-    Fitted to LSTM in bfloat16 on an H200, 128 to 512 units, batch 32 to 512: backward 49 tiles, forward 23 of bfloat16
-    and of float16 operands, to 4 percent in the mean and to 20 (one of 128 units).  Warps for the cell alone took
-    0.905 us a step at 512 units and batch 32, 1.87 at batch 128, where those that do both took 0.988 and 2.467.  Two
-    operands are taken to cost as three products, and what is read from shared memory as much as it costs float32.
+    Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
+    of two bytes, to 5 percent in the mean; the worst are 0.51 us a step (128 units, batch 32, estimated 0.62) and 1.55
+    (256, 512; 1.90).  Of tiles with warps for the cell alone that of 512 units took 0.815 us a step at batch 32, 0.988
+    without such warps.  Two operands are taken to cost as three products.
     """
     taken = rounds(chip, batch, directions, tile)
     share = -(-batch // parts(chip, batch, directions, tile, kind))
@@ -326,13 +329,16 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         costs = _FOUR_BYTES[kind, size.exact]
         return begin + taken * sum(cost * count for cost, count in zip(costs, counts, strict=True))
     if kind == "forward":
-        items = groups * tile.tiles / 2
-        step = 0.08 + 0.01 * tile.cluster + 0.042 * tile.splits + 0.284 * items
-        step += 0.113 * planes * arriving * share / tile.rows
-        if tile.pointwise and tile.cluster == LARGEST_CLUSTER and tile.slice > 16:  # as measured
-            step *= 0.86 if tile.subs == 1 else 0.71
-        step *= 1.2 if size.element == 4 else 1.0
-        return begin + taken * (step + 0.0043 * read * tile.subs)
+        takers, multiplying = tile.pointwise or tile.splits, groups * tile.splits
+        uneven = 1 if tile.pointwise else -(-tile.warps // 4) * 4 / tile.warps  # warps of a scheduler
+        items = groups * tile.tiles / 2 * (size.recurrent / 4) ** 0.5
+        step = 0.014 * tile.cluster + 0.057 * tile.splits + 0.317 * uneven * items
+        step += 0.037 * -(-2 * tile.tiles // takers) + 0.0985 * planes * arriving * share / tile.rows
+        if tile.pointwise:
+            step *= (0.77 if tile.cluster == LARGEST_CLUSTER else 0.84) * (0.97 if tile.subs > 1 else 1.0)
+        step *= 1.15 if size.element == 4 else 1.0
+        step *= {1: 0.75, 2: 0.9}.get(tile.cluster, 1.0)  # none or one to exchange with
+        return begin + taken * (step + 0.0025 * read * multiplying / tile.warps * tile.subs)
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves
     items = groups * tile.tiles / 4

@@ -40,6 +40,7 @@ constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = PLANES * PLANE_WORDS, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int PART_CELLS = GROUPS * PART;
+constexpr bool WHOLE = TILES == 1;  // all 8 are sent, without a branch, over which the compiler moves no product
 constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
@@ -315,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
   const unsigned made = barriers + 16 * SUBS;  // of sub-tiles: whether their gradients are in shared memory
   const auto arriving = [&](int sub) {  // bytes at a step: of each pair of lines of which one is there
-    return (min(8 * PART, share - sub * 8 * PART) + 1) / 2 * 128 * GROUPS * CLUSTER;
+    return (WHOLE ? 4 : (min(8 * PART, share - sub * 8 * PART) + 1) / 2) * 128 * GROUPS * CLUSTER;
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
@@ -720,7 +721,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c) {
           const int strip = warp * SHARE + i0 + c;
-          if (i0 + c >= SHARE || strip >= STRIPS) break;
+          if (i0 + c >= SHARE || (SHARE * WARPS != STRIPS && strip >= STRIPS)) break;
 #if CLUSTER > 1
           const unsigned target = at_rank(base, strip / GROUPS);
 #endif
@@ -735,7 +736,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                                 __float_as_uint(sum[3])};
-            if ((sub * PART + n) * 8 + lane % 4 * 2 < share)
+            if (WHOLE || (sub * PART + n) * 8 + lane % 4 * 2 < share)
               send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (t + 1) % 2), data);
 #else
             arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
@@ -748,8 +749,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if constexpr (SUBS == 1) {
       compute(0);
       if (goes_on) __syncthreads();
-      if (warp < CELLS && t + 1 < time) read_on(0);
       if (goes_on) multiply_and_send(0);
+      if (warp < CELLS && t + 1 < time) read_on(0);
       leave(0);
 #if CLUSTER > 1
     } else {  // each is computed while others multiply the one before it

@@ -62,6 +62,8 @@ static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS +
               "tiling and kernel disagree");
 static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
 static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "no round of items is of one sub-tile");
+// of 168 registers of a thread those that compute the cell alone leave some to those that multiply
+constexpr bool TRADED = POINTWISE > 0 && MULTIPLYING == 8 && WARPS == 12;
 static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other warps through shared memory");
 
 // Where a word of a sequence's operand lies among the states: [depth, tile, odd or even, 4 sequences, 8 words].  What a
@@ -257,10 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto is_there = [&](int j) {
     return has_first && place + beyond(j) < last_place && (OWN * TAKERS == ITEMS || position + j * TAKERS < ITEMS);
   };
-  long long sequence[OWN];
-#pragma unroll
-  for (int j = 0; j < OWN; ++j) sequence[j] = is_there(j) ? sequence_at(a, place + beyond(j)) : place + beyond(j);
-  const long long row = sequence[0];
+  long long sequence[OWN], row;
   const auto further = [&](int j) { return ORDER ? sequence[j] - row : beyond(j); };
 
   // The rows of a step begin at `rows`; `next_rows` are those of the step that is computed after it.
@@ -306,13 +305,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return there ? wide(a.o.reset_to[s][((long long)direction * batch + sequence[j]) * UNITS + unit + u]) : 0.f;
   };
 
-  Gate* gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
-  Element* y_at = a.y + (begin + row) * width + direction * UNITS + unit;
-  Gate* apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
-  float* states_at = a.states[direction] + (begin + row) * UNITS + unit;
-  Element* before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
+  Gate *gates_at, *apart_at;
+  Element *y_at, *before_at;
+  float* states_at;
   GatePair x[OWN][GATES];
   const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) sequence[j] = is_there(j) ? sequence_at(a, place + beyond(j)) : place + beyond(j);
+    row = sequence[0];
+    gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
+    apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
+    y_at = a.y + (begin + row) * width + direction * UNITS + unit;
+    before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
+    states_at = a.states[direction] + (begin + row) * UNITS + unit;
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
       const Element* const at = a.bias[direction] + g * UNITS + unit;
@@ -382,12 +387,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
   const int sharer = lane / 4 % SHARERS;  // of the threads that hold the same 16 bytes, which one
   unsigned peer[PEERS];
+  const auto begin_sending = [&] {
 #pragma unroll
-  for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+    for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+  };
+  if constexpr (POINTWISE == 0) begin_sending();
   const unsigned barrier_offset = barriers - shared_address(memory);
   const auto arriving = [&](int sub) {  // bytes at a step: of the lines that are there, and scales of all
     const unsigned lines = min(8 * PART, share - sub * 8 * PART);
     return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
+  };
+  const auto expect_more = [&](int t, int sub) {  // of the step after the next, once those of this one have come
+    if (threadIdx.x == 32 * MULTIPLYING % THREADS) expect(barriers + 8 * (2 * sub + t % 2), arriving(sub));
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
@@ -407,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
     if (t > 0) {
       wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
-      if (threadIdx.x == 0) expect(barriers + 8 * (2 * sub + now), arriving(sub));
+      if (POINTWISE == 0) expect_more(t, sub);
     }
 #endif
 #pragma unroll
@@ -531,7 +542,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int now = t % 2, step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
     const int first_item = sub * 2 * PART / TAKERS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / TAKERS + 1;
     if (takes(sub)) {
-      if constexpr (POINTWISE > 0) named_barrier(1 + group * SUBS + sub, MEETING);
+      if constexpr (POINTWISE > 0) {
+        named_barrier(1 + group * SUBS + sub, MEETING);
+        if (t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
+      }
       float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
       float output[OWN][2], entering[OWN][2];
 #pragma unroll
@@ -755,12 +769,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
     }
   } else if (multiplies) {
+#if CLUSTER > 1
+    if constexpr (TRADED) take_more_registers<192>();
+#endif
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub)
         if (has_lines(sub)) multiply_states(t, sub);
     }
   } else {
+#if CLUSTER > 1
+    if constexpr (TRADED) take_fewer_registers<120>();
+    begin_sending();
+#endif
     begin_items();  // here, so that no register holds any of it beside weights
     for (int t = 0; t < time; ++t) {
 #pragma unroll

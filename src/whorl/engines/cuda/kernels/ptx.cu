@@ -425,6 +425,14 @@ __device__ __forceinline__ void send(unsigned address, unsigned barrier, uint4 d
       "r"(data.x), "r"(data.y), "r"(data.z), "r"(data.w), "r"(barrier)
       : "memory");
 }
+
+// registers of a thread from here on: all four warps of a warpgroup say so; there are more only once others have fewer
+template <int COUNT> __device__ __forceinline__ void take_more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void take_fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
 #else
 __device__ __forceinline__ unsigned rank_in_cluster() { return 0; }
 #endif

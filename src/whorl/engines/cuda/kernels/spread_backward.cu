@@ -30,7 +30,7 @@ constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
-constexpr int CHAINS = CHUNK * TILES <= 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
 constexpr int CHUNKS = GATHERED * OWN_WORDS / 4, GATE_WORDS = SLICE / WORD_ELEMENTS;
 constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;                // words of a sequence in L2

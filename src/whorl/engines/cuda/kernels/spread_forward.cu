@@ -33,7 +33,7 @@ constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_S
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
-constexpr int CHAINS = SHARE * TILES <= 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
