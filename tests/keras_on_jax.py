@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+import torch
 
 import whorl
 import whorl.keras
@@ -16,6 +17,7 @@ generator = np.random.default_rng(0)
 x = generator.standard_normal((4, 5, 3)).astype("float32")
 mask = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)
 whorl.settings.slow = "allow"
+torch.backends.cudnn.rnn.fp32_precision = "ieee"  # as JAX is told by its environment
 ENGINES_HERE = (
     ["cpu", "onednn", "reference"] if jax.default_backend() == "cpu" else ["persistent", "cudnn", "reference"]
 )

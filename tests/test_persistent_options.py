@@ -22,7 +22,11 @@ def true_float32() -> Any:
 @pytest.mark.parametrize("seed", range(300))
 def test_random_options(seed: int) -> None:
     case = drawn(seed, largest=300 if seed % 4 == 0 else 60, batch=70 if seed % 4 == 0 else 20, time=12)
-    dtype = DTYPES[seed % 3]
+    check(case, DTYPES[seed % 3])
+
+
+def check(case: Drawn, dtype: torch.dtype) -> None:
+    """That a case, with no more units than the device holds, has the numbers of float64."""
     case = case.within(whorl.RNN(1, 1, device="cuda").plan(torch.zeros(1, 1, 1, device="cuda")).problem.device, dtype)
     print(case)
     assert case.errors("cuda", dtype) == {}
@@ -34,9 +38,7 @@ def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(grid, "choose", spreading.choose)
     monkeypatch.setattr(layers, "_prepared", {})
     large = seed % 4 == 0
-    case = drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 12)
-    print(case)
-    assert case.errors("cuda", DTYPES[seed % 3]) == {}
+    check(drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 12), DTYPES[seed % 3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -85,6 +87,22 @@ def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:
                     marks[name].copy_(torch.rand(9, 20, device="cuda") < 0.5)
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_a_backward_of_its_own_plan() -> None:
+    """As torch.compile and JAX call it: nothing that the forward made ready is there."""
+    layer = whorl.LSTM(16, 64, device="cuda", dtype=torch.bfloat16, engine="persistent")
+    x = torch.randn(5, 4, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    lengths = torch.tensor([5, 2, 0, 3], device="cuda")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layer(x, lengths=lengths)[0].square().sum()
+
+    leaves = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(loss(x), leaves)
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x), leaves)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(memory="recompute")])

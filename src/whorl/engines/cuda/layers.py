@@ -52,15 +52,13 @@ class Layers:
         sizes = form.inputs, form.layer_inputs(1), form.units, len(form.cell.gates) * form.units
         most = problem.time * problem.batch * max(sizes[:3]) * sizes[3]
         self._product = Products(self.chip, self.index, problem.dtype.itemsize, sizes, most)
-        self._sums: Sums | None = None
+        self._sums = Sums(form, problem.dtype, self.chip, self.index) if problem.gradient else None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
     def _ready(self, ahead: Features, back: Features) -> None:
         """Load what a call needs, forward and backward together: a capture of a CUDA graph can load nothing."""
         self._load([("forward", ahead), ("backward", back)][: 1 + self.problem.gradient])
-        if self.problem.gradient and self._sums is None:
-            self._sums = Sums(self.form, self.problem.dtype, self.chip, self.index)
 
     def _load(self, wanted: Sequence[tuple[str, Features]]) -> None:
         form, problem = self.form, self.problem
@@ -144,7 +142,7 @@ class Layers:
         found = None if options is None else Gradients(call, options)
         each, width = 2 * directions + 1, (*call.x.shape[:-1], directions * units)
         summing = self._sums
-        assert summing is not None, "it is made ready with the kernels"
+        assert summing is not None, "a backward is planned with a gradient"
         rows = call.x.shape[0] if self.problem.packed else time * batch
         for layer in reversed(range(form.layers)):
             if options is not None:
