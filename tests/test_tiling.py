@@ -71,9 +71,11 @@ def test_clusters_as_measured(units: int, batch: int, cluster: int) -> None:
     assert tile.cluster == cluster
 
 
-@pytest.mark.parametrize("batch, units, warps, subs", [(32, 512, 12, 1), (128, 512, 12, 3), (1, 512, 12, 1), (32, 128, 6, 1)])
+@pytest.mark.parametrize(
+    "batch, units, warps, subs", [(32, 512, 12, 1), (128, 512, 12, 3), (1, 512, 12, 1), (32, 128, 6, 1)]
+)
 def test_warps_for_the_cell_as_measured(batch: int, units: int, warps: int, subs: int) -> None:
-    """They took the least time on an H200: 0.815 us a step beside 0.988, 1.85 beside 2.11 through L2, 0.47 beside 0.51."""
+    """They took the least time on an H200: 0.815 us a step beside 0.988, 1.85 beside 2.11, 0.47 beside 0.51."""
     for element in (2, 4):
         tile = tiling.choose(size_of(library.lstm.graph, units, element), H200, batch, 1, "forward")
         assert tile is not None

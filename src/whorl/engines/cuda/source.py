@@ -367,14 +367,16 @@ def _step_backward(graph: Graph) -> str:
     writes = {f"d{kind}.{name}": f"d{kind}[{i}]" for kind, names in kinds.items() for i, name in enumerate(names)}
     own = "const float* x, const float* r, const float* s, const float* v, const float* e"
     parameters = own + ", const float* d, float* dx, float* dr, float* ds, float* dv, float* de"
-    before, known, after = _parted(_only(stages(graph.backward.named(), CUDA)), {f"d_{identifier(s)}" for s in graph.states})
+    gradients = {identifier(f"d.{state}") for state in graph.states}
+    before, known, after = _parted(_only(stages(graph.backward.named(), CUDA)), gradients)
     members = "".join(f" {kind} {name};" for name, kind in known.items())
     values = ", ".join(known)
     ready = "".join(f" ready(known.{name});" for name, kind in known.items() if kind == "real")
     made = _function("known", own, reads, {}, before, f"Known known = {{{values}}};{ready}\n  return known;", "Known")
-    taken = replace(after, lines=(*(f"const {kind} {name} = known.{name};" for name, kind in known.items()), *after.lines))
+    taken = [f"const {kind} {name} = known.{name};" for name, kind in known.items()]
+    after = replace(after, lines=(*taken, *after.lines))
     return f"struct Known {{{members} }};\n{made}\n" + _function(
-        "step_backward", f"const Known& known, {parameters}", reads, writes, taken
+        "step_backward", f"const Known& known, {parameters}", reads, writes, after
     )
 
 

@@ -153,7 +153,8 @@ def forward(
         used += -(-2 * tiles // splits) * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
         used += 2 * size.recurrent * (1 + halves * size.exact) + 2 * size.vectors + 8 * bool(size.ahead)
     used += extra(size, _POINTWISE_EXTRA if pointwise else _FORWARD_EXTRA, part, halves)
-    room = _room(size, _TRADED if pointwise and warps == 12 and groups * splits == 8 else registers(warps), used, halves)
+    most = _TRADED if pointwise and warps == 12 and groups * splits == 8 else registers(warps)
+    room = _room(size, most, used, halves)
     if room is None:
         return None
     resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
@@ -188,7 +189,10 @@ def backward(
     chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk * (2 if chunk * part < 4 and not halves else 1) + 4) * part
+    used = (
+        own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back)
+        + (4 * chunk * (2 if chunk * part < 4 and not halves else 1) + 4) * part
+    )
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
     used += 4 * (not size.exact)  # of what is computed ahead
@@ -283,7 +287,8 @@ def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> li
 
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
     """How many times the clusters of a batch fill the chip."""
-    return -(-(-(-batch // tile.rows)) * directions // chip.resident(tile.cluster))
+    least = -(-batch // tile.rows)
+    return -(-least * directions // chip.resident(tile.cluster))
 
 
 def parts(chip: Chip, batch: int, directions: int, tile: Tile, kind: str) -> int:

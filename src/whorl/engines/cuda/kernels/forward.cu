@@ -542,10 +542,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int now = t % 2, step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
     const int first_item = sub * 2 * PART / TAKERS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / TAKERS + 1;
     if (takes(sub)) {
-      if constexpr (POINTWISE > 0) {
-        named_barrier(1 + group * SUBS + sub, MEETING);
-        if (t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
-      }
+      if constexpr (POINTWISE > 0) named_barrier(1 + group * SUBS + sub, MEETING);
+#if CLUSTER > 1
+      if (POINTWISE > 0 && t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
+#endif
       float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
       float output[OWN][2], entering[OWN][2];
 #pragma unroll
