@@ -189,10 +189,9 @@ def backward(
     chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    used = (
-        own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back)
-        + (4 * chunk * (2 if chunk * part < 4 and not halves else 1) + 4) * part
-    )
+    chains = 2 if chunk * part < 4 and not halves else 1  # as the kernel counts them
+    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back)
+    used += (4 * chunk * chains + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
     used += 4 * (not size.exact)  # of what is computed ahead
@@ -234,7 +233,7 @@ def registers(warps: int) -> int:
 
 
 def _room(size: Size, most: int, used: int, halves: bool) -> int | None:
-    """Of so many registers of a thread those for weights; None where a kernel in four bytes has not enough for the rest.
+    """Of `most` registers of a thread those for weights; None where a kernel in four bytes has too few for the rest.
 
     Of weights in four bytes, more than 160 were spilled all the same.
     """
