@@ -41,6 +41,7 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = P
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int PART_CELLS = GROUPS * PART;
 constexpr bool WHOLE = TILES == 1;  // all 8 are sent, without a branch, over which the compiler moves no product
+constexpr bool ROOMY = TILES == 1 && ELEMENT_BYTES == 2;  // else registers are short
 constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
@@ -481,9 +482,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             }
         }
       };
-      if constexpr (!EXACT) look_ahead();  // while the sums travel
+      if constexpr (ROOMY) look_ahead();  // while the sums travel
       if (t > 0) arrive(sub, t, rows_arriving);
-      if constexpr (EXACT) look_ahead();  // else registers are short
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
@@ -531,7 +531,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
             }
 #endif
-            step_backward(ahead[j][b][u], x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
+            step_backward(ROOMY ? ahead[j][b][u] : known(x, r, before, v, e), x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
 #pragma unroll
             for (int s = 0; s < STATES; ++s)
               if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
@@ -749,8 +749,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if constexpr (SUBS == 1) {
       compute(0);
       if (goes_on) __syncthreads();
-      if (goes_on) multiply_and_send(0);
       if (warp < CELLS && t + 1 < time) read_on(0);
+      if (goes_on) multiply_and_send(0);
       leave(0);
 #if CLUSTER > 1
     } else {  // each is computed while others multiply the one before it

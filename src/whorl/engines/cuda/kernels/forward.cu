@@ -62,8 +62,8 @@ static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS +
               "tiling and kernel disagree");
 static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
 static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "no round of items is of one sub-tile");
-// of 168 registers of a thread those that compute the cell alone leave some to those that multiply
-constexpr bool TRADED = POINTWISE > 0 && MULTIPLYING == 8 && WARPS == 12;
+// more weights than 168 registers of a thread hold: warps that compute the cell alone leave some to those that multiply
+constexpr bool TRADED = POINTWISE > 0 && SUBS > 1 && MULTIPLYING == 8 && WARPS == 12 && RESIDENT * RECURRENT * PLANES > 28;
 static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other warps through shared memory");
 
 // Where a word of a sequence's operand lies among the states: [depth, tile, odd or even, 4 sequences, 8 words].  What a
@@ -398,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
   };
   const auto expect_more = [&](int t, int sub) {  // of the step after the next, once those of this one have come
-    if (threadIdx.x == 32 * MULTIPLYING % THREADS) expect(barriers + 8 * (2 * sub + t % 2), arriving(sub));
+    if (threadIdx.x == (TRADED ? 32 * MULTIPLYING : 0)) expect(barriers + 8 * (2 * sub + t % 2), arriving(sub));
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
     if (t > 0) {
       wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
-      if (POINTWISE == 0) expect_more(t, sub);
+      if (!TRADED) expect_more(t, sub);
     }
 #endif
 #pragma unroll
@@ -544,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (takes(sub)) {
       if constexpr (POINTWISE > 0) named_barrier(1 + group * SUBS + sub, MEETING);
 #if CLUSTER > 1
-      if (POINTWISE > 0 && t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
+      if (TRADED && t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
 #endif
       float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
       float output[OWN][2], entering[OWN][2];

@@ -30,6 +30,7 @@ constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
+constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
 constexpr int CHUNKS = GATHERED * OWN_WORDS / 4, GATE_WORDS = SLICE / WORD_ELEMENTS;
@@ -345,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 0; s < STATES; ++s) to_z[s] = valid ? to_z[s] * (before[s] - after[s]) : 0.f;
 #endif
-        step_backward(ahead[j][u], x, r, before, v, e, d, dx[u], dr[u], to_s, to_v, to_e);
+        step_backward(ROOMY ? ahead[j][u] : known(x, r, before, v, e), x, r, before, v, e, d, dx[u], dr[u], to_s, to_v, to_e);
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           if (valid) carried[sub][j][s][u] = OPTIONS ? to_s[s] + stayed[s] : to_s[s];
@@ -518,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       Known ahead[OWN][2];
-      look_ahead(sub, ahead);
+      if (ROOMY) look_ahead(sub, ahead);  // while the sums travel
       if (t > 0) arrive(t, sub);
       compute(t, sub, ahead);
       if (GATHERED == 1 && goes_on) {
