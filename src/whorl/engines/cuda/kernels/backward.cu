@@ -484,6 +484,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       };
       if constexpr (ROOMY) look_ahead();  // while the sums travel
       if (t > 0) arrive(sub, t, rows_arriving);
+      if constexpr (EXACT) look_ahead();  // for each unit at its place the compiler spills
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
@@ -531,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
             }
 #endif
-            step_backward(ROOMY ? ahead[j][b][u] : known(x, r, before, v, e), x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
+            step_backward(ROOMY || EXACT ? ahead[j][b][u] : known(x, r, before, v, e), x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
 #pragma unroll
             for (int s = 0; s < STATES; ++s)
               if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
