@@ -62,9 +62,12 @@ static Meeting of_cluster;
 static unsigned threads;
 
 inline void yield() { swapcontext(&now->context, &scheduler); }
+inline void come(Meeting& at, int wanted) {
+  if (++at.came == wanted) at.came = 0, ++at.turn;
+}
 inline void meet(Meeting& at, int wanted) {
   const unsigned turn = at.turn;
-  if (++at.came == wanted) at.came = 0, ++at.turn;
+  come(at, wanted);
   while (at.turn == turn) yield();
 }
 inline int lane() { return now->thread.x % 32; }
@@ -161,13 +164,22 @@ inline unsigned emulated_spread_signs(unsigned halves) {
 inline unsigned emulated_times(unsigned a, unsigned b) {
   return emulated_narrow_pair(operand_value(a, 0) * operand_value(b, 0), operand_value(a, 1) * operand_value(b, 1));
 }
-constexpr int HALVES = 2;
+constexpr int IN_WORD = 2;  // elements
 #else
 inline unsigned emulated_high_of(unsigned v) { return v + 0x1000 & 0xffffe000u; }
 inline unsigned emulated_to_tf32(float v) { return emulated_high_of(__float_as_uint(v)); }
 inline unsigned emulated_times(unsigned a, unsigned b) { return __float_as_uint(__uint_as_float(a) * __uint_as_float(b)); }
+#if HALVES
+inline unsigned emulated_half_pair(float low, float high) {
+  return host::float_to_half(low) | (unsigned)host::float_to_half(high) << 16;
+}
+inline float emulated_low_half(unsigned pair) { return host::half_to_float((unsigned short)pair); }
+inline float operand_value(unsigned word, int half) { return host::half_to_float((unsigned short)(word >> 16 * half)); }
+constexpr int IN_WORD = 2;
+#else
 inline float operand_value(unsigned word, int) { return __uint_as_float(word & 0xffffe000u); }  // cut off, not rounded
-constexpr int HALVES = 1;
+constexpr int IN_WORD = 1;
+#endif
 #endif
 inline unsigned __cvta_generic_to_shared(const void* p) { return host::address_of(p); }
 inline void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
@@ -176,8 +188,8 @@ inline void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint
   const unsigned* const taken = host::together(words, 10, [](host::Warp& w) {
     static float left[16][16], right[16][8];
     for (int l = 0; l < 32; ++l)
-      for (int half = 0; half < HALVES; ++half) {
-        const int k = l % 4 * HALVES + half, far = k + 4 * HALVES;
+      for (int half = 0; half < IN_WORD; ++half) {
+        const int k = l % 4 * IN_WORD + half, far = k + 4 * IN_WORD;
         left[l / 4][k] = operand_value(w.given[l][0], half), left[l / 4 + 8][k] = operand_value(w.given[l][1], half);
         left[l / 4][far] = operand_value(w.given[l][2], half), left[l / 4 + 8][far] = operand_value(w.given[l][3], half);
         right[k][l / 4] = operand_value(w.given[l][4], half), right[far][l / 4] = operand_value(w.given[l][5], half);
@@ -185,7 +197,7 @@ inline void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint
     for (int l = 0; l < 32; ++l)
       for (int i = 0; i < 4; ++i) {
         float sum = __uint_as_float(w.given[l][6 + i]);
-        for (int k = 0; k < 8 * HALVES; ++k) sum += left[l / 4 + i / 2 * 8][k] * right[k][l % 4 * 2 + i % 2];
+        for (int k = 0; k < 8 * IN_WORD; ++k) sum += left[l / 4 + i / 2 * 8][k] * right[k][l % 4 * 2 + i % 2];
         w.taken[l][i] = __float_as_uint(sum);
       }
   });
@@ -253,6 +265,7 @@ inline void emulated_copies_done() {
   copies[host::now].clear();
 }
 inline void emulated_named_barrier(int id, int count) { host::meet(host::now->block->meetings[id], count); }
+inline void emulated_arrive_at_barrier(int id, int count) { host::come(host::now->block->meetings[id], count); }
 inline float emulated_fast_tanh(float v) { return std::tanh(v); }
 inline float emulated_fast_exp(float v) { return std::exp(v); }
 inline float emulated_fast_log(float v) { return std::log(v); }
@@ -260,7 +273,13 @@ inline float emulated_reciprocal(float v) { return 1.f / v; }
 inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
 inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
 inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::cluster.size())); }
-inline void emulated_start_barrier(unsigned barrier) { host::barrier_at(barrier) = host::Barrier(); }
+inline void emulated_start_barrier(unsigned barrier, unsigned arrivals) {
+  host::barrier_at(barrier) = host::Barrier{(int)arrivals, (int)arrivals};
+}
+inline void emulated_arrive_here(unsigned barrier) {
+  --host::barrier_at(barrier).pending;
+  host::settle(host::barrier_at(barrier));
+}
 inline void emulated_barriers_started() {}
 inline void emulated_expect(unsigned barrier, unsigned bytes) {
   host::Barrier& b = host::barrier_at(barrier);
@@ -276,6 +295,8 @@ inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
   b.bytes -= 16;
   host::settle(b);
 }
+inline void emulated_take_more_registers() {}
+inline void emulated_take_fewer_registers() {}
 
 // --- in the place of what exchange.cu says in PTX: who looks lets all others run first -----------------------------------
 
@@ -292,6 +313,7 @@ inline void emulated_put_pair(unsigned* at, unsigned first, unsigned second) { a
 inline void emulated_fence() {}
 template <class T>
 inline void emulated_keep(T&) {}
+inline void emulated_ready(float&) {}
 
 //: kernel
 

@@ -75,7 +75,7 @@ class Kernel:
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
     text = _HOST.read_text().replace("//: kernel", on_host(source))
-    defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16) (\d)$", source, re.M)
+    defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16|HALVES) (\d)$", source, re.M)
     text = "".join(f"#define {key} {value}\n" for key, value in defines) + text
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not path.exists():

@@ -21,6 +21,7 @@ from whorl.engines.cuda import grid, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
+BY_GATE = dict(recurrent_dropout=0.3, recurrent_dropout_mode="gate")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -126,6 +127,110 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
     assert (max(errors.values()) > 1e-5) == tf32
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool, folder: Path) -> None:
+    """In float32 they enter products as float16, each sequence and unit with a scale of its own."""
+    torch.manual_seed(1)
+    layer, x = whorl.RNN(6, 40, bias=False), torch.zeros(1, 9, 6)
+    states = torch.randn(1, 9, 40) * 2.0 ** torch.arange(-13, 23, 4)[:, None]
+    with torch.no_grad():
+        layer.weight_hh_l0 *= 2.0 ** -(torch.arange(40) % 20 + 22)[:, None]
+
+    def output(dtype: torch.dtype, engine: str) -> Tensor:
+        own = layer.to(dtype)
+        own.engine = engine
+        with emulated(folder, tf32):
+            return own(x.to(dtype), states.to(dtype))[0][0].double()
+
+    terms = states[0].double().abs() @ layer.weight_hh_l0.detach().double().abs().t()
+    got, truth = output(torch.float32, "persistent"), output(torch.float64, "reference")
+    assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    "kind, of_x, of_weights, of_states, of_loss",
+    [  # float16 holds none of these sizes
+        ("LSTM", 1.0, 10.0, 1e3, 2.0**100), ("LSTM", 1e-7, 1.0, 0.0, 2.0**-100), ("RNN", 1.0, 1e-4, 1e30, 1e-8),
+        ("GRU", 1.0, 1.0, 1e3, 1e30), ("RELU", 1e20, 1e-4, 1e-30, 1e-30),
+    ],
+)  # fmt: skip
+def test_float32_of_any_size(
+    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, folder: Path
+) -> None:
+    """As well as a plain loop, each sequence taken for itself, which has another size than its neighbours."""
+    torch.manual_seed(1)
+    relu = dict(nonlinearity="relu") if kind == "RELU" else {}
+    layer = getattr(whorl, kind.replace("RELU", "RNN"))(6, 40, bias=False, **relu)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight *= of_weights
+    each = 2.0 ** torch.arange(-6, 7, 3)[:, None]
+    x, h = of_x * torch.randn(4, 5, 6), of_states * each * torch.randn(1, 5, 40)
+    to_y = of_loss * each * torch.randn(4, 5, 40)
+
+    def outcome(own: torch.nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        given, start = x.to(dtype).requires_grad_(), h.to(dtype).requires_grad_()
+        y = flat(own(given, (start, start) if kind == "LSTM" else start))[0]
+        weights = list(own.parameters())
+        to_x, to_h, *to_weights = torch.autograd.grad((y * to_y.to(dtype)).sum(), [given, start, *weights])
+        return dict(y=y.detach(), x=to_x, h=to_h, ih=to_weights[0], hh=to_weights[1])
+
+    layer.engine = "reference"
+    truth = outcome(layer.double(), torch.float64)
+    plain = outcome(PlainLoop(layer.float(), to_tf32 if tf32 else None), torch.float32)
+    layer.engine = "persistent"
+    with emulated(folder, tf32):
+        got = outcome(layer, torch.float32)
+
+    def errors(name: str, b: int) -> tuple[float, float]:
+        its = slice(None) if name in ("ih", "hh") else (slice(None), b)
+        return error(got[name][its], truth[name][its]), error(plain[name][its], truth[name][its])
+
+    rows = [{name: errors(name, b) for name in truth} for b in range(5)]
+    assert broken(rows, TF32_EPS if tf32 else 2.0**-23) == {}
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_what_is_not_a_number_stays_in_its_sequence(kind: str, tf32: bool, folder: Path) -> None:
+    """In the input of one, in the gradients of another; also where float32 enters products as float16, scaled."""
+    torch.manual_seed(1)
+    layer, x, to_y = getattr(whorl, kind)(3, 33, engine="persistent"), torch.randn(3, 5, 3), torch.randn(3, 5, 33)
+
+    def outcome(x: Tensor, to_y: Tensor) -> tuple[Tensor, Tensor]:
+        given = x.clone().requires_grad_()
+        with emulated(folder, tf32):
+            y = layer(given)[0]
+            return y.detach(), torch.autograd.grad(y, given, to_y)[0]
+
+    y, to_x = outcome(x, to_y)
+    x[1, 2, 0], to_y[2, 3, 7] = float("nan"), float("nan")
+    wrong, to_wrong = outcome(x, to_y)
+    assert wrong[1:, 2].isnan().all()
+    assert to_wrong[:, 3].isnan().all()
+    fine = torch.tensor([0, 1, 4])
+    assert wrong[:, fine].equal(y[:, fine])
+    assert wrong[:, 3].equal(y[:, 3])
+    assert to_wrong[:, fine].equal(to_x[:, fine])
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_large_initial_states_stay_right_in_float32(kind: str, folder: Path) -> None:
+    """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
+    torch.manual_seed(1)
+    layer, x, h = getattr(whorl, kind)(3, 20), torch.randn(3, 5, 3), 10 * torch.randn(1, 5, 20)
+
+    def output(dtype: torch.dtype, engine: str) -> Tensor:
+        own = layer.to(dtype)
+        own.engine = engine
+        given = h.to(dtype)
+        with emulated(folder, tf32=True):
+            return own(x.to(dtype), (given, given) if kind == "LSTM" else given)[0].double()
+
+    assert error(output(torch.float32, "persistent"), output(torch.float64, "reference")) <= 8 * TF32_EPS
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, time, ahead, back, options",
     [
@@ -186,6 +291,40 @@ def test_products_of_four_warps(
     torch.manual_seed(1)
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
+@pytest.mark.parametrize(
+    "kind, units, batch, clusters, dtype, ahead, back, options",
+    [  # a warp has items of one sub-tile, of several, of none; sub-tiles with one sequence, with none
+        ("LSTM", 40, 19, 1, torch.bfloat16, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),
+        ("GRU", 33, 14, 1, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), dict(num_layers=2)),
+        ("GRU", 33, 14, 2, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), {}),
+        # other warps compute the cell
+        ("LSTM", 40, 19, 1, torch.float16, (2, 3, 4, 3, 2), (2, 3, 8, 3), dict(bidirectional=True)),
+        ("GRU", 33, 14, 1, torch.float32, (2, 2, 2, 2, 1), (2, 2, 4, 2), {}),
+        ("LSTM", 33, 7, 1, torch.bfloat16, (1, 1, 2, 1, 2), (2, 1, 4, 1), dict(zoneout=0.2)),
+        ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
+        ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
+    ],
+)
+def test_sub_tiles_that_travel_while_others_are_computed(
+    kind: str, units: int, batch: int, clusters: int, dtype: torch.dtype, ahead: tuple[int, ...],
+    back: tuple[int, ...], options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
+        if way == "backward":
+            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
+        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
+
+    monkeypatch.setattr(tiling, "choose", chosen)
+    monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
+    torch.manual_seed(1)
+    layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder)
     plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
     bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}

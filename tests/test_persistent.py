@@ -418,6 +418,7 @@ SLOWED = [
     ("for (int t = 0; t < time; ++t) {", "for (int t = 0; t < time; ++t) {\n    delay();"),
     ("      named_barrier(1 + group", "      delay();\n      named_barrier(1 + group"),
     ("if (goes_on) __syncthreads();", "delay();\n    if (goes_on) __syncthreads();"),
+    ("          wait(made", "          delay();\n          wait(made"),
     ("    const unsigned target = at_rank", "    delay();\n        const unsigned target = at_rank"),
     ("      if (t + 1 < time) {  // send", "      delay();\n      if (t + 1 < time) {  // send"),
 ]

@@ -33,7 +33,7 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
 def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
-    In two bytes a layer that a cluster holds is spread too where its steps are estimated to take much less time so.
+    In two bytes a layer that a cluster holds is spread too where its steps are estimated to take less time so.
     Not, where a cluster holds them, layers whose masks by gate are given: where blocks exchange through L2, they are
     read from there at each step.
     """
@@ -51,11 +51,11 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     return tile if spread is None or worth <= spreading.step_time(*where) else spread
 
 
-_MUCH = {"forward": 1.1, "backward": 1.6}
-"""By how much.  On an H200, 30 steps of LSTM in bfloat16 with the input product, in a cluster and spread: 512 units at
-batch 1, 32 and 128 took 62 and 50, 63 and 58, 114 and 88 us, 650 units at batch 20 106 and 74, 768 at 16 93 and 64.
-Backward, where the estimate is too low by up to 1.46 for what is spread, 67 and 99, 80 and 109, 143 and 159, 123 and
-128, 110 and 125."""
+_MUCH = {"forward": 1.0, "backward": 1.6}
+"""By how much.  On an H200, LSTM in bfloat16, a step in a cluster and spread took 0.82 and 1.39 us with 512 units at
+batch 32, 1.85 and 2.11 at 128, and 1.55 and 2.40 with 256 at 512; 30 steps with the input product took 106 and 74 us
+with 650 at 20, 93 and 64 with 768 at 16.  Backward, where the estimate is too low by up to 1.46 for what is spread, 67
+and 99, 80 and 109, 143 and 159 with 512 units at batch 1, 32 and 128, 123 and 128, 110 and 125 with 650 and 768."""
 
 _MUCH_STAGED = {"forward": 1.1, "backward": 1.6}
 """Of a step with means, not measured yet: as of others."""
@@ -89,7 +89,7 @@ def described(tile: Tile | Spread) -> str:
         who = f"{tile.blocks} blocks that exchange through L2"
     else:
         who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
-    return f"{who} for each {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
+    return f"{who} for up to {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
 
 
 def closer(tile: Tile | Spread, size: Size, chip: Chip, kind: str) -> str:
@@ -114,8 +114,9 @@ class Grid:
         self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str
     ) -> None:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
-        self.parts = -(-batch // tile.rows)
-        self.words = 0
+        self.parts, self.words = -(-batch // tile.rows), 0
+        if isinstance(tile, Tile) and size.staged is None:
+            self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)
             at_once = tile.at_once(chip)

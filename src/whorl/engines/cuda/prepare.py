@@ -34,7 +34,9 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
     own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
-    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own)
+    halves = own is None and element == 4 and not source.has_options(cell, features)
+    scales = halves, halves and source.bounded(cell)
+    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own, *scales)
 
 
 class Numbers(NamedTuple):

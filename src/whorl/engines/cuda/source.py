@@ -1,6 +1,8 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -114,6 +116,36 @@ def wide_gates(graph: Graph) -> bool:
     return any(node.op in _KINKS for node in topological(graph.outputs))
 
 
+@lru_cache(maxsize=256)
+def bounded(graph: Graph) -> bool:
+    """Whether the first state is in [-1, 1] after a step, whatever came before: by intervals.
+
+    An LSTM's is; a GRU's is between what it was and [-1, 1], and initial states may be anything.
+    """
+    within: dict[str, tuple[float, float]] = {}
+
+    def interval(node: Expr) -> tuple[float, float]:
+        spans = [within[arg.digest] for arg in node.args if isinstance(arg, Expr)]
+        if node.op == "const":
+            return node.args[0], node.args[0]
+        if node.op == "add":
+            return spans[0][0] + spans[1][0], spans[0][1] + spans[1][1]
+        if node.op == "sub":
+            return spans[0][0] - spans[1][1], spans[0][1] - spans[1][0]
+        if node.op == "mul":
+            ends = [a * b if a and b else 0.0 for a in spans[0] for b in spans[1]]
+            return min(ends), max(ends)
+        return _SPANS.get(node.op, (float("-inf"), float("inf")))
+
+    for node in topological(graph.outputs):
+        within[node.digest] = interval(node)
+    low, high = within[graph.outputs[0].digest]
+    return -1 <= low and high <= 1
+
+
+_SPANS = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "erf": (-1.0, 1.0)}
+
+
 def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread) -> str:
     """What a profiler shows: cell, direction of the pass, units, dtype and tile."""
     name = "float32" if tile.exact else NAMES[dtype]
@@ -126,11 +158,14 @@ def forward(
 ) -> str:
     """The source of the forward kernel."""
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
-    own |= _spread(tile) | {"GROUPS": tile.groups} if isinstance(tile, Spread) else {"SPLITS": tile.splits}
-    if not staged(graph):
-        return _source("forward", graph, units, dtype, tile, own, _step(graph), features)
-    own |= {"GROUPS": tile.slice // 16} if isinstance(tile, Tile) else {}
-    return _source("forward", graph, units, dtype, tile, own, steps(graph).forward.text, features)
+    if isinstance(tile, Spread):
+        own |= _spread(tile) | {"GROUPS": tile.groups}
+    elif staged(graph):
+        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
+    else:
+        own |= {"SPLITS": tile.splits, "SUBS": tile.subs, "POINTWISE": tile.pointwise}
+    step = steps(graph).forward.text if staged(graph) else _step(graph)
+    return _source("forward", graph, units, dtype, tile, own, step, features)
 
 
 def backward(
@@ -138,9 +173,13 @@ def backward(
 ) -> str:
     """The source of the backward kernel."""
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
-    own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered} if isinstance(tile, Spread) else {}
+    if isinstance(tile, Spread):
+        own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered}
+    elif staged(graph):
+        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
+    else:
+        own |= {"SUBS": tile.subs}
     if staged(graph):
-        own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16} if isinstance(tile, Tile) else {}
         return _source("backward", graph, units, dtype, tile, own, steps(graph).backward.text, features)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
@@ -162,7 +201,7 @@ def masked(name: str, dtype: torch.dtype, vector: int) -> str:
         f"#define KERNEL {name}",
         f"#define ELEMENT_BYTES {dtype.itemsize}",
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
-        *(f"#define {word} 0" for word in ("FORWARD", "WIDE_GATES", "EXACT")),
+        *(f"#define {word} 0" for word in ("FORWARD", "WIDE_GATES", "EXACT", "HALVES")),
         "#define CLUSTER 1",
         f"constexpr int UNITS = 1, VECTOR = {vector};",
         _text("ptx.cu"),
@@ -226,6 +265,7 @@ def _source(
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
         f"#define EXACT {int(tile.exact)}",
         f"#define STAGED {int(staged(graph))}",
+        f"#define HALVES {int(isinstance(tile, Tile) and tile.halves)}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define WARPGROUPS {int(wide)}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
@@ -240,6 +280,7 @@ def _source(
         *([_text("warpgroup.cu")] if wide else []),
         *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *(map(_text, ("means.cu", f"{beside}_means.cu")) if inside else []),
+        "typedef float real;",
         step,
     ]
     way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
@@ -330,12 +371,55 @@ def _step(graph: Graph) -> str:
 
 
 def _step_backward(graph: Graph) -> str:
+    """Two functions: what of a step takes long and needs no gradient, which is computed before one comes; the rest."""
     kinds = _leaves(graph)
     reads = kinds | {"d": graph.states}
     writes = {f"d{kind}.{name}": f"d{kind}[{i}]" for kind, names in kinds.items() for i, name in enumerate(names)}
-    parameters = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* d, "
-    parameters += "float* dx, float* dr, float* ds, float* dv, float* de"
-    return _function("step_backward", parameters, reads, writes, _only(stages(graph.backward.named(), CUDA)))
+    own = "const float* x, const float* r, const float* s, const float* v, const float* e"
+    parameters = own + ", const float* d, float* dx, float* dr, float* ds, float* dv, float* de"
+    gradients = {identifier(f"d.{state}") for state in graph.states}
+    before, known, after = _parted(_only(stages(graph.backward.named(), CUDA)), gradients)
+    members = "".join(f" {kind} {name};" for name, kind in known.items())
+    values = ", ".join(known)
+    ready = "".join(f" ready(known.{name});" for name, kind in known.items() if kind == "real")
+    made = _function("known", own, reads, {}, before, f"Known known = {{{values}}};{ready}\n  return known;", "Known")
+    taken = [f"const {kind} {name} = known.{name};" for name, kind in known.items()]
+    after = replace(after, lines=(*taken, *after.lines))
+    return f"struct Known {{{members} }};\n{made}\n" + _function(
+        "step_backward", f"const Known& known, {parameters}", reads, writes, after
+    )
+
+
+def _parted(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
+    """The lines that `known` needs, what it hands on and of which type, and the lines that make gradients of it."""
+    kinds, uses, late, text = {}, {}, set(gradients), {}
+    for line in stage.lines:
+        kind, name, value = re.fullmatch(r"const (\w+) (\w+) = (.*);", line).groups()  # type: ignore[union-attr]
+        kinds[name], uses[name], text[name] = kind, re.findall(r"[A-Za-z_]\w*", value), line
+        if not late.isdisjoint(uses[name]):
+            late.add(name)
+    slow = {name for name, line in text.items() if name not in late and re.search(r"[(/?]", line)}
+
+    def needed(roots: Iterable[str], ends: set[str]) -> set[str]:
+        found: set[str] = set()
+        left = [*roots]
+        while left:
+            name = left.pop()
+            if name not in found:
+                found.add(name)
+                left += uses.get(name, []) if name not in ends else []
+        return found
+
+    outputs = [value.name for value in stage.writes]
+    after = needed(outputs, slow)
+    known = {name: kinds[name] for name in kinds if name in slow & after}
+    before = needed(known, set())
+
+    def part(names: set[str], without: Iterable[str] = ()) -> Stage:
+        lines = tuple(line for name, line in text.items() if name in names and name not in without)
+        return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
+
+    return part(before), known, part(after, known)
 
 
 def _leaves(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -343,17 +427,19 @@ def _leaves(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _function(
-    name: str, parameters: str, reads: Mapping[str, tuple[str, ...]], writes: Mapping[str, str], stage: Stage
-) -> str:
+    name: str, parameters: str, reads: Mapping[str, tuple[str, ...]], writes: Mapping[str, str], stage: Stage,
+    end: str = "", returns: str = "void",
+) -> str:  # fmt: skip
     leaves = [(kind, i, leaf) for kind, names in reads.items() for i, leaf in enumerate(names)]
     places = {identifier(f"{kind}.{leaf}"): f"{kind}[{i}]" for kind, i, leaf in leaves}
     lines = [
         *(f"const real {value.name} = {places[value.name]};" for value in stage.reads),
         *stage.lines,
         *(f"{place} = {identifier(value)};" for value, place in writes.items()),
+        *([end] if end else []),
     ]
     body = "\n  ".join(lines)
-    return f"typedef float real;\n__device__ __forceinline__ void {name}({parameters}) {{\n  {body}\n}}"
+    return f"__device__ __forceinline__ {returns} {name}({parameters}) {{\n  {body}\n}}"
 
 
 def _only(made: list[Stage]) -> Stage:

@@ -352,7 +352,7 @@ class _Printer:
             f"if (index == {index}) stage_{index}({self._GIVEN}{self._given});" for index in range(len(self._made))
         )
         text = "\n".join([
-            "typedef float real;", f"struct Values {{ {members} }};", *functions,
+            f"struct Values {{ {members} }};", *functions,
             f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
         ])  # fmt: skip
         return Pass(text, len(self._made), tuple(reductions), tuple(rounds), kept)

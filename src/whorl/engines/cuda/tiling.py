@@ -4,6 +4,7 @@ The regime of this page: one cluster of blocks, or one block, owns some rows of 
 weights of a layer and direction in its registers and shared memory.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,9 +68,17 @@ class Size(NamedTuple):
     bits: bool = False
     """Such masks as bits."""
     exact: bool = False
-    """Products of float32 are as good as float32: each is three of TF32."""
+    """Products of float32 are as good as float32: each is three of less."""
     staged: Graph | None = None
     """The cell, where its step has several stages: staging.py chooses its tiles."""
+    halves: bool = False
+    """float32 may be multiplied as float16, scaled, or (where products are exact) as two float16."""
+    bounded: bool = False
+    """The first state is in [-1, 1] after a step."""
+
+    def scaled(self, kind: str) -> bool:
+        """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
+        return self.halves and (kind == "backward" or self.exact or self.bounded)
 
 
 @dataclass(frozen=True)
@@ -96,77 +105,128 @@ class Tile:
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
     """As in `Size`."""
+    halves: bool = False
+    """As in `Size`."""
+    subs: int = 1
+    """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
+    pointwise: int = 0
+    """Forward: warps of each 16 units that compute the cell alone, while others multiply; 0: those do both."""
 
     @property
     def rows(self) -> int:
+        """The most sequences of a cluster."""
         return 8 * self.tiles
 
+    @property
+    def planes(self) -> int:
+        """Of what enters a product."""
+        return 2 if self.halves and self.exact else 1
 
-def forward(size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None) -> Tile | None:
+
+def forward(
+    size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None, subs: int = 1,
+    pointwise: int = 0,
+) -> Tile | None:  # fmt: skip
     """The forward kernel's numbers for a cluster, a number of row tiles and a split of the depth, if they fit.
 
     Args:
         limit: bytes of shared memory of a block.
         resident: depths in registers; None takes as many as registers allow.
+        subs: sub-tiles of the rows; each has its items in whole rounds of the warps of a split, or they in it.
+        pointwise: warps of each 16 units that compute the cell alone.
     """
-    words = 4 // size.element
-    part = slice_of(size.units, cluster)
-    groups, depths = part // 16, -(-cluster * part // (8 * words * splits))
-    warps = groups * splits
+    part, items, halves = tiles // subs, 2 * tiles // subs, size.scaled("forward")
+    planes = 1 + (halves and size.exact)
+    takers = pointwise or splits
+    if subs > 1 and (tiles % subs or cluster == 1 or (items % takers and takers % items)):
+        return None
+    if pointwise and (splits == 1 or cluster == 1):
+        return None
+    words = _words(size, halves)
+    units = slice_of(size.units, cluster)
+    groups, depths = units // 16, -(-cluster * units // (8 * words * splits))
+    warps = groups * (splits + pointwise)
     if not 4 <= warps <= 16:  # fewer would leave one of the four schedulers without work
         return None
-    own = -(-2 * tiles // splits)
-    used = size.recurrent * tiles * 4 + own * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
-    used += (
-        4 * tiles
-        + 2 * size.recurrent
-        + 2 * size.vectors
-        + 8 * bool(size.ahead)
-        + 10 * tiles * (size.bits or bool(size.masks))
-    )
-    room = _room(size, warps, used + extra(size, _FORWARD_EXTRA, tiles))
+    used = size.recurrent * part * 4 + 4 * part * planes + 10 * part * (size.bits or bool(size.masks))
+    if not pointwise:  # the warps that multiply compute the cell too
+        used += -(-2 * tiles // splits) * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
+        used += 2 * size.recurrent * (1 + halves * size.exact) + 2 * size.vectors + 8 * bool(size.ahead)
+    used += extra(size, _POINTWISE_EXTRA if pointwise else _FORWARD_EXTRA, part, halves)
+    most = _TRADED if pointwise and subs > 1 and warps == 12 and groups * splits == 8 else registers(warps)
+    room = _room(size, most, used, halves)
     if room is None:
         return None
-    resident = min(depths, room // (4 * size.recurrent)) if resident is None else resident
-    states = 8 * tiles * (splits * depths * 8 + 4)
+    resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
+    states = planes * 8 * tiles * splits * depths * 8
+    scales = 2 * splits * depths * 8 * tiles if planes > 1 else 8 * tiles * halves
+    scales += groups * splits * size.recurrent * 16 * halves
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
-    shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + 2 * states + partial + masks) + 16
-    if shared > limit:
+    streamed = groups * splits * (depths - resident) * size.recurrent * planes * 128
+    shared = 4 * (streamed + 2 * states + partial + masks + scales) + 16 * subs
+    if shared > limit or groups * subs > 15:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact)
+    if subs > 1 and resident < depths and not halves and not pointwise:
+        return None  # then sub-tiles save nearly nothing
+    made = (cluster, units, tiles, resident, shared, warps, splits, depths)
+    return Tile(*made, exact=size.exact, halves=halves, subs=subs, pointwise=pointwise)
 
 
-def backward(size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None) -> Tile | None:
+def backward(
+    size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None, subs: int = 1
+) -> Tile | None:
     """The backward kernel's numbers for a cluster, a number of row tiles and of warps, where they fit."""
-    words = 4 // size.element
-    part = slice_of(size.units, cluster)
-    groups = part // 16
-    cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
+    part, halves = tiles // subs, size.scaled("backward")
+    planes = 1 + (halves and size.exact)
+    if subs > 1 and (tiles % subs or cluster == 1):
+        return None
+    words = _words(size, halves)
+    units = slice_of(size.units, cluster)
+    groups = units // 16
+    cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
     chunk = min(2, share)
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back) + (4 * chunk + 4) * tiles
-    used += 8 * bool(size.back) + 4 * chunk * tiles * (size.bits or bool(size.masks))
-    room = _room(size, warps, used + extra(size, _BACKWARD_EXTRA, tiles))
+    chains = 2 if chunk * part < 4 and not halves else 1  # as the kernel counts them
+    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back)
+    used += (4 * chunk * chains + 4) * part
+    used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
+    used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
+    used += 4 * (tiles == 1 and size.element == 2)  # of what is computed ahead
+    room = _room(size, registers(warps), used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
     if room is None:
         return None
-    resident = min(share * depths, room // 4) if resident is None else resident
-    gradients, sums = 8 * tiles * (depths * 8 + 4), cells * cluster * 128
+    resident = min(share * depths, room // (4 * planes)) if resident is None else resident
+    padding = 12 if halves and groups > 4 else 4
+    gradients, sums = planes * 8 * tiles * (depths * 8 + padding), cells * cluster * 128
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
-    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * sums + 2 * gradients + masks) + 16
-    if shared > limit:
+    shared = 4 * (warps * (share * depths - resident) * planes * 128 + 2 * sums + 2 * gradients + masks)
+    shared += 32 * subs if subs > 1 else 16
+    if shared > limit or (halves and groups > 12):
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, chunk=chunk, exact=size.exact)
+    made = (cluster, units, tiles, resident, shared, warps)
+    return Tile(*made, chunk=chunk, exact=size.exact, halves=halves, subs=subs)
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
+_POINTWISE_EXTRA = 32  # of addresses alone; with fewer the compiler adds up one chain of products after another
+_TRADED = 192
+"""Registers of a thread of 8 warps that multiply where 4 compute the cell alone, with 120: 1.81 us a step on an H200,
+2.00 with 168 each and weights in shared memory (LSTM, bfloat16, 512 units, batch 128); without sub-tiles as many."""
 
 
-def extra(size: Size, base: int, tiles: int) -> int:
+def extra(size: Size, base: int, tiles: int, halves: bool = False) -> int:
     """Of four bytes more, and where each operand is split into two."""
+    if halves:
+        return base + 4 + 16 * size.exact
     return base + (8 + 2 * tiles) * (size.element == 4) + (36 + 2 * tiles + 6 * size.apart) * size.exact
+
+
+def _words(size: Size, halves: bool) -> int:
+    """Elements of a word of what enters a product."""
+    return 2 if halves else 4 // size.element
 
 
 def registers(warps: int) -> int:
@@ -174,15 +234,15 @@ def registers(warps: int) -> int:
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
 
 
-def _room(size: Size, warps: int, used: int) -> int | None:
-    """Registers of a thread for weights; None where a kernel in four bytes has not enough for the rest.
+def _room(size: Size, most: int, used: int, halves: bool) -> int | None:
+    """Of `most` registers of a thread those for weights; None where a kernel in four bytes has too few for the rest.
 
     Of weights in four bytes, more than 160 were spilled all the same.
     """
-    room = registers(warps) - used
+    room = most - used
     if size.element == 2 or size.ahead or size.back:  # with options a few are spilled
-        return min(max(0, room), 160 if size.element == 4 else MOST_REGISTERS)
-    return min(room, 160) if room >= 0 else None
+        return min(max(0, room), 160 if size.element == 4 and not halves else MOST_REGISTERS)
+    return min(room, MOST_REGISTERS if halves else 160) if room >= 0 else None
 
 
 def slice_of(units: int, cluster: int) -> int:
@@ -194,12 +254,19 @@ def slice_of(units: int, cluster: int) -> int:
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
     """Every tile of a kind ("forward" or "backward") that fits the chip."""
     clusters = (1, 2, 4, 8, 16) if chip.capability[0] >= 9 and chip.capability[0] != 12 else (1,)
-    for cluster in clusters:
-        for tiles in range(1, 9):
+    # with TF32 products either may be the faster: LSTM backward at batch 32 took 1.18 us a step on an H200 as TF32 and
+    # 1.53 as float16 with 128 units, 2.16 and 1.91 with 512
+    ways = (size, size._replace(halves=False)) if size.scaled(kind) and not size.exact else (size,)
+    for way, cluster in itertools.product(ways, clusters):
+        for tiles, subs in ((tiles, subs) for tiles in range(1, 9) for subs in (1, 2, 3, 4) if tiles % subs == 0):
             if kind == "backward":
-                made = [backward(size, cluster, tiles, warps, chip.shared) for warps in (4, 8, 12, 16)]
+                made = [backward(way, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
             else:
-                made = [forward(size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4, 8)]
+                shapes = [(1, 0), (2, 0), (4, 0), (8, 0)] + [(4, 2)] * (not size.exact)  # as measured
+                made = [
+                    forward(way, cluster, tiles, splits, chip.shared, subs=subs, pointwise=pointwise)
+                    for splits, pointwise in shapes
+                ]
             yield from (tile for tile in made if tile is not None)
 
 
@@ -221,8 +288,25 @@ def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> li
 
 def rounds(chip: Chip, batch: int, directions: int, tile: Tile) -> int:
     """How many times the clusters of a batch fill the chip."""
-    clusters = -(-batch // tile.rows) * directions
-    return -(-clusters // chip.resident(tile.cluster))
+    least = -(-batch // tile.rows)
+    return -(-least * directions // chip.resident(tile.cluster))
+
+
+def parts(chip: Chip, batch: int, directions: int, tile: Tile, kind: str) -> int:
+    """Clusters that share the batch: as many as run at once, so that each has the fewest sequences to exchange.
+
+    On an H200 5 sequences of 8 took 0.82 us a step and 8 of 8 0.99 (LSTM, bfloat16, 512 units), but 2, 5 and 8 of 8
+    0.57, 0.59 and 0.54 (128 units); backward, where sums of all 8 are sent, 5 took 2.05 and 8 2.02, 19 of 24 3.02 and
+    22 3.12.
+    """
+    least = -(-batch // tile.rows)
+    if tile.cluster * tile.slice <= _SMALL or (kind == "backward" and tile.tiles == 1):
+        return least
+    share = -(-batch // max(least, chip.resident(tile.cluster) // directions))
+    return -(-batch // share)
+
+
+_SMALL = 128  # units, whose states take no longer to exchange for 8 sequences than for fewer
 
 
 @lru_cache(maxsize=1024)
@@ -233,27 +317,39 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
-    Fitted to LSTM in bfloat16 on an H200, 128, 256 and 512 units, batch 32 to 512, 49 tiles: it chose a tile within a
-    tenth of the fastest for each.  What arrives from the cluster costs a multiprocessor 0.05 us a KB in forward.
+    Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
+    of two bytes, to 5 percent in the mean; the worst are 0.51 us a step (128 units, batch 32, estimated 0.62) and 1.55
+    (256, 512; 1.90).  Of tiles with warps for the cell alone that of 512 units took 0.815 us a step at batch 32, 0.988
+    without such warps.  Two operands are taken to cost as three products.
     """
     taken = rounds(chip, batch, directions, tile)
+    share = -(-batch // parts(chip, batch, directions, tile, kind))
     begin = 0.3 * (taken - 1)  # each round loads its weights anew: about 20 us, over 60 steps or so
-    groups, words = tile.slice // 16, 4 // size.element
+    groups, words, planes = tile.slice // 16, _words(size, tile.halves), tile.planes
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
-    if size.element == 4:
+    read = tile.warps * _streamed(size, tile, kind) * planes / 2
+    if size.element == 4 and not tile.halves:
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
-        read = tile.warps * _streamed(size, tile, kind) / 2
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
         return begin + taken * sum(cost * count for cost, count in zip(costs, counts, strict=True))
     if kind == "forward":
-        items = groups * tile.tiles / 2
-        step = 0.45 + 0.02 * (tile.cluster + tile.splits) + 0.05 * items + 0.0055 * products
-        return begin + taken * (step + 0.05 * size.element * arriving)
+        takers, multiplying = tile.pointwise or tile.splits, groups * tile.splits
+        uneven = 1 if tile.pointwise else -(-tile.warps // 4) * 4 / tile.warps  # warps of a scheduler
+        items = groups * tile.tiles / 2 * (size.recurrent / 4) ** 0.5
+        step = 0.014 * tile.cluster + 0.057 * tile.splits + 0.317 * uneven * items
+        step += 0.037 * -(-2 * tile.tiles // takers) + 0.0985 * planes * arriving * share / tile.rows
+        if tile.pointwise:
+            step *= (0.77 if tile.cluster == LARGEST_CLUSTER else 0.84) * (0.97 if tile.subs > 1 else 1.0)
+        step *= 1.15 if size.element == 4 else 1.0
+        step *= {1: 0.75, 2: 0.9}.get(tile.cluster, 1.0)  # none or one to exchange with
+        return begin + taken * (step + 0.0025 * read * multiplying / tile.warps * tile.subs)
+    products *= 2 * planes - 1
+    again = 0.003 * read * tile.subs * tile.halves
     items = groups * tile.tiles / 4
     step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
-    return begin + taken * (step + 0.04 * arriving)
+    return begin + taken * (step + 0.04 * arriving + again)
 
 
 _FOUR_BYTES = {
@@ -272,6 +368,6 @@ def _streamed(size: Size, tile: Tile, kind: str) -> int:
     """Pieces of 512 bytes of the weights that one warp reads from shared memory at every step."""
     if kind == "forward":
         return (tile.depths - tile.resident) * size.recurrent
-    groups, words = tile.slice // 16, 4 // size.element
+    groups, words = tile.slice // 16, _words(size, tile.halves)
     share = -(-tile.cluster * groups // tile.warps)
     return share * (size.recurrent * tile.slice // (8 * words)) - tile.resident

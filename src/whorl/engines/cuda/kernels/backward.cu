@@ -1,7 +1,7 @@
 // All steps of a recurrent layer, backward, in one launch: the gradients of the gates, of the initial states, and sums
 // over the batch for the bias and the vectors.  What is left (dx, dW) are products of whole matrices.
 //
-// A cluster owns ROWS = 8 x TILES sequences, a block the units from rank x SLICE on, as in the forward kernel.  At each
+// A cluster owns `share` sequences of ROWS = 8 x TILES, a block the units from rank x SLICE on, as in the forward kernel.  At each
 // step a block computes the gradient of the cell for its own units, multiplies it with its own slice of the recurrent
 // weights, transposed, and sends to each block what concerns that block's units: a float32 sum from each source, added
 // by the receiver in the order of the sources.
@@ -10,9 +10,12 @@
 // The cell is computed in CELLS items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has
 // two neighbouring units of two neighbouring sequences of each.
 //
+// The rows are taken in SUBS sub-tiles: while the sums of one travel, and the warps that have its items compute them,
+// the others multiply the gradients of the one before it.
+//
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next step), arrived
-//              sums twice, two barriers, more weights
+//              sums twice, two barriers (of each sub-tile, and two more of those that multiply it), more weights
 //   global     gates, saved states, y and its gradient in; gradients of the gates out
 //
 // What options add stands in options.cu; a kernel without them has none of it.
@@ -21,17 +24,25 @@
 //
 // Arrived sums are added up before the block's gradients are made, those are multiplied after a barrier of the block, and
 // what is made of them is sent: who overwrites sums of step t, by sending at step t + 1, has waited for all of that.
+// With sub-tiles a warp may begin step t + 1 while another multiplies at step t, but not step t + 2, since for that every
+// block has sent what it made at step t + 1 of the sums that all warps sent at step t; hence two of everything.
 
 // @generated
 
+constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
 constexpr int ROWS = 8 * TILES, GROUPS = SLICE / 16, CELLS = GROUPS * TILES, OWN = (CELLS + WARPS - 1) / WARPS;
 constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
-constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+// of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks; behind them a float for each group
+constexpr int STRIDE = DEPTHS * 8 + (HALVES && GROUPS > 4 ? 12 : 4), PLANE_WORDS = ROWS * STRIDE;
+static_assert(!HALVES || GROUPS <= 12, "no room for a scale of each group");
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = PLANES * PLANE_WORDS, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
-constexpr unsigned ARRIVING = SUM_WORDS * 4;
+constexpr int PART_CELLS = GROUPS * PART;
+constexpr bool WHOLE = TILES == 1;  // all 8 are sent, without a branch, over which the compiler moves no product
+constexpr bool ROOMY = TILES == 1 && ELEMENT_BYTES == 2;  // else registers are short
+constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
@@ -39,8 +50,9 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STRIPS * TILES * 128 / WORD_ELEMENTS
                                                     : 0;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS) + 16 == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS) + (SUBS > 1 ? 32 * SUBS : 16) == SHARED,
               "tiling and kernel disagree");
+static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1), "no such sub-tiles");
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -75,8 +87,8 @@ struct Item {  // what one thread reads for an item at a step: two units of each
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
-  uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
-  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, lane]
+  uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, plane, lane]
+  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, spot]
   unsigned* const gradients = memory + WEIGHT_WORDS + 2 * SUM_WORDS;  // [2, sequence, gate, unit]
   unsigned* const mask_bits = gradients + 2 * GRADIENT_WORDS;
   Element* const masks = (Element*)mask_bits;
@@ -85,10 +97,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
-  const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER;
+  // where a thread's sums lie: those of two neighbouring sequences in a row, since others are not sent where the cluster
+  // has none; 8 threads in a row read from different banks
+  const int spot = lane % 4 * 8 + (lane / 4 ^ lane % 4 * 2);
+  const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+  const int share = (batch + clusters - 1) / clusters, first_place = cluster * share;
+  const int last_place = min(batch, first_place + share);
   const Element* const weights = a.weights[direction];
 
-  uint4 resident[MOST(RESIDENT)];
+  // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
+  Planes resident[MOST(RESIDENT)];
+  float unscale[SHARE][2];  // what a sum is multiplied with, where what is multiplied was scaled
+#if HALVES
+#pragma unroll
+  for (int i = 0; i < SHARE * DEPTHS; ++i) {
+    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
+    const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
+    const auto pair_at = [&](int depth) {  // of two units, by a gradient of this block
+      const int own = rank * SLICE + depth % SLICE;
+      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
+      return load_pair(at, first && own < UNITS, second && own < UNITS);
+    };
+    if (i % DEPTHS == 0) {
+      float2 most = {0.f, 0.f};
+#pragma unroll 4
+      for (int depth = lane % 4; depth < DEPTHS * 16; depth += 4) {
+        const float2 pair = pair_at(depth);
+        most = {fmaxf(most.x, fabsf(pair.x)), fmaxf(most.y, fabsf(pair.y))};
+      }
+#pragma unroll
+      for (int apart = 1; apart < 4; apart *= 2)
+        most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
+                fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
+      unscale[i / DEPTHS][0] = unscale_of(most.x), unscale[i / DEPTHS][1] = unscale_of(most.y);
+    }
+    float2 parts[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * 2;
+      const float2 upper = pair_at(depth), lower = pair_at(depth + 1);
+      const float even = scale_of(unscale[i / DEPTHS][0]), odd = scale_of(unscale[i / DEPTHS][1]);
+      parts[2 * half] = {upper.x * even, lower.x * even}, parts[2 * half + 1] = {upper.y * odd, lower.y * odd};
+    }
+    const Planes words = halves_of(parts);
+#pragma unroll
+    for (int p = 0; p < PLANES; ++p)
+      if (i < RESIDENT)
+        resident[i < RESIDENT ? i : 0].plane[p] = words.plane[p];
+      else
+        streamed[((warp * STREAMED + i - RESIDENT) * PLANES + p) * 32 + lane] = words.plane[p];
+  }
+#else
   const auto ask = [&](int i, unsigned* to) {
     const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
     const int depth = i % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
@@ -96,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
   };
   bring_operands<First<RESIDENT>, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i] = words; });
+      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i].plane[0] = words; });
+#endif
 
   if constexpr (GATEWISE)
     for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {
@@ -104,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < RECURRENT * 4; ++i) {
         const int e = i % 4, its = item % 32, tile = item / 32 % TILES, strip = item / 32 / TILES;
         const int gate = i / 4, unit = strip * 16 + its / 4 * 2 + e / 2;
-        const int place = cluster * ROWS + tile * 8 + its % 4 * 2 + e % 2;
-        const bool there = place < batch && unit < UNITS;
+        const int place = first_place + tile * 8 + its % 4 * 2 + e % 2;
+        const bool there = place < last_place && unit < UNITS;
         const long long sequence = there ? sequence_at(a, place) : 0;
         const float mask = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + unit] : 0.f;
         if constexpr (NOISE == GIVEN_BY_GATE) masks[(gate * STRIPS * TILES * 32 + item) * 4 + e] = narrow(mask);
@@ -114,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (NOISE == BY_GATE) mask_bits[item] = bits;
     }
   // steps of the longest sequence of the cluster; they are computed from the one that forward computed last
-  const int time = LENGTHS ? longest(a, cluster * ROWS) : (int)a.time, width = gridDim.y * UNITS;
+  const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time, width = gridDim.y * UNITS;
   const bool reverse = direction == 1;
   const int first_step = reverse || time == 0 ? 0 : time - 1;
   long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? 1 : time - 2 : first_step);
@@ -137,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
-  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) / TILES * 16 + lane / 4 * 2; };
+  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) % GROUPS * 16 + lane / 4 * 2; };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
   };
@@ -205,12 +265,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), place = cluster * ROWS + (warp + j * WARPS) % TILES * 8 + lane % 4 * 2;
+    const int unit = unit_of(j), place = first_place + (warp + j * WARPS) / GROUPS * 8 + lane % 4 * 2;
     const bool own = warp + j * WARPS < CELLS;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      sequence[j][b] = place + b < batch ? sequence_at(a, place + b) : place + b;
-      ends[j][b] = LENGTHS && place + b < batch ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
+      sequence[j][b] = place + b < last_place ? sequence_at(a, place + b) : place + b;
+      ends[j][b] = LENGTHS && place + b < last_place ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
     const long long row = sequence[j][0];
     gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
@@ -226,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      in[j][b][0] = own && place + b < batch && unit < UNITS;
-      in[j][b][1] = own && place + b < batch && unit + 1 < UNITS;
+      in[j][b][0] = own && place + b < last_place && unit < UNITS;
+      in[j][b][1] = own && place + b < last_place && unit + 1 < UNITS;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
         const bool given = a.final_gradients[s] != nullptr;
@@ -247,28 +307,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
   }
 
+  // the items that the warp has of a sub-tile are some of those from `first_item` to `last_item`
+  const auto first_item = [](int sub) { return SUBS == 1 ? 0 : sub * PART_CELLS / WARPS; };
+  const auto last_item = [](int sub) { return SUBS == 1 ? OWN : ((sub + 1) * PART_CELLS - 1) / WARPS + 1; };
+  const auto has = [&](int sub, int j) {
+    return (OWN * WARPS == CELLS || warp + j * WARPS < CELLS) && (SUBS == 1 || (warp + j * WARPS) / PART_CELLS == sub);
+  };
+  const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
 #if CLUSTER > 1
+  const unsigned made = barriers + 16 * SUBS;  // of sub-tiles: whether their gradients are in shared memory
+  const auto arriving = [&](int sub) {  // bytes at a step: of each pair of lines of which one is there
+    return (WHOLE ? 4 : (min(8 * PART, share - sub * 8 * PART) + 1) / 2) * 128 * GROUPS * CLUSTER;
+  };
   if (threadIdx.x == 0) {
-    start_barrier(barriers);
-    start_barrier(barriers + 8);
+    for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
+    for (int i = 0; i < 2 * SUBS && SUBS > 1; ++i) start_barrier(made + 8 * i, PART_CELLS);
     barriers_started();
-    expect(barriers, ARRIVING);
-    expect(barriers + 8, ARRIVING);
+    for (int i = 0; i < 2 * SUBS; ++i)
+      if (has_lines(i / 2)) expect(barriers + 8 * i, arriving(i / 2));
   }
   cluster_barrier();
 #endif
 
-  const auto arrive = [&](int t, long long was) {  // t: steps done before; the rows of the last of them begin at `was`
+  const auto arrive = [&](int sub, int t, long long was) {  // t: steps done before; the last one's rows begin at `was`
 #if CLUSTER > 1
-    wait(barriers + 8 * (t % 2), (t - 1) / 2 % 2);
-    if (threadIdx.x == 0) expect(barriers + 8 * (t % 2), ARRIVING);
+    const unsigned barrier = barriers + 8 * (2 * sub + t % 2);
+    if (SUBS == 1 || warp == sub * PART_CELLS % WARPS || (warp + WARPS - sub * PART_CELLS % WARPS) % WARPS < PART_CELLS) {
+      wait(barrier, (t - 1) / 2 % 2);
+      if (lane == 0 && warp == sub * PART_CELLS % WARPS) expect(barrier, arriving(sub));
+    }
 #else
     __syncthreads();
 #endif
 #pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-      if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
-      const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + lane;
+    for (int j = first_item(sub); j < last_item(sub); ++j) {
+      if (!has(sub, j)) continue;
+      const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + spot;
       float4 sum = from[0];
 #pragma unroll
       for (int source = 1; source < CLUSTER; ++source) {
@@ -301,213 +375,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
   const unsigned columns = shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
+  // the same of two gates' depths in turn
+  const unsigned columns_of_two =
+      shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 % 2 * 4 + lane / 16 * GROUPS * 8) * 4;
   const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   long long rows_before = rows;
   for (int t = 0; t < time; ++t) {
-    if (t > 0) arrive(t, rows_before);
+    const long long rows_arriving = rows_before;
     rows_before = rows;
     const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
 
     float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT], to_inputs[OWN][2][MOST(INPUTS)], to_zones[OWN][2][STATES];
     Pair entered[OWN][2];
-    if (warp < CELLS) {  // the same for the whole warp
-#pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const float2 output = wide_pair(item[j].y_gradient[b]), h = wide_pair(item[j].before[b]);
-#pragma unroll
-          for (int u = 0; u < 2; ++u) {
-            float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
-            float to_x[GATES], to_r[RECURRENT], to_s[STATES], to_v[MOST(VECTORS)], to_e[MOST(INPUTS)], e[MOST(INPUTS)];
-            const bool valid = !MARKED || item[j].valid[b];
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
-#pragma unroll
-            for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(item[j].apart[b][i]), u);
-            before[0] = half_of(h, u);
-#pragma unroll
-            for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) {
-              if constexpr (SEQUENCES) carried[j][s][b][u] += half_of(wide_pair(item[j].state_gradients[b][s]), u);
-              d[s] = carried[j][s][b][u];
-            }
-            d[0] += half_of(output, u);
-            if constexpr (MASK) {  // what came to an output that was held goes to the step that it was held from
-              held[j][b][u] += half_of(output, u);
-              d[0] = carried[j][0][b][u] + held[j][b][u];
-              if (valid) held[j][b][u] = 0.f;
-            }
-            float stayed[STATES];  // gradients of what zoneout kept
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) {
-              stayed[s] = 0.f;
-              if constexpr (OPTIONS) {
-                const float share =
-                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
-                const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
-                if (u == 0) to_zones[j][b][s].x = d[s];
-                if (u == 1) to_zones[j][b][s].y = d[s];
-                if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK) stayed[s] = share * d[s], d[s] -= stayed[s];
-                if (keeps) stayed[s] = d[s], d[s] = 0.f;
-              }
-            }
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[j][i][u];
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
-#if ZONEOUT_GRADIENT
-            float after[STATES];
-            step(x, r, before, v, e, after);
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) {
-              const float apart = valid ? before[s] - after[s] : 0.f;
-              if (u == 0) to_zones[j][b][s].x = valid ? to_zones[j][b][s].x * apart : 0.f;
-              if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
-            }
-#endif
-            step_backward(x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
-#pragma unroll
-            for (int s = 0; s < STATES; ++s)
-              if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
-            const bool there = in[j][b][u] && valid;  // a sum never takes what the cell makes of nothing
-            if constexpr (MARKED)
-#pragma unroll
-              for (int g = 0; g < GATES; ++g) to_x[g] = valid ? to_x[g] : 0.f;
-#pragma unroll
-            for (int i = 0; i < INPUTS; ++i) {
-              if (u == 0) to_inputs[j][b][i].x = valid ? to_e[i] : 0.f;
-              if (u == 1) to_inputs[j][b][i].y = valid ? to_e[i] : 0.f;
-            }
-            if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
-            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
-#pragma unroll
-            for (int g = 0; g < RECURRENT; ++g) {
-              const float value = there ? to_r[g] : 0.f;
-              if (u == 0) dr[j][b][g].x = value;
-              if (u == 1) dr[j][b][g].y = value;
-            }
-#pragma unroll
-            for (int g = 0; g < GATES; ++g) {
-              if (u == 0) dx[j][b][g].x = to_x[g];
-              if (u == 1) dx[j][b][g].y = to_x[g];
-              if constexpr (BIAS) summed[j][g][u] += there ? to_x[g] : 0.f;
-            }
-#pragma unroll
-            for (int i = 0; i < APART; ++i)
-              if constexpr (BIAS) summed[j][GATES + i][u] += there ? to_r[apart(i)] : 0.f;
-#pragma unroll
-            for (int i = 0; i < VECTORS; ++i) summed[j][SUMMED - VECTORS + i][u] += there ? to_v[i] : 0.f;
-          }
-          if constexpr (NOISE && !GATEWISE)
-            entered[j][b] = narrow_pair(h.x * factor[j][b][0], h.y * factor[j][b][1]), operand_before[j][b] = h;
-          if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        const int group = (warp + j * WARPS) / TILES, tile = (warp + j * WARPS) % TILES;
-        if (OWN * WARPS > CELLS && warp + j * WARPS >= CELLS) break;
-#pragma unroll
-        for (int b = 0; b < 2; ++b)
-#pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) {
-            unsigned* const to = gradients + t % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE +
-                                 (g * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
-#if ELEMENT_BYTES == 2
-            *to = narrow_pair(dr[j][b][g].x, dr[j][b][g].y);
-#else
-            to[0] = operand(dr[j][b][g].x), to[1] = operand(dr[j][b][g].y);
-#endif
-          }
-      }
-    }
     const bool goes_on = t + 1 < time || wants_initial;
-    if (goes_on) __syncthreads();
-    if (warp < CELLS && t + 1 < time) {
+    const auto read_on = [&](int sub) {  // what the next step needs
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
         gates_at[j] += row_step * GATES * UNITS;
         outputs_at[j] += row_step * width;
         apart_at[j] += row_step * APART * UNITS;
         states_at[j] += row_step * UNITS;
         load(j, next, t + 2 == time);
       }
-    }
-
-    if (goes_on) {
+    };
+    const auto leave = [&](int sub) {  // what nobody waits for
 #pragma unroll
-      for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
-#pragma unroll
-        for (int d = 0; d < DEPTHS; d += 2) {
-          uint4 b[TILES];
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) {
-            const unsigned at = columns + (unsigned)(t % 2) * GRADIENT_WORDS * 4 + (n * 8 * STRIDE + d * 8) * 4;
-            b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS) {
-              Right right[TILES];
-#pragma unroll
-              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
-#pragma unroll
-              for (int c = 0; c < CHUNK; ++c)
-                if (i0 + c < SHARE) {
-                  const int i = (i0 + c) * DEPTHS + d + half;
-                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                           : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
-#pragma unroll
-                  for (int n = 0; n < TILES; ++n) {
-                    multiply(sums[c][n], weight, right[n]);
-                    if constexpr (GATEWISE)
-                      if ((d + half + 1) % GATE_DEPTHS == 0) {
-                        const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
-                        const int item = (strip * TILES + n) * 32 + lane;
-                        const unsigned bits = NOISE == BY_GATE ? mask_bits[item] : 0u;
-                        const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                          if constexpr (NOISE == GIVEN_BY_GATE)
-                            all[c][n][e] += wide(mask[e]) * sums[c][n][e];
-                          else if (bits >> (gate * 4 + e) & 1)
-                            all[c][n][e] += sums[c][n][e];
-                          sums[c][n][e] = 0.f;
-                        }
-                      }
-                  }
-                }
-            }
-        }
-#pragma unroll
-        for (int c = 0; c < CHUNK; ++c) {
-          const int strip = warp * SHARE + i0 + c;
-          if (i0 + c >= SHARE || strip >= STRIPS) break;
-#if CLUSTER > 1
-          const unsigned target = at_rank(base, strip / GROUPS);
-#endif
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
-            const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
-            const int slot = (((t + 1) % 2 * CELLS + strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + lane;
-#if CLUSTER > 1
-            const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
-                                __float_as_uint(sum[3])};
-            send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * ((t + 1) % 2), data);
-#else
-            arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
-#endif
-          }
-        }
-      }
-    }
-
-    if (warp < CELLS) {  // what nobody waits for
-#pragma unroll
-      for (int j = 0; j < OWN; ++j) {
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
@@ -556,6 +451,321 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         gradients_at[j] += row_step * GATES * UNITS;
         apart_gradients_at[j] += row_step * APART * UNITS;
       }
+    };
+    const auto read = [&](int j, int b, int u, float(&x)[GATES], float(&r)[RECURRENT], float(&before)[STATES],
+                          float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)]) {  // what one unit's step is computed from
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(item[j].gates[b][g]), u);
+#pragma unroll
+      for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(item[j].apart[b][i]), u);
+      before[0] = half_of(wide_pair(item[j].before[b]), u);
+#pragma unroll
+      for (int s = 1; s < STATES; ++s) before[s] = half_of(item[j].states[b][s - 1], u);
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) v[i] = vectors[j][i][u];
+#pragma unroll
+      for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
+    };
+    const auto compute = [&](int sub) {  // the gradients of a sub-tile's items, into shared memory too
+      Known ahead[OWN][2][2];
+      const auto look_ahead = [&] {
+#pragma unroll
+        for (int j = first_item(sub); j < last_item(sub); ++j) {
+          if (!has(sub, j)) continue;
+#pragma unroll
+          for (int b = 0; b < 2; ++b)
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+              float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
+              read(j, b, u, x, r, before, v, e);
+              ahead[j][b][u] = known(x, r, before, v, e);
+            }
+        }
+      };
+      if constexpr (ROOMY) look_ahead();  // while the sums travel
+      if (t > 0) arrive(sub, t, rows_arriving);
+      if constexpr (EXACT) look_ahead();  // for each unit at its place the compiler spills
+#pragma unroll
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const float2 output = wide_pair(item[j].y_gradient[b]), h = wide_pair(item[j].before[b]);
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
+            float to_x[GATES], to_r[RECURRENT], to_s[STATES], to_v[MOST(VECTORS)], to_e[MOST(INPUTS)], e[MOST(INPUTS)];
+            const bool valid = !MARKED || item[j].valid[b];
+            read(j, b, u, x, r, before, v, e);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              if constexpr (SEQUENCES) carried[j][s][b][u] += half_of(wide_pair(item[j].state_gradients[b][s]), u);
+              d[s] = carried[j][s][b][u];
+            }
+            d[0] += half_of(output, u);
+            if constexpr (MASK) {  // what came to an output that was held goes to the step that it was held from
+              held[j][b][u] += half_of(output, u);
+              d[0] = carried[j][0][b][u] + held[j][b][u];
+              if (valid) held[j][b][u] = 0.f;
+            }
+            float stayed[STATES];  // gradients of what zoneout kept
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              stayed[s] = 0.f;
+              if constexpr (OPTIONS) {
+                const float share =
+                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
+                if (u == 0) to_zones[j][b][s].x = d[s];
+                if (u == 1) to_zones[j][b][s].y = d[s];
+                if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK) stayed[s] = share * d[s], d[s] -= stayed[s];
+                if (keeps) stayed[s] = d[s], d[s] = 0.f;
+              }
+            }
+#if ZONEOUT_GRADIENT
+            float after[STATES];
+            step(x, r, before, v, e, after);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) {
+              const float apart = valid ? before[s] - after[s] : 0.f;
+              if (u == 0) to_zones[j][b][s].x = valid ? to_zones[j][b][s].x * apart : 0.f;
+              if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
+            }
+#endif
+            step_backward(ROOMY || EXACT ? ahead[j][b][u] : known(x, r, before, v, e), x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s)
+              if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
+            const bool there = in[j][b][u] && valid;  // a sum never takes what the cell makes of nothing
+            if constexpr (MARKED)
+#pragma unroll
+              for (int g = 0; g < GATES; ++g) to_x[g] = valid ? to_x[g] : 0.f;
+#pragma unroll
+            for (int i = 0; i < INPUTS; ++i) {
+              if (u == 0) to_inputs[j][b][i].x = valid ? to_e[i] : 0.f;
+              if (u == 1) to_inputs[j][b][i].y = valid ? to_e[i] : 0.f;
+            }
+            if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
+            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g) {
+              const float value = there ? to_r[g] : 0.f;
+              if (u == 0) dr[j][b][g].x = value;
+              if (u == 1) dr[j][b][g].y = value;
+            }
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) {
+              if (u == 0) dx[j][b][g].x = to_x[g];
+              if (u == 1) dx[j][b][g].y = to_x[g];
+              if constexpr (BIAS) summed[j][g][u] += there ? to_x[g] : 0.f;
+            }
+#pragma unroll
+            for (int i = 0; i < APART; ++i)
+              if constexpr (BIAS) summed[j][GATES + i][u] += there ? to_r[apart(i)] : 0.f;
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) summed[j][SUMMED - VECTORS + i][u] += there ? to_v[i] : 0.f;
+          }
+          if constexpr (NOISE && !GATEWISE)
+            entered[j][b] = narrow_pair(h.x * factor[j][b][0], h.y * factor[j][b][1]), operand_before[j][b] = h;
+          if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
+        }
+      }
+#pragma unroll
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (!has(sub, j)) continue;
+        const int group = (warp + j * WARPS) % GROUPS, tile = (warp + j * WARPS) / GROUPS;
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          unsigned* const line = gradients + t % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE;
+#if HALVES
+          float most = 0.f;  // of the group's gradients of this sequence
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[j][b][g].x), fabsf(dr[j][b][g].y)));
+#pragma unroll
+          for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+          const float scale = scale_of(unscale_of(most));
+          if (lane < 4) line[DEPTHS * 8 + group] = __float_as_uint(unscale_of(most));
+#endif
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            unsigned* const to = line + (g * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
+#if HALVES
+            unsigned low;
+            split_halves(dr[j][b][g].x * scale, dr[j][b][g].y * scale, to[0], low);
+            if constexpr (PLANES > 1) to[PLANE_WORDS] = low;
+#elif ELEMENT_BYTES == 2
+            *to = narrow_pair(dr[j][b][g].x, dr[j][b][g].y);
+#else
+            to[0] = operand(dr[j][b][g].x), to[1] = operand(dr[j][b][g].y);
+#endif
+          }
+        }
+      }
+#if CLUSTER > 1
+      if constexpr (SUBS > 1) {
+        __syncwarp();
+#pragma unroll
+        for (int j = first_item(sub); j < last_item(sub); ++j)
+          if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + t % 2));
+        if (t + 1 < time) read_on(sub);
+        leave(sub);
+      }
+#endif
+    };
+
+    const auto multiply_and_send = [&](int sub) {
+#pragma unroll
+      for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
+        float sums[CHAINS][CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
+#if HALVES
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {  // whose gradients of a sequence have a scale of their own
+#pragma unroll
+          for (int g = 0; g < RECURRENT; g += 2) {
+            uint4 b[PLANES][PART];
+#pragma unroll
+            for (int p = 0; p < PLANES; ++p)
+#pragma unroll
+              for (int n = 0; n < PART; ++n) {
+                const unsigned at = columns_of_two + (t % 2 * GRADIENT_WORDS + p * PLANE_WORDS +
+                                                      (sub * PART + n) * 8 * STRIDE + (g * GROUPS + group) * 8) * 4;
+                b[p][n] = g + 1 < RECURRENT ? load_columns(at) : load_half_columns(at);
+              }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (g + half < RECURRENT) {
+                Right right[PART];
+#pragma unroll
+                for (int n = 0; n < PART; ++n) {
+                  right[n] = right_of(half ? b[0][n].z : b[0][n].x, half ? b[0][n].w : b[0][n].y);
+#if EXACT
+                  right[n].low = half ? uint2{b[1][n].z, b[1][n].w} : uint2{b[1][n].x, b[1][n].y};
+#endif
+                }
+#pragma unroll
+                for (int c = 0; c < CHUNK; ++c)
+                  if (i0 + c < SHARE) {
+                    const int i = (i0 + c) * DEPTHS + (g + half) * GROUPS + group;
+                    const int far = (warp * STREAMED + i - RESIDENT) * PLANES * 32 + lane;
+                    const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
+#pragma unroll
+                    for (int n = 0; n < PART; ++n) multiply(sums[0][c][n], weight, right[n]);
+                  }
+              }
+          }
+#pragma unroll
+          for (int n = 0; n < PART; ++n) {
+            const unsigned* const at = gradients + t % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
+                                       ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
+            const float factors[2] = {__uint_as_float(at[0]), __uint_as_float(at[STRIDE])};
+#pragma unroll
+            for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
+                const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+                all[c][n][e] += part * factors[e % 2], sums[0][c][n][e] = 0.f;
+              }
+          }
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+          for (int n = 0; n < PART; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[0][c][n][e] = all[c][n][e];
+#else
+#pragma unroll
+        for (int d = 0; d < DEPTHS; d += 2) {
+          uint4 b[PART];
+#pragma unroll
+          for (int n = 0; n < PART; ++n) {
+            const unsigned at = columns + (unsigned)(t % 2) * GRADIENT_WORDS * 4 +
+                                ((sub * PART + n) * 8 * STRIDE + d * 8) * 4;
+            b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (d + half < DEPTHS) {
+              Right right[PART];
+#pragma unroll
+              for (int n = 0; n < PART; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#pragma unroll
+              for (int c = 0; c < CHUNK; ++c)
+                if (i0 + c < SHARE) {
+                  const int i = (i0 + c) * DEPTHS + d + half;
+                  const int far = (warp * STREAMED + i - RESIDENT) * 32 + lane;
+                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
+#pragma unroll
+                  for (int n = 0; n < PART; ++n) {
+                    multiply(sums[half % CHAINS][c][n], weight, right[n]);
+                    if constexpr (GATEWISE)
+                      if ((d + half + 1) % GATE_DEPTHS == 0) {
+                        const int gate = (d + half) / GATE_DEPTHS, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+                        const int item = (strip * TILES + sub * PART + n) * 32 + lane;
+                        const unsigned bits = NOISE == BY_GATE ? mask_bits[item] : 0u;
+                        const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                          const float sum = CHAINS == 2 ? sums[0][c][n][e] + sums[CHAINS - 1][c][n][e] : sums[0][c][n][e];
+                          if constexpr (NOISE == GIVEN_BY_GATE)
+                            all[c][n][e] += wide(mask[e]) * sum;
+                          else if (bits >> (gate * 4 + e) & 1)
+                            all[c][n][e] += sum;
+                          sums[0][c][n][e] = sums[CHAINS - 1][c][n][e] = 0.f;
+                        }
+                      }
+                  }
+                }
+            }
+        }
+#endif
+#pragma unroll
+        for (int c = 0; c < CHUNK; ++c) {
+          const int strip = warp * SHARE + i0 + c;
+          if (i0 + c >= SHARE || (SHARE * WARPS != STRIPS && strip >= STRIPS)) break;
+#if CLUSTER > 1
+          const unsigned target = at_rank(base, strip / GROUPS);
+#endif
+#pragma unroll
+          for (int n = 0; n < PART; ++n) {  // the two units of one sequence, then of the next
+            float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+            if constexpr (CHAINS == 2 && !GATEWISE)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) sum[e] += sums[CHAINS - 1][c][n][e];
+            const int cell = (sub * PART + n) * GROUPS + strip % GROUPS;
+            const int slot = (((t + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
+#if CLUSTER > 1
+            const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
+                                __float_as_uint(sum[3])};
+            if (WHOLE || (sub * PART + n) * 8 + lane % 4 * 2 < share)
+              send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (t + 1) % 2), data);
+#else
+            arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
+#endif
+          }
+        }
+      }
+    };
+
+    if constexpr (SUBS == 1) {
+      compute(0);
+      if (goes_on) __syncthreads();
+      if (warp < CELLS && t + 1 < time) read_on(0);
+      if (goes_on) multiply_and_send(0);
+      leave(0);
+#if CLUSTER > 1
+    } else {  // each is computed while others multiply the one before it
+      compute(0);
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub) {
+        if (!has_lines(sub)) break;
+        if (sub + 1 < SUBS && has_lines(sub + 1)) compute(sub + 1);
+        if (goes_on) {
+          wait(made + 8 * (2 * sub + t % 2), t / 2 % 2);
+          multiply_and_send(sub);
+        }
+      }
+#endif
     }
     if constexpr (OPTIONS) {
       rows = next_rows;
@@ -565,7 +775,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   }
 
   if (wants_initial) {
-    if (!LENGTHS || time > 0) arrive(time, rows_before);
+    if (!LENGTHS || time > 0)
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub)
+        if (has_lines(sub)) arrive(sub, time, rows_before);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -611,7 +824,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), tile = (warp + j * WARPS) % TILES;
+    const int unit = unit_of(j), tile = (warp + j * WARPS) / GROUPS;
     const bool own = warp + j * WARPS < CELLS && lane % 4 == 0;
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {

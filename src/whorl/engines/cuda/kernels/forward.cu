@@ -1,7 +1,7 @@
 // All steps of a recurrent layer, forward, in one launch.
 //
-// A cluster of CLUSTER blocks (or one block alone) owns ROWS = 8 x TILES sequences.  Block `rank` owns the units from
-// rank x SLICE on, for every gate; its recurrent weights stay in registers, and past RESIDENT depths in shared memory.
+// A cluster of CLUSTER blocks (or one block alone) owns `share` sequences, the batch divided evenly and at most ROWS =
+// 8 x TILES: what is exchanged is theirs alone.  Block `rank` owns the units from rank x SLICE on, for every gate; its recurrent weights stay in registers, and past RESIDENT depths in shared memory.
 // At each step it multiplies them with the states of all units, which lie in its shared memory, computes the cell for
 // its own units, and sends their new states into the shared memory of every block of the cluster.
 //
@@ -9,8 +9,13 @@
 // split x DEPTHS x 8 on.  Where there are several splits, their partial sums meet in shared memory; then each warp
 // computes the cell for some of the group's items.  An item is, for a thread: two neighbouring units of one sequence.
 //
+// The rows are taken in SUBS sub-tiles, one after the other, so that the states of one travel while the next are
+// multiplied; a warp that has no items of a sub-tile goes on to the next without waiting for those that have.  Or
+// POINTWISE other warps of each group compute the cell, of which none multiplies.
+//
 //   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
-//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers, more weights
+//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers for each sub-tile,
+//              more weights
 //   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
 //              states, final states
 //
@@ -27,24 +32,47 @@
 //   - States that were read at step t are overwritten by what is sent at step t + 1.  Who sends there has waited for
 //     the states that this block sent at step t, and a warp sends after the group's barrier (or of its own products), so
 //     that all warps of its group have read; every group sends.
+// All of it holds for each sub-tile by itself: each has its own states, partial sums and barriers.
 
 // @generated
 
-constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / SPLITS;
-constexpr int GROUPS = SLICE / 16, WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
+constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
+constexpr int TAKERS = POINTWISE > 0 ? POINTWISE : SPLITS;  // warps of a group that share its items
+constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + TAKERS - 1) / TAKERS;
+constexpr int GROUPS = SLICE / 16, MULTIPLYING = GROUPS * SPLITS, WARPS = MULTIPLYING + GROUPS * POINTWISE;
+constexpr int THREADS = 32 * WARPS;
+constexpr bool LATE_BIAS = GATEWISE || POINTWISE > 0;  // it enters the sum of all splits, not that of the first
+// threads that meet at a group's barrier of a sub-tile
+constexpr int MEETING = 32 * (SPLITS + (POINTWISE < 2 * PART ? POINTWISE : 2 * PART));
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = DEPTHS - RESIDENT;
-constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
+constexpr int PLANE_WORDS = ROWS * WORDS, STATE_WORDS = PLANES * PLANE_WORDS;
+constexpr int PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * RECURRENT * 64 : 0;
+constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * RECURRENT * PLANES * 128;
 // masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-constexpr unsigned ARRIVING = ROWS * CLUSTER * SLICE * ELEMENT_BYTES;
+// what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each initial state alone
+constexpr bool SCALED = HALVES && EXACT;
+constexpr int SCALES = SCALED ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + SCALED);
+constexpr int WEIGHT_SCALES = HALVES ? MULTIPLYING * RECURRENT * 16 : 0;  // and those of weights: [warp, gate, unit]
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) + 16 == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS + WEIGHT_SCALES) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
+static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
+static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "no round of items is of one sub-tile");
+// more weights than 168 registers of a thread hold: warps that compute the cell alone leave some to those that multiply
+constexpr bool TRADED = POINTWISE > 0 && SUBS > 1 && MULTIPLYING == 8 && WARPS == 12 && RESIDENT * RECURRENT * PLANES > 28;
+static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other warps through shared memory");
+
+// Where a word of a sequence's operand lies among the states: [depth, tile, odd or even, 4 sequences, 8 words].  What a
+// warp sends to a block at once is then 128 bytes in a row.  The 16 bytes of 8 sequences that a tensor core reads together
+// are in 32 different banks.
+__device__ __forceinline__ constexpr int word_of(int row, int word) {
+  const int half = word / 4 % 2 ^ row % 2;
+  return (((word / 8 * TILES + row / 8) * 2 + row % 2) * 4 + row % 8 / 2) * 8 + half * 4 + word % 4;
+}
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -67,105 +95,171 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
-  uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]
+  uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, plane, lane]
   unsigned* const states = memory + WEIGHT_WORDS;
   float* const partial = (float*)(states + 2 * STATE_WORDS);  // [group, item, split, two gates, lane, gate, unit]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
-  const unsigned barriers = shared_address(masks + MASK_WORDS);
+  float* const scales = (float*)(masks + MASK_WORDS);
+  float2* const weight_scales = (float2*)(scales + SCALE_WORDS);
+  const unsigned barriers = shared_address(scales + SCALE_WORDS + WEIGHT_SCALES);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool multiplies = POINTWISE == 0 || warp < MULTIPLYING;
+  const int group = multiplies ? warp / SPLITS : (warp - MULTIPLYING) / MOST(POINTWISE);
+  const int split = multiplies ? warp % SPLITS : (warp - MULTIPLYING) % MOST(POINTWISE);  // or of the pointwise, which
   const int direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int unit = rank * SLICE + group * 16 + lane / 4 * 2;  // and unit + 1
   const bool has_first = unit < UNITS, has_second = unit + 1 < UNITS;
-  const int batch = (int)a.batch, row0 = blockIdx.x / CLUSTER * ROWS + lane % 4 * 2;
+  const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
+  const int first_place = blockIdx.x / CLUSTER * share, last_place = min(batch, first_place + share);
   const Element* const weights = a.weights[direction];
 
-  uint4 resident[MOST(RESIDENT)][RECURRENT];
+  // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
+  Planes resident[MOST(RESIDENT)][RECURRENT];
+#if HALVES
+  float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
+#pragma unroll
+  for (int d = 0; d < DEPTHS; ++d)
+#pragma unroll
+    for (int g = 0; g < RECURRENT; ++g) {
+      if (!multiplies) continue;
+      asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
+      const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
+      const auto weight = [&](int u, int at) {
+        return unit + u < UNITS && at < UNITS ? weights[((long long)g * UNITS + unit + u) * UNITS + at] : 0.f;
+      };
+      if (d == 0)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {  // the largest weight of the unit in this warp's depth decides
+          float most = 0.f;
+#pragma unroll 4
+          for (int i = lane % 4; i < DEPTHS * 16; i += 4) most = fmaxf(most, fabsf(weight(u, split * DEPTHS * 16 + i)));
+          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+          unscale[g][u] = unscale_of(most);
+        }
+      if (d == 0 && lane % 4 == 0)
+        weight_scales[(warp * RECURRENT + g) * 8 + lane / 4] = {unscale[g][0], unscale[g][1]};
+      const auto word = [&](int u, int at) {
+        const float scale = scale_of(unscale[g][u]);
+        return float2{weight(u, at) * scale, weight(u, at + 1) * scale};
+      };
+      const float2 parts[4] = {word(0, column), word(1, column), word(0, next), word(1, next)};
+      const Planes words = halves_of(parts);
+#pragma unroll
+      for (int p = 0; p < PLANES; ++p)
+        if (d < RESIDENT)
+          resident[d < RESIDENT ? d : 0][g].plane[p] = words.plane[p];
+        else
+          streamed[(((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * PLANES + p) * 32 + lane] = words.plane[p];
+    }
+#else
   const auto ask = [&](int i, unsigned* to) {
     const int own = rank * SLICE + group * 16 + row_of_chunk(lane);
     const int column = (split * DEPTHS + i / RECURRENT) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
     const Element* const row = weights + ((long long)(i % RECURRENT) * UNITS + own) * UNITS;
     bring(to, row + column, own < UNITS ? UNITS - column : 0);
   };
-  bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, WARPS>(
-      memory, warp, lane, ask,
-      [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT] = words; });
+  if (multiplies)
+    bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, MULTIPLYING>(
+        memory, warp, lane, ask,
+        [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT].plane[0] = words; });
+  else
+    __syncthreads();  // as it does
+#endif
 
   // steps of the longest sequence of the cluster
-  const int time = LENGTHS ? longest(a, blockIdx.x / CLUSTER * ROWS) : (int)a.time;
+  const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time;
   const bool reverse = direction == 1;
   const int first_step = reverse && time > 0 ? time - 1 : 0;
 
   for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
+  for (int i = threadIdx.x; i < SCALE_WORDS; i += THREADS) scales[i] = 0.f;
   __syncthreads();
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
-      const int its = i % 32, place = blockIdx.x / CLUSTER * ROWS + i / 32 % TILES * 8 + its / 4;
+      const int its = i % 32, place = first_place + i / 32 % TILES * 8 + its / 4;
       masks[i] = gate_bits(a, place, (i / 32 / TILES * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
   if constexpr (NOISE == GIVEN_BY_GATE)
     for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
       const int column = i % (WORDS * WORD_ELEMENTS), line = i / (WORDS * WORD_ELEMENTS);
-      const int gate = line / ROWS, place = blockIdx.x / CLUSTER * ROWS + line % ROWS;
-      const bool there = place < batch && column < UNITS;
+      const int gate = line / ROWS, place = first_place + line % ROWS;
+      const bool there = place < last_place && column < UNITS;
       const long long sequence = there ? sequence_at(a, place) : 0;
       const float value = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + column] : 0.f;
-      ((Element*)(masks + line * STRIDE))[column] = narrow(value);
+      unsigned* const to = masks + gate * STATE_WORDS + word_of(line % ROWS, column / WORD_ELEMENTS);
+      ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
+#if HALVES && EXACT
+  for (int i = threadIdx.x; i < share * CLUSTER * GROUPS && a.initial[0] != nullptr; i += THREADS) {
+    const int line = i % share, depth = i / share;
+    const auto value = [&](int at) {
+      const bool there = first_place + line < last_place && depth * 16 + at < UNITS;
+      return there ? a.initial[0][((long long)direction * batch + first_place + line) * UNITS + depth * 16 + at] : 0.f;
+    };
+    float most = 0.f;
+#pragma unroll
+    for (int at = 0; at < 16; ++at) most = fmaxf(most, fabsf(value(at)));
+    const float scale = scale_of(unscale_of(most));
+    scales[(depth * ITEMS + line / 8 * 2 + line % 2) * 4 + line % 8 / 2] = unscale_of(most);
+#pragma unroll
+    for (int word = 0; word < 8; ++word) {
+      unsigned* const to = states + word_of(line, depth * 8 + word);
+      split_halves(value(2 * word) * scale, value(2 * word + 1) * scale, to[0], to[PLANE_WORDS]);
+    }
+  }
+#elif HALVES
+  for (int line = warp; line < share && a.initial[0] != nullptr; line += WARPS) {
+    const bool there = first_place + line < last_place;
+    const Element* const from = a.initial[0] + ((long long)direction * batch + first_place + line) * UNITS;
+    float most = 0.f;
+    for (int column = lane; column < UNITS && there; column += 32) most = fmaxf(most, fabsf(from[column]));
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+    const float scale = scale_of(unscale_of(most));
+    if (lane == 0) scales[line] = unscale_of(most);
+    for (int word = lane; 2 * word < UNITS && there; word += 32) {
+      const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
+      states[word_of(line, word)] = half_pair(from[2 * word] * scale, odd * scale);
+    }
+  }
+#else
   if (a.initial[0] != nullptr || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
-      const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
-      if (place < batch) {
+      const int place = first_place + i / UNITS, column = i % UNITS;
+      if (place < last_place) {
         const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step);
-        unsigned* const at = states + i / UNITS * STRIDE;
+        unsigned* const at = states + word_of(i / UNITS, column / WORD_ELEMENTS);
 #if ELEMENT_BYTES == 2
-        ((Element*)at)[column] = value;
+        ((Element*)at)[column % WORD_ELEMENTS] = value;
 #else
-        at[column] = operand(value);
+        *at = operand(value);
 #endif
       }
     }
   }
+#endif
 
   // what a thread computes: its items.  Of two groups, different warps have one more item than the others.
-  const int position = (split + SPLITS - group * (ITEMS % SPLITS) % SPLITS) % SPLITS;
+  const bool computes = POINTWISE == 0 || !multiplies;
+  const int position = computes ? (split + TAKERS - group * (ITEMS % TAKERS) % TAKERS) % TAKERS : ITEMS;
   float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[OWN][STATES][2];
-#pragma unroll
-  for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
-    const Element* const at = a.bias[direction] + g * UNITS + unit;
-    const bool mine = split == 0 || GATEWISE;  // which is added to the sum of all
-    bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
-    bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
-  }
-#pragma unroll
-  for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
-    const Element* const at = a.x_bias[direction] + g * UNITS + unit;
-    x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
-    x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
-    if (sum_of(g) >= 0 && (split == 0 || GATEWISE)) {
-      bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
-      bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
-    }
-  }
-#pragma unroll
-  for (int v = 0; v < VECTORS; ++v) {
-    vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
-    vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
-  }
 
   const int width = gridDim.y * UNITS;
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   // the thread's first item, and how many sequences further on the others are
-  const int place = row0 + position / 2 * 8 + position % 2;
-  const auto beyond = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
-  const auto is_there = [&](int j) {
-    return has_first && place + beyond(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
+  const int place = first_place + lane % 4 * 2 + position / 2 * 8 + position % 2;
+  const auto beyond = [](int j) { return TAKERS == 1 ? j / 2 * 8 + j % 2 : j * TAKERS / 2 * 8; };
+  const auto takes = [&](int sub) {  // whether the warp has items of a sub-tile
+    if (SUBS == 1 || !computes) return position < ITEMS;
+    return TAKERS <= 2 * PART || (position + sub * 2 * PART / TAKERS * TAKERS) / (2 * PART) == sub;
   };
-  long long sequence[OWN];
-#pragma unroll
-  for (int j = 0; j < OWN; ++j) sequence[j] = is_there(j) ? sequence_at(a, place + beyond(j)) : place + beyond(j);
-  const long long row = sequence[0];
+  const auto is_there = [&](int j) {
+    return has_first && place + beyond(j) < last_place && (OWN * TAKERS == ITEMS || position + j * TAKERS < ITEMS);
+  };
+  long long sequence[OWN], row;
   const auto further = [&](int j) { return ORDER ? sequence[j] - row : beyond(j); };
 
   // The rows of a step begin at `rows`; `next_rows` are those of the step that is computed after it.
@@ -211,117 +305,161 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return there ? wide(a.o.reset_to[s][((long long)direction * batch + sequence[j]) * UNITS + unit + u]) : 0.f;
   };
 
-  Gate* gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
-  Element* y_at = a.y + (begin + row) * width + direction * UNITS + unit;
-  Gate* apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
-  float* states_at = a.states[direction] + (begin + row) * UNITS + unit;
-  Element* before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
+  Gate *gates_at, *apart_at;
+  Element *y_at, *before_at;
+  float* states_at;
   GatePair x[OWN][GATES];
+  const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
 #pragma unroll
-  for (int j = 0; j < OWN; ++j) {
-    ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
-    const bool first = is_there(j), second = first && has_second;
-    const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+    for (int j = 0; j < OWN; ++j) sequence[j] = is_there(j) ? sequence_at(a, place + beyond(j)) : place + beyond(j);
+    row = sequence[0];
+    gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
+    apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
+    y_at = a.y + (begin + row) * width + direction * UNITS + unit;
+    before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
+    states_at = a.states[direction] + (begin + row) * UNITS + unit;
 #pragma unroll
-    for (int s = 0; s < STATES; ++s) {
-      const bool given = a.initial[s] != nullptr;
-      const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
-      state[j][s][0] = value.x;
-      state[j][s][1] = value.y;
+    for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
+      const Element* const at = a.bias[direction] + g * UNITS + unit;
+      const bool mine = split == 0 || LATE_BIAS;
+      bias[g][0] = mine && a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+      bias[g][1] = mine && a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
     }
-    const bool read = within(j, first_step), also = read && has_second;
 #pragma unroll
-    for (int g = 0; g < GATES; ++g)
-      x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, read, also);
-    if constexpr (OPTIONS) {
-      const int next = reverse ? time - 2 : 1;
-      held[j][0] = held[j][1] = 0.f;
-      valid[j] = counts(j, first_step, rows);
-      cut[j] = next >= 0 && next < time ? is_cut(j, next, next_rows, rows) : 0;
-      if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
-#pragma unroll
-        for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
-      load_options(j, first_step, rows);
-      if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
-      if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
-      if constexpr (DRAWS) draw(j, first_step, next);
-      if constexpr (BEFORE && SAVED) {
-        const bool stored = PACKED ? read : first;
-        store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
-#pragma unroll
-        for (int s = 1; s < STATES; ++s)
-          store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, state[j][s][0], state[j][s][1],
-                          stored, stored && has_second);
+    for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
+      const Element* const at = a.x_bias[direction] + g * UNITS + unit;
+      x_bias[g][0] = a.x_bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
+      x_bias[g][1] = a.x_bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
+      if (sum_of(g) >= 0 && (split == 0 || LATE_BIAS)) {
+        bias[sum_of(g) >= 0 ? sum_of(g) : 0][0] += x_bias[g][0];
+        bias[sum_of(g) >= 0 ? sum_of(g) : 0][1] += x_bias[g][1];
       }
     }
-  }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
+      vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
+      const bool first = is_there(j), second = first && has_second;
+      const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) {
+        const bool given = a.initial[s] != nullptr;
+        const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
+        state[j][s][0] = value.x;
+        state[j][s][1] = value.y;
+      }
+      const bool read = within(j, first_step), also = read && has_second;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g)
+        x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, read, also);
+      if constexpr (OPTIONS) {
+        const int next = reverse ? time - 2 : 1;
+        held[j][0] = held[j][1] = 0.f;
+        valid[j] = counts(j, first_step, rows);
+        cut[j] = next >= 0 && next < time ? is_cut(j, next, next_rows, rows) : 0;
+        if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
+        load_options(j, first_step, rows);
+        if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
+        if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
+        if constexpr (DRAWS) draw(j, first_step, next);
+        if constexpr (BEFORE && SAVED) {
+          const bool stored = PACKED ? read : first;
+          store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
+#pragma unroll
+          for (int s = 1; s < STATES; ++s)
+            store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, state[j][s][0], state[j][s][1],
+                            stored, stored && has_second);
+        }
+      }
+    }
+  };
+  if constexpr (POINTWISE == 0) begin_items();
 
+  const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
 #if CLUSTER > 1
   const unsigned remote = shared_address(states) - shared_address(memory);
   constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
   const int sharer = lane / 4 % SHARERS;  // of the threads that hold the same 16 bytes, which one
   unsigned peer[PEERS];
+  const auto begin_sending = [&] {
 #pragma unroll
-  for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+    for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+  };
+  if constexpr (POINTWISE == 0) begin_sending();
   const unsigned barrier_offset = barriers - shared_address(memory);
+  const auto arriving = [&](int sub) {  // bytes at a step: of the lines that are there, and scales of all
+    const unsigned lines = min(8 * PART, share - sub * 8 * PART);
+    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
+  };
+  const auto expect_more = [&](int t, int sub) {  // of the step after the next, once those of this one have come
+    if (threadIdx.x == (TRADED ? 32 * MULTIPLYING : 0)) expect(barriers + 8 * (2 * sub + t % 2), arriving(sub));
+  };
   if (threadIdx.x == 0) {
-    start_barrier(barriers);
-    start_barrier(barriers + 8);
+    for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
-    expect(barriers, ARRIVING);
-    expect(barriers + 8, ARRIVING);
+    for (int i = 0; i < 2 * SUBS; ++i)
+      if (has_lines(i / 2)) expect(barriers + 8 * i, arriving(i / 2));
   }
   cluster_barrier();
 #else
   __syncthreads();
 #endif
 
-  const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
-  for (int t = 0; t < time; ++t) {
+  const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+  float sums[RECURRENT][PART][4];
+  const auto multiply_states = [&](int t, int sub) {  // into the sums of a sub-tile
     const int now = t % 2;
 #if CLUSTER > 1
     if (t > 0) {
-      wait(barriers + 8 * now, (t - 1) / 2 % 2);
-      if (threadIdx.x == 0) expect(barriers + 8 * now, ARRIVING);
+      wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
+      if (!TRADED) expect_more(t, sub);
     }
 #endif
-
-    float sums[RECURRENT][TILES][4];
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        sums[g][n][0] = sums[g][n][1] = GATEWISE ? 0.f : bias[g][0];
-        sums[g][n][2] = sums[g][n][3] = GATEWISE ? 0.f : bias[g][1];
+      for (int n = 0; n < PART; ++n) {
+        sums[g][n][0] = sums[g][n][1] = LATE_BIAS || HALVES ? 0.f : bias[g][0];
+        sums[g][n][2] = sums[g][n][3] = LATE_BIAS || HALVES ? 0.f : bias[g][1];
       }
-    const unsigned from = columns + now * STATE_WORDS * 4;
+    const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
     for (int d = 0; d < DEPTHS; d += 2) {
-      uint4 b[TILES];
+      uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
+      for (int n = 0; n < PART; ++n) {
+        const unsigned at = from + (d * TILES + n) * 256;
         b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        if constexpr (PLANES > 1) {
+          const unsigned at_low = at + PLANE_WORDS * 4;
+          low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
+        }
       }
       if constexpr (GATEWISE) {
-        unsigned bits[TILES][2];
+        unsigned bits[PART][2];
         if constexpr (NOISE == BY_GATE)
 #pragma unroll
-          for (int n = 0; n < TILES; ++n) {
-            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + n) * 32 + lane;
+          for (int n = 0; n < PART; ++n) {
+            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
             bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
           }
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {
-          uint4 own[TILES];
+          uint4 own[PART];
 #pragma unroll
-          for (int n = 0; n < TILES; ++n) {
+          for (int n = 0; n < PART; ++n) {
             if constexpr (NOISE == BY_GATE) {
               own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
                         passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
             } else {
-              const unsigned at = masks_from + (g * STATE_WORDS + n * 8 * STRIDE + d * 8) * 4;
+              const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
               const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
               own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
             }
@@ -330,9 +468,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int half = 0; half < 2; ++half)
             if (d + half < DEPTHS) {
               const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-              const uint4 weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far];
+              const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
-              for (int n = 0; n < TILES; ++n)
+              for (int n = 0; n < PART; ++n)
                 multiply(sums[g][n], left_of(weight),
                          right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
             }
@@ -342,26 +480,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (d + half < DEPTHS) {
-          Right right[TILES];
+          Right right[PART];
 #pragma unroll
-          for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+          for (int n = 0; n < PART; ++n) {
+            right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#if HALVES && EXACT
+            right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
+            const float* const at =
+                scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
+            right[n].unscale = {at[0], at[4]};
+#endif
+          }
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
             const int at = d + half;
-            const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-            const Left weight = left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far]);
+            const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
+            const Left weight =
+                left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
 #pragma unroll
-            for (int n = 0; n < TILES; ++n)
+            for (int n = 0; n < PART; ++n)
               multiply(sums[g][n], weight, right[n]);
           }
         }
     }
 
+#if HALVES
+    const bool starts = !SCALED && t == 0 && a.initial[0] != nullptr;
+#pragma unroll
+    for (int n = 0; n < PART; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float its = SCALED ? 1.f : 1.f / STATE_SCALE;
+        if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
+#pragma unroll
+        for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
+          const float sum = sums[g][n][e] * half_of(weight_scales[(warp * RECURRENT + g) * 8 + lane / 4], e / 2);
+          sums[g][n][e] = sum * its + (LATE_BIAS ? 0.f : bias[g][e / 2]);
+        }
+      }
+#endif
     if constexpr (SPLITS > 1) {
 #pragma unroll
-      for (int item = 0; item < ITEMS; ++item) {
-        float* const to = partial + ((group * ITEMS + item) * SPLITS + split) * RECURRENT * 64;
-        const int n = item / 2, e = item % 2;
+      for (int i = 0; i < 2 * PART; ++i) {
+        float* const to = partial + ((group * ITEMS + sub * 2 * PART + i) * SPLITS + split) * RECURRENT * 64;
+        const int n = i / 2, e = i % 2;
 #pragma unroll
         for (int g = 0; g + 1 < RECURRENT; g += 2)
           *(float4*)(to + g * 64 + lane * 4) = {sums[g][n][e], sums[g][n][e + 2], sums[g + 1][n][e],
@@ -369,16 +531,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if constexpr (RECURRENT % 2)
           *(float2*)(to + (RECURRENT - 1) * 64 + lane * 2) = {sums[RECURRENT - 1][n][e], sums[RECURRENT - 1][n][e + 2]};
       }
-      named_barrier(1 + group, 32 * SPLITS);
+      if (takes(sub)) {
+        named_barrier(1 + group * SUBS + sub, MEETING);
+      } else {
+        arrive_at_barrier(1 + group * SUBS + sub, MEETING);
+      }
     }
-
-    const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
-    if (position < ITEMS) {  // the same for the whole warp
+  };
+  const auto compute_items = [&](int t, int sub) {  // the thread's of a sub-tile; `takes` is the same for the whole warp
+    const int now = t % 2, step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
+    const int first_item = sub * 2 * PART / TAKERS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / TAKERS + 1;
+    if (takes(sub)) {
+      if constexpr (POINTWISE > 0) named_barrier(1 + group * SUBS + sub, MEETING);
+#if CLUSTER > 1
+      if (TRADED && t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
+#endif
       float r[OWN][2][RECURRENT], given[OWN][2][GATES], after[OWN][2][STATES];
       float output[OWN][2], entering[OWN][2];
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
-        const int item = min(position + j * SPLITS, ITEMS - 1);
+      for (int j = first_item; j < last_item; ++j) {
+        const int item = min(position + j * TAKERS, ITEMS - 1);
         if constexpr (SPLITS > 1) {
 #pragma unroll
           for (int s = 0; s < SPLITS; ++s) {
@@ -399,15 +571,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         } else {
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            r[j][0][g] = sums[g][j / 2][j % 2];
-            r[j][1][g] = sums[g][j / 2][j % 2 + 2];
+            r[j][0][g] = sums[g][j / 2 - sub * PART][j % 2];
+            r[j][1][g] = sums[g][j / 2 - sub * PART][j % 2 + 2];
           }
         }
-        if constexpr (GATEWISE)
+        if constexpr (LATE_BIAS)
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-            for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
+            for (int u = 0; u < 2; ++u)
+              r[j][u][g] = (GATEWISE ? (float)a.o.noise_scale : 1.f) * r[j][u][g] + bias[g][u];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float2 value = wide_gates(x[j][g]);
@@ -444,30 +617,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 
       if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
-        uint4 data[OWN];
+        Planes data[OWN];
+        float unscales[OWN];
 #pragma unroll
-        for (int j = 0; j < OWN; ++j)
-          data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
+        for (int j = first_item; j < last_item; ++j) {
+          float first = has_first ? entering[j][0] : 0.f, second = has_second ? entering[j][1] : 0.f;
+#if HALVES
+          unscales[j] = 1.f / STATE_SCALE;
+          if constexpr (SCALED) {
+            float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
 #pragma unroll
-        for (int j = 0; j < OWN; ++j) {
-          const int item = position + j * SPLITS;
-          if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
+            for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+            unscales[j] = unscale_of(most);
+          }
+          first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
+#endif
+          data[j] = gathered(first, second, lane);
+        }
+#pragma unroll
+        for (int j = first_item; j < last_item; ++j) {
+          const int item = position + j * TAKERS;
+          if (OWN * TAKERS > ITEMS && item >= ITEMS) break;
           const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
-          const unsigned offset = ((1 - now) * STATE_WORDS + (lane % 4 * 2 + item / 2 * 8 + item % 2) * STRIDE +
-                                   (rank * SLICE + chunk) / WORD_ELEMENTS) * 4;
+          const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
+          const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
+#if HALVES && EXACT
+          const uint4 its = gathered_words<1>(__float_as_uint(unscales[j]), lane);
+          float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
+#if CLUSTER > 1
+          if (lane < CLUSTER)
+            send(at_rank(shared_address(to), lane), at_rank(barriers + 8 * (2 * sub + 1 - now), lane), its);
+#else
+          if (lane == 0) *(uint4*)to = its;
+#endif
+#endif
 #if CLUSTER > 1
 #pragma unroll
           for (int p = 0; p < PEERS; ++p)
-            if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
-              send(peer[p] + remote + offset, peer[p] + barrier_offset + 8 * (1 - now), data[j]);
+            if (line < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
+#pragma unroll
+              for (int plane = 0; plane < PLANES; ++plane)
+                send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,
+                     peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j].plane[plane]);
 #else
-          if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
+          if (lane / 4 % SHARERS == 0)
+#pragma unroll
+            for (int plane = 0; plane < PLANES; ++plane)
+              *(uint4*)((char*)states + offset + plane * PLANE_WORDS * 4) = data[j].plane[plane];
 #endif
         }
       }
 
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
+      for (int j = first_item; j < last_item; ++j) {
         const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
         Gate* const now_at = gates_at + further(j) * GATES * UNITS;
         if (t + 1 < time) {
@@ -529,7 +731,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const bool goes_on = t + 2 < time;
           const long long later_rows = goes_on ? rows_of(a, later) : next_rows;
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {
+          for (int j = first_item; j < last_item; ++j) {
             if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
             if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
             load_options(j, next, next_rows);
@@ -539,6 +741,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
+  };
+  const auto step_on = [&](int t) {
+    const int next = reverse ? time - 2 - t : t + 1;
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
     apart_at += row_step * APART * UNITS;
@@ -549,9 +754,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (t + 2 < time) next_rows = rows_of(a, reverse ? next - 1 : next + 1);
       if constexpr (PACKED) row_step = next_rows - rows;
     }
+  };
+  if constexpr (POINTWISE == 0) {
+    for (int t = 0; t < time; ++t) {
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub) {
+        if (!has_lines(sub)) break;
+        multiply_states(t, sub);
+        compute_items(t, sub);
+      }
+      step_on(t);
 #if CLUSTER == 1
-    __syncthreads();
+      __syncthreads();
 #endif
+    }
+  } else if (multiplies) {
+#if CLUSTER > 1
+    if constexpr (TRADED) take_more_registers<192>();
+#endif
+    for (int t = 0; t < time; ++t) {
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub)
+        if (has_lines(sub)) multiply_states(t, sub);
+    }
+  } else {
+#if CLUSTER > 1
+    if constexpr (TRADED) take_fewer_registers<120>();
+    begin_sending();
+#endif
+    begin_items();  // here, so that no register holds any of it beside weights
+    for (int t = 0; t < time; ++t) {
+#pragma unroll
+      for (int sub = 0; sub < SUBS; ++sub)
+        if (has_lines(sub)) compute_items(t, sub);
+      step_on(t);
+    }
   }
   if (LENGTHS && position < ITEMS) {
 #pragma unroll

@@ -69,23 +69,96 @@ __device__ __forceinline__ unsigned operand(float value) { return __float_as_uin
 #else
 __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value); }
 #endif
+#if HALVES
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
 #define MMA "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
 #endif
+#endif
 
-constexpr int WORD_ELEMENTS = 4 / ELEMENT_BYTES;
+// What a product takes.  With HALVES a float32 enters as float16, which has tf32's 10 bits of mantissa, scaled by powers
+// of two such that the largest of some is from 2^14 to 2^15; where products are exact it enters as two, which lie in two
+// planes.  With `most` the largest of those, a number is then off by 2^-11 of itself (two: 2^-22) or by 2^-39 of `most`,
+// whichever is more, so a product's sum by that of |weight| x |state or gradient| and of their largest: whatever their
+// size is, up to 2^90 for weights.  A not-a-number has no part in `most`, and stays one.
+//   weights           the largest of a unit in the depth of a warp
+//   gradients         of a sequence and 16 units
+//   states            exact: of a sequence and 16 units, whatever they are.  Else of a cell whose states are in [-1, 1],
+//                     where 1 stands for the largest, so what is below 2^-29 has fewer bits than tf32 gives it, and
+//                     below 2^-40 is zero; initial states: the largest of a sequence
+#if HALVES
+constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
+#else
+constexpr int OPERAND_BYTES = ELEMENT_BYTES, PLANES = 1;
+#endif
+struct Planes { uint4 plane[PLANES]; };
+constexpr int WORD_ELEMENTS = 4 / OPERAND_BYTES;
 constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make 16 bytes together
 
-// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each: each of them gets all
-__device__ __forceinline__ uint4 gathered(float first, float second, int lane) {
-#if ELEMENT_BYTES == 2
-  const unsigned mine = narrow_pair(first, second), other = __shfl_xor_sync(0xffffffffu, mine, 4);
-  const unsigned low = lane & 4 ? other : mine, high = lane & 4 ? mine : other;
-  const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 8), far_high = __shfl_xor_sync(0xffffffffu, high, 8);
-  return lane & 8 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+#if HALVES
+constexpr float STATE_SCALE = 32768.f;  // of states, which are in [-1, 1]
+
+// From the largest of some numbers: 2^-k, such that 2^k times it is from 2^14 to 2^15 (less below 2^-112); and back.
+__device__ __forceinline__ float unscale_of(float most) {
+  const unsigned exponent = __float_as_uint(most) >> 23;
+  return __uint_as_float(((exponent < 15 ? 15 : exponent) - 14) << 23);
+}
+__device__ __forceinline__ float scale_of(float unscale) {
+  return __uint_as_float((254u << 23) - __float_as_uint(unscale));
+}
+__device__ __forceinline__ unsigned half_pair(float low, float high) {
+  unsigned result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+__device__ __forceinline__ float low_half(unsigned pair) {
+  float result;
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(result) : "r"(pair));
+  return result;
+}
+// two numbers, and what float16 leaves of them
+__device__ __forceinline__ void split_halves(float first, float second, unsigned& high, unsigned& low) {
+  high = half_pair(first, second);
+  if constexpr (PLANES > 1) low = half_pair(first - low_half(high), second - low_half(high >> 16));
+}
+__device__ __forceinline__ Planes halves_of(const float2 (&words)[4]) {
+  unsigned made[2][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split_halves(words[i].x, words[i].y, made[0][i], made[1][i]);
+  Planes result;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = {made[p][0], made[p][1], made[p][2], made[p][3]};
+  return result;
+}
+#endif
+
+#if HALVES || ELEMENT_BYTES == 2
+// the 4 words that 4 threads, APART lanes apart, have one each of: each of them gets all
+template <int APART>
+__device__ __forceinline__ uint4 gathered_words(unsigned mine, int lane) {
+  const unsigned other = __shfl_xor_sync(0xffffffffu, mine, APART);
+  const unsigned low = lane & APART ? other : mine, high = lane & APART ? mine : other;
+  const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 2 * APART);
+  const unsigned far_high = __shfl_xor_sync(0xffffffffu, high, 2 * APART);
+  return lane & 2 * APART ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+}
+#endif
+
+// the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each (scaled, with HALVES): each of them gets all
+__device__ __forceinline__ Planes gathered(float first, float second, int lane) {
+#if HALVES
+  unsigned words[2];
+  split_halves(first, second, words[0], words[1]);
+  Planes result;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = gathered_words<4>(words[p], lane);
+  return result;
+#elif ELEMENT_BYTES == 2
+  return {{gathered_words<4>(narrow_pair(first, second), lane)}};
 #else
   const unsigned low = operand(first), high = operand(second);
   const unsigned far_low = __shfl_xor_sync(0xffffffffu, low, 4), far_high = __shfl_xor_sync(0xffffffffu, high, 4);
-  return lane & 4 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high};
+  return {{lane & 4 ? uint4{far_low, far_high, low, high} : uint4{low, high, far_low, far_high}}};
 #endif
 }
 
@@ -131,6 +204,8 @@ __device__ __forceinline__ void store_wide_pair(float* at, float low, float high
   }
 }
 
+__device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
+
 // sums += a x b, for 16 rows, 8 columns and 8 words of depth
 __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
   asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -140,11 +215,15 @@ __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a,
 
 // What is multiplied, as the tensor cores take it: left the weights, right the states or gradients.
 #if EXACT
-// A float32 is the sum of two numbers of tf32 to 2^-23 of itself; the product of the two small ones is left out.  Tensor
-// cores cut off what they add (1e-5 of a sum over 1,024 terms), so each product is added to its sum by float32's own
-// addition.
+// A float32 is the sum of two numbers of tf32 to 2^-23 of itself, or of two of float16 to 2^-22; the product of the two
+// small ones is left out.  Tensor cores cut off what they add (1e-5 of a sum over 1,024 terms), so each product is added
+// to its sum by float32's own addition, multiplied with what scales of its 16 units were the inverse of.
 struct Left { uint4 high, low; };
-struct Right { uint2 high, low; };
+struct Right { uint2 high, low; float2 unscale; };  // of two neighbouring sequences
+#if HALVES
+__device__ __forceinline__ Left left_of(const Planes& a) { return {a.plane[0], a.plane[1]}; }
+__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}, {1.f, 1.f}}; }
+#else
 constexpr unsigned KEPT = 0xffffe000u;  // the bits of a float32 that tf32 has
 // `volatile`, so that weights are not split before the loop, where the two parts would need twice the registers
 __device__ __forceinline__ unsigned high_of(unsigned value) {
@@ -161,15 +240,16 @@ __device__ __forceinline__ Left left_of(const uint4& a) {
 }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) {
   const uint2 high = {high_of(b0), high_of(b1)};
-  return {high, {low_of(b0, high.x), low_of(b1, high.y)}};
+  return {high, {low_of(b0, high.x), low_of(b1, high.y)}, {1.f, 1.f}};
 }
+#endif
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
   float part[4] = {};
   multiply_words(part, a.high, b.low);
   multiply_words(part, a.low, b.high);
   multiply_words(part, a.high, b.high);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] += part[i];
+  for (int i = 0; i < 4; ++i) sums[i] += part[i] * half_of(b.unscale, i % 2);
 }
 #else
 typedef uint4 Left;
@@ -178,6 +258,18 @@ __device__ __forceinline__ Left left_of(const uint4& a) { return a; }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {b0, b1}; }
 __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) { multiply_words(sums, a, b); }
 #endif
+
+#if !(EXACT && HALVES)
+__device__ __forceinline__ Left left_of(const Planes& a) { return left_of(a.plane[0]); }
+#endif
+
+// weights from where one lane has its first plane
+__device__ __forceinline__ Planes weights_at(const uint4* at) {
+  Planes result;
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) result.plane[p] = at[p * 32];
+  return result;
+}
 
 // b of 16 words of depth: rows of 8 x 16 bytes, one row's address from each thread
 __device__ __forceinline__ uint4 load_columns(unsigned address) {
@@ -211,14 +303,17 @@ __device__ __forceinline__ void copy_4(unsigned to, const void* from, bool there
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-__device__ __forceinline__ float half_of(float2 pair, int which) { return which == 0 ? pair.x : pair.y; }
-
 __device__ __forceinline__ void prefetch(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// For a warp that does not wait for the others.
+__device__ __forceinline__ void arrive_at_barrier(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ float logistic(float value) { return 1.f / (1.f + expf(-value)); }
@@ -274,6 +369,9 @@ __device__ __forceinline__ float fast_logistic(float value) { return reciprocal(
 #define logistic fast_logistic
 #endif
 
+// What is ready before a wait is not computed behind it.
+__device__ __forceinline__ void ready(float& value) { asm volatile("" : "+f"(value)); }
+
 #if CLUSTER > 1
 __device__ __forceinline__ unsigned rank_in_cluster() {
   unsigned rank;
@@ -292,9 +390,12 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// An mbarrier that completes when `expect` was called once and so many bytes have arrived.
-__device__ __forceinline__ void start_barrier(unsigned barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// An mbarrier that completes when `expect` or `arrive_here` was called so often and so many bytes have arrived.
+__device__ __forceinline__ void start_barrier(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive_here(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barriers_started() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -323,6 +424,14 @@ __device__ __forceinline__ void send(unsigned address, unsigned barrier, uint4 d
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "r"(data.x), "r"(data.y), "r"(data.z), "r"(data.w), "r"(barrier)
       : "memory");
+}
+
+// registers of a thread from here on: all four warps of a warpgroup say so; there are more only once others have fewer
+template <int COUNT> __device__ __forceinline__ void take_more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void take_fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 #else
 __device__ __forceinline__ unsigned rank_in_cluster() { return 0; }

@@ -31,6 +31,10 @@ constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
+constexpr bool ROOMY = !STAGED && TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
+#if STAGED
+struct Known {};
+#endif
 constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
 constexpr int CHUNKS = GATHERED * OWN_WORDS / 4, GATE_WORDS = SLICE / WORD_ELEMENTS;
@@ -322,8 +326,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   };
 
+  // what one unit's step is computed from
+  const auto values = [&](const Item& read, int u, float(&x)[GATES], float(&r)[RECURRENT], float(&before)[STATES],
+                          float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)]) {
+#pragma unroll
+    for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(read.gates[g]), u);
+#pragma unroll
+    for (int i = 0; i < APART; ++i) r[apart(i)] = half_of(wide_gates(read.apart[i]), u);
+    before[0] = half_of(wide_pair(read.before), u);
+#pragma unroll
+    for (int s = 1; s < STATES; ++s) before[s] = half_of(read.states[s - 1], u);
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+#pragma unroll
+    for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
+  };
+  // what of a step needs no gradient, for the thread's units
+  const auto look_ahead = [&](int sub, Known(&ahead)[OWN][2]) {
+#if !STAGED
+#pragma unroll
+    for (int j = 0; j < OWN; ++j)
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
+        values(item[sub][j], u, x, r, before, v, e);
+        ahead[j][u] = known(x, r, before, v, e);
+      }
+#endif
+  };
+
   // the cell's gradients for the thread's units
-  const auto compute = [&](int t, int sub) {
+  const auto compute = [&](int t, int sub, const Known(&ahead)[OWN][2]) {
     if (own_row >= PASS) return;
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
@@ -335,17 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const bool valid = !MARKED || read.step.valid;
       const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
       const auto begin = [&](int u, Unit& of) {  // what the cell's gradient reads of a unit
-#pragma unroll
-        for (int g = 0; g < GATES; ++g) of.x[g] = half_of(wide_gates(read.gates[g]), u);
-#pragma unroll
-        for (int i = 0; i < APART; ++i) of.r[apart(i)] = half_of(wide_gates(read.apart[i]), u);
-        of.before[0] = half_of(h, u);
-#pragma unroll
-        for (int s = 1; s < STATES; ++s) of.before[s] = half_of(read.states[s - 1], u);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) of.v[i] = vectors[i][u];
-#pragma unroll
-        for (int i = 0; i < INPUTS; ++i) of.e[i] = half_of(read.step.inputs[i], u);
+        values(read, u, of.x, of.r, of.before, of.v, of.e);
         stepper.begin(read.step, own, u, half_of(output, u), carried[sub][j], of.d, of.stayed, of.to_z);
       };
 #if STAGED
@@ -393,7 +416,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 0; s < STATES; ++s) of.to_z[s] = valid ? of.to_z[s] * (of.before[s] - after[s]) : 0.f;
 #endif
-        step_backward(of.x, of.r, of.before, of.v, of.e, of.d, dx[u], dr[u], of.to_s, of.to_v, of.to_e);
+        step_backward(ROOMY ? ahead[j][u] : known(of.x, of.r, of.before, of.v, of.e), of.x, of.r, of.before, of.v, of.e, of.d, dx[u],
+                      dr[u], of.to_s, of.to_v, of.to_e);
 #endif
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
@@ -569,13 +593,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
+      Known ahead[OWN][2];
+      if (ROOMY) look_ahead(sub, ahead);  // while the sums travel
       if (t > 0) {
         arrive(t, sub);
         // else threads that leave the wait one by one go on one by one: LSTM in bfloat16, 1024 units at batch 32, took
         // 3.68 us a step on an H200, not 3.18
         __syncwarp();
       }
-      compute(t, sub);
+      compute(t, sub, ahead);
       if (GATHERED == 1 && goes_on) {
         __syncthreads();
         product(t, sub);

@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
 #if CLUSTER > 1
   if (threadIdx.x == 0) {
-    for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i);
+    for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
     for (int i = 0; i < COPIES * BARRIERS; ++i) expect(barriers + 8 * i, arriving(i / COPIES));
   }

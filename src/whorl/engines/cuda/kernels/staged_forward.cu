@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
   const unsigned barrier_offset = barriers - shared_address(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i);
+    for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
     for (int i = 0; i < COPIES * BARRIERS; ++i) expect(barriers + 8 * i, arriving(i / COPIES));
   }
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     uint4 data[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
-      data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane);
+      data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane).plane[0];
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       const int item = position + j * SPLITS;
