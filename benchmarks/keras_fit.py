@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shape: Shape) -> None:
-    """Adds the rows to a file, in the place of those of the same case."""
+    """Adds the rows to a file, in the place of those of the same case; in the order of `CASES` and of units."""
     from whorl.bench import machine
     from whorl.bench.results import now
 
@@ -290,10 +290,9 @@ def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shap
         "versions": versions,
         "shape": shape._asdict() | {"dtype": "float32"},
     }  # fmt: skip
+    every = sorted(kept + [row | when for row in rows], key=lambda row: ([*CASES].index(row["case"]), row["units"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(header | {"results": kept + [row | when for row in rows]}, indent=1) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps(header | {"results": every}, indent=1) + "\n", encoding="utf-8")
 
 
 def tables(path: Path) -> str:

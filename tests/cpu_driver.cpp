@@ -268,7 +268,7 @@ uint64_t products(int64_t threads) {
   store* d = draw<store>(rows * outputs);
   whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads);
   for (int64_t add = 0; add < 2; ++add)
-    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, threads);
+    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, nullptr, nullptr, 0, threads);
   uint64_t made = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
   made = digest(made, out, size_t(outputs * inputs) * sizeof(real));
   made = digest(made, sums, size_t(outputs) * sizeof(real));

@@ -23,7 +23,7 @@ from whorl.engines import ENGINES
 from whorl.engines.cpu import build, generate, plain
 from whorl.errors import CompileError
 from whorl.functional import planned, recurrent
-from whorl.problem import Call
+from whorl.problem import PLAIN, Call
 
 pytestmark = pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
 
@@ -367,3 +367,33 @@ def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
     bound = 1e-13 if dtype == torch.float64 else 2**-7
     for one, other in zip(found, everything(), strict=True):
         assert (one - other).double().norm() <= bound * other.double().norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("marked", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("kind, time, batch, inputs, units", [
+    ("LSTM", 1, 1, 1, 1), ("LSTM", 5, 7, 64, 33), ("LSTM", 3, 8, 6, 48), ("GRU", 4, 2, 4, 65), ("GRU", 6, 1, 5, 7),
+])  # fmt: skip
+def test_how_weights_and_x_lie_changes_no_bit(
+    kind: str, time: int, batch: int, inputs: int, units: int, marked: bool, dtype: torch.dtype
+) -> None:
+    layer = getattr(whorl, kind)(inputs, units, 2, bidirectional=True, engine="cpu", dtype=dtype)
+    x = torch.randn(time, batch, inputs, dtype=dtype)
+    marks = PLAIN._replace(mask=torch.rand(time, batch) < 0.8) if marked else PLAIN
+
+    def everything(x: Tensor, weights: list[Tensor], gradient: bool) -> list[Tensor]:
+        row = [one.detach().requires_grad_(gradient) for one in (x, *weights)]
+        y, *ends = recurrent(layer._form, Call(row[0], (), tuple(row[1:]), marks=marks), "cpu")
+        return [y, *ends, *(torch.autograd.grad(y.double().square().sum(), row) if gradient else [])]
+
+    weights = list(layer.parameters())
+    others = [weight.detach().t().contiguous().t() if weight.dim() == 2 else weight for weight in weights]
+    assert (inputs == 1) == others[0].is_contiguous()
+    by_sequence = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for gradient in (False, True):
+        found = everything(x, weights, gradient)
+        for one, other in zip(found, everything(by_sequence, others, gradient), strict=True):
+            assert torch.equal(one, other)
+    once = x[:1].expand(x.shape)  # a step that lies where the one before does
+    for one, other in zip(everything(once.contiguous(), weights, False), everything(once, weights, False), strict=True):
+        assert torch.equal(one, other)

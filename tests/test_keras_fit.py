@@ -28,7 +28,7 @@ def test_it_checks_and_measures(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     data = json.loads(out.read_text())
     found = [(row["case"], row["do"]) for row in data["results"]]
-    cases = ("Bidirectional, masked", "GRU reset_after=False", "masked")
+    cases = ("masked", "Bidirectional, masked", "GRU reset_after=False")
     assert found == [(case, do) for case in cases for do in ("fit", "evaluate", "predict")]
     names = {"whorl, torch", "Keras, torch", "without the layer, torch"}
     assert all(set(row["seconds"]) == names for row in data["results"])

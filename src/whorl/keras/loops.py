@@ -38,10 +38,11 @@ def inner_loop(
         _announce(layer, reasons)
         loop = own if BACKEND not in ("torch", "jax") else partial(KERAS_LOOP, layer)
         return loop(sequences, initial_state, mask=mask, training=training)
-    cells, grouped = cells_of(layer), initial_state if is_stacked(layer) else [initial_state]
+    stacked = is_stacked(layer)
+    cells, grouped = cells_of(layer), initial_state if stacked else [initial_state]
     entering, tensors = sequences[:, 0, :], []
     for cell, given in zip(cells, grouped, strict=True):
-        states = tuple(keras.tree.flatten(given))
+        states = tuple(given) if isinstance(given, list | tuple) else (given,)
         if layer.stateful:  # these are the variables that the final states are assigned to, in place
             states = tuple([keras.ops.copy(state) for state in states])
         tensors.append(tensors_of(cell, entering, states, training))
@@ -51,7 +52,7 @@ def inner_loop(
     how = layer.go_backwards, layer.zero_output_for_mask, layer.return_sequences
     swept = sweep(parts, x, tensors, mask, *how, notes)
     note(layer, notes)
-    if not is_stacked(layer):
+    if not stacked:
         return swept.last, swept.outputs, list(swept.states[0])
     return swept.last, swept.outputs, keras.tree.pack_sequence_as(initial_state, keras.tree.flatten(swept.states))
 

@@ -89,7 +89,7 @@ def sweep(
         check(cell, x, own, mask, first=place == 0)
     if x.is_meta:
         return _shapes(parts, x, sequences)
-    y, valid = x.transpose(0, 1).contiguous(), None  # here once, else in forward and in backward
+    y, valid = _by_time(x), None
     if mask is not None:
         valid = mask.to(torch.bool).t()
     if go_backwards:
@@ -123,12 +123,18 @@ def both_ways(
     if x.is_meta:
         return _shapes([cell], x, sequences), _shapes([cell], x, sequences)
     valid = None if mask is None else mask.to(torch.bool).t()
-    x = x.transpose(0, 1).contiguous()
+    x = _by_time(x)
     y, finals = _run(cell, _two_directions(cell.form), x, [forward, backward], valid, notes, run)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
     rest = zero_output, sequences
     return _swept(there, ends[0], valid, -1, *rest), _swept(back, ends[1], valid, 0, *rest)
+
+
+def _by_time(x: Tensor) -> Tensor:
+    """[time, batch, inputs] of [batch, time, inputs]; with gradients copied here once, else in forward and backward."""
+    x = x.transpose(0, 1)
+    return x.contiguous() if torch.is_grad_enabled() else x
 
 
 def _swept(

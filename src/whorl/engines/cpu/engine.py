@@ -19,7 +19,7 @@ from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
-from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, projects_within
+from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, laid, projects_within, turned
 from whorl.engines.native import OneDNN
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
@@ -48,15 +48,17 @@ class CPU(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where oneDNN has the LSTM too: most of inference at batch 2 and more from 128 units on.
+        """Where oneDNN has the LSTM too: most of inference at batch 2 and more of more than 128 units.
 
         torch's time over ours on an AMD EPYC of family 25 by two threads: training in float32 1.01 to 1.34, in bfloat16
         1.05 to 2.4, with 128 units at batch 128 0.94 to 1.15 (by one thread 1.0 to 1.7, but with 128 units at batch 32
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
-        1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, and elsewhere 0.92 to 1.09.
+        1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, with 128 1.02 to 1.4 (to 1.5 where
+        the weights lie as Keras has them, which oneDNN turns at each call; by one thread at batch 32 0.91 and 0.95),
+        and elsewhere 0.92 to 1.09.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
-        few = units < 128 and batch <= 32 and problem.time >= 30
+        few = units <= 128 and batch <= 32 and problem.time >= 30
         faster = problem.gradient or batch == 1 or (not narrow and (few or units >= 1024))
         if faster or OneDNN().obstacles(problem):
             return []
@@ -200,11 +202,11 @@ class _One:
         self._pass, self._form, self._rows, self._index = made, made.form, made.rows, index
         self._source, self._direction = made.kernel.source, index % made.form.directions
         weights = made.weights[index]
-        matrices = {name: getattr(weights, name) for name in ("ih", "hh", "hr")}
-        vectors = tuple(made.widened(vector) for vector in weights.vectors)
         self._weights = weights._replace(
-            vectors=vectors,
-            **{name: matrix.detach().contiguous() for name, matrix in matrices.items() if matrix is not None},
+            ih=laid(weights.ih.detach()),
+            hh=None if weights.hh is None else laid(weights.hh.detach()),
+            hr=None if weights.hr is None else weights.hr.detach().contiguous(),
+            vectors=tuple(made.widened(vector) for vector in weights.vectors),
         )
         self._masks = Masks(
             made.kernel, made.form, made.call, made.given[index], index, made.rows, made.wide, made.products,
@@ -233,6 +235,7 @@ class _One:
         weights = self._weights
         bias = None if weights.bias_hh is None else made.widened(weights.bias_hh)
         fields.set(hh=weights.hh, hr=weights.hr, bias_hh=bias)
+        fields.sweep.hh_turned = weights.hh is not None and turned(weights.hh)
         fields.set_lists(vectors=weights.vectors, extras=made.extras)
         fields.set_numbers("extra_widths", [extra.shape[-1] for extra in made.extras])
         return fields
@@ -288,6 +291,7 @@ class _One:
             return self._masks.project(rows.choose(x), self._weights)
         bias = None if self._weights.bias_ih is None else made.widened(self._weights.bias_ih)
         fields.set(input=x.contiguous(), ih=self._weights.ih, bias_ih=bias)
+        sweep.ih_turned = turned(self._weights.ih)
         if not (made.problem.gradient and self._source.reads_x):
             return None
         return borrowed(rows.compact, filled_up(len(form.cell.gates) * form.units), dtype=made.wide)
@@ -373,12 +377,13 @@ class _One:
             if self._shifted:
                 self._shifted_product(part, y, to, part_of_sums)
                 continue
-            products.outer(part, masks.enter(kept["entered"], first), to, part_of_sums, add=False)
+            products.outer(part, kept["entered"], to, part_of_sums, add=False, factor=masks.entering(first))
             if to_mask is not None:
                 masks.add_gradient(to_mask, kept["entered"], first, part @ self._rows_of(hh, first, count))
         for index, (gate, grad) in enumerate(zip(self._source.products, dp, strict=True)):
             operand, part_of_sums = kept[f"operand {index}"], None if sums is None else self._rows_of(sums, gate)
-            products.outer(grad, masks.enter(operand, gate), self._rows_of(to_hh, gate), part_of_sums)
+            to = self._rows_of(to_hh, gate)
+            products.outer(grad, operand, to, part_of_sums, factor=masks.entering(gate))
             if to_mask is not None:
                 masks.add_gradient(to_mask, operand, gate, grad @ self._rows_of(hh, gate))
         return to_hh, to_mask

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import Fields, Kernel, Products, address
+from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Fields, Kernel, Products, address
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, tag, threshold
 from whorl.problem import Call, Form
 from whorl.weights import LayerWeights
@@ -152,13 +152,14 @@ class Masks:
         to_x = self._times(to_entered, self.input)
         return to_x if to_x.dim() == 2 else to_x.sum(0), to_ih, found
 
-    def enter(self, h: Tensor, gate: int) -> Tensor:
-        """What entered the recurrent product of a gate, from what was kept of it, [compact rows, width]."""
-        if self.recurrent is None:
-            return h
+    def entering(self, gate: int) -> Factor:
+        """What is multiplied with what was kept, and then entered the recurrent product of a gate."""
+        rows, mask = self._rows, self.recurrent
+        if mask is None:
+            return NO_FACTOR
         if self.kind == BY_STEP:
-            return (h * self._rows.choose(self.recurrent)).to(h.dtype)
-        return self._times(h, self.recurrent if self.kind == HELD else self.recurrent[gate]).to(h.dtype)
+            return Factor(mask, rows.chosen)
+        return Factor(mask if self.kind == HELD else mask[gate], None if rows.every else rows.sequence)
 
     def given_gradient(self) -> Tensor | None:
         """Zeros for the gradient of the given mask of the recurrent product; None where it has none."""

@@ -16,7 +16,19 @@ from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cpu.generate import source
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import Fields, Kernel, Plain, Sweep, address, addresses, filled_up, kernel, projects_within
+from whorl.engines.cpu.sweep import (
+    Fields,
+    Kernel,
+    Plain,
+    Sweep,
+    address,
+    addresses,
+    filled_up,
+    kernel,
+    laid,
+    projects_within,
+    turned,
+)
 from whorl.problem import Call, Outcome, Problem
 
 
@@ -81,8 +93,9 @@ def forward(made: Sizes, call: Call) -> Outcome:
     starts = [state.to(wide).contiguous() for state in call.states]
     finals = [torch.empty(count, problem.batch, form.units, dtype=wide) for _ in range(states)]
     apart, weights = problem.batch * form.units * wide.itemsize, _weights(made, call)
-    x, kept, read, inner = call.x.contiguous(), [], [], []
+    x, kept, read, inner = call.x, [], [], []
     for layer in range(form.layers):
+        x, steps_apart, rows_apart = _entering(x, made.within[layer * form.directions])
         y = empty(problem.time, problem.batch, form.units * form.directions, dtype=dtype)
         for direction in range(form.directions):
             index = layer * form.directions + direction
@@ -93,8 +106,8 @@ def forward(made: Sizes, call: Call) -> Outcome:
             if made.reads_x and projected is not None:
                 read.append(as_bytes(projected))
             plain = Plain(
-                x.data_ptr(), *map(address, one.matrices), ctypes.addressof(one.addresses), made.within[index],
-                address(projected), y.data_ptr() + direction * form.units * dtype.itemsize,
+                x.data_ptr(), steps_apart, rows_apart, *one.described, ctypes.addressof(one.addresses),
+                made.within[index], address(projected), y.data_ptr() + direction * form.units * dtype.itemsize,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
                 _each(finals, index * apart),
             )  # fmt: skip
@@ -133,7 +146,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(rows, columns, dtype=wide)
             plain = Plain(
-                below.data_ptr(), *map(address, one.matrices), ctypes.addressof(one.addresses), False,
+                below.data_ptr(), 0, 0, *one.described, ctypes.addressof(one.addresses), False,
                 saved[count + index].data_ptr() if made.reads_x else None, y.data_ptr() + begin,
                 saved[index].data_ptr(), (), (),
                 None if grad is None else grad.data_ptr() + begin, _each(dfinals, index * apart),
@@ -153,12 +166,20 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
 class _Weights(NamedTuple):
     """Of one layer and direction."""
 
-    matrices: tuple[Tensor | None, ...]
-    """Those of the input and of the state, and in the dtype of sums the biases."""
-    vectors: tuple[Tensor, ...]
+    ih: Tensor
+    hh: Tensor
+    biases: Sequence[Tensor | None]
+    """In the dtype of sums."""
+    vectors: Sequence[Tensor]
     """In the dtype of sums."""
     addresses: ctypes.Array
     """Of the vectors."""
+
+    @property
+    def described(self) -> tuple[int | bool | None, ...]:
+        """What a `Plain` says of the matrices and biases."""
+        ih, hh = self.ih, self.hh
+        return (ih.data_ptr(), hh.data_ptr(), turned(ih), turned(hh), *map(address, self.biases))
 
 
 def _weights(made: Sizes, call: Call) -> list[_Weights]:
@@ -168,8 +189,19 @@ def _weights(made: Sizes, call: Call) -> list[_Weights]:
         ih, hh, *rest = call.weights[start : start + each]
         wide = [tensor.to(made.wide).contiguous() for tensor in rest]
         biases, vectors = (wide[:2], wide[2:]) if form.bias else ([None, None], wide)
-        found.append(_Weights((ih.contiguous(), hh.contiguous(), *biases), tuple(vectors), addresses(vectors)))
+        found.append(_Weights(laid(ih), laid(hh), biases, vectors, addresses(vectors)))
     return found
+
+
+def _entering(x: Tensor, within: bool) -> tuple[Tensor, int, int]:
+    """What a layer reads as its kernel takes it, and how far its steps and sequences are apart; 0: as if contiguous.
+
+    Args:
+        within: the loop makes the input projection: then they may lie as they like.
+    """
+    if x.is_contiguous() or not within or x.stride(2) != 1 or not x.stride(0):
+        return x.contiguous(), 0, 0
+    return x, x.stride(0), x.stride(1)
 
 
 def _each(tensors: Sequence[Tensor | None], offset: int) -> tuple[int | None, ...]:

@@ -30,7 +30,7 @@ for _row in (
     ("starts lengths place mask reset ids order ends x", c_void_p),
     ("x_stride", c_int64),
     ("input", c_void_p),
-    ("inputs", c_int64),
+    ("inputs input_step input_row", c_int64),
     ("ih bias_ih", c_void_p),
     ("hh bias_hh hr vectors extras extra_widths states reset_to", c_void_p),
     ("noise_kind keep_plain", c_int64),
@@ -45,7 +45,7 @@ for _row in (
     ("sequences sequence_strides entered unprojected saved operands dy", c_void_p),
     ("dy_stride", c_int64),
     ("dsequences dsequence_strides dstates dreset dheld dx dr dp dv de dprojected", c_void_p),
-    ("unread", c_int64),
+    ("ih_turned hh_turned unread", c_int64),
 ):
     _FIELDS |= dict.fromkeys(_row[0].split(), _row[1])
 
@@ -66,7 +66,11 @@ class Plain(Structure):
     """The `Plain` of kernels/plain.cpp: the tensors of a call that has no more than x, weights and initial states."""
 
     _fields_ = (
-        *((name, c_void_p) for name in "input ih hh bias_ih bias_hh vectors".split()),
+        ("input", c_void_p),
+        *((name, c_int64) for name in "input_step input_row".split()),
+        *((name, c_void_p) for name in "ih hh".split()),
+        *((name, c_int64) for name in "ih_turned hh_turned".split()),
+        *((name, c_void_p) for name in "bias_ih bias_hh vectors".split()),
         ("within", c_int64),
         *((name, c_void_p) for name in "x y saved".split()),
         ("starts", c_void_p * 4),
@@ -135,7 +139,7 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
     library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
-    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 7)
+    library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6, *(c_void_p,) * 2, *(c_int64,) * 2)
     library.whorl_project.restype = library.whorl_outer.restype = None
     return library
 
@@ -143,6 +147,28 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
 def address(tensor: Tensor | None) -> int | None:
     """Of its first element; None of none."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def turned(weight: Tensor) -> bool:
+    """Whether a matrix lies in memory the other way round, as those of Keras do: kernels read it so too."""
+    return weight.stride() == (1, weight.shape[0]) and not weight.is_contiguous()
+
+
+def laid(weight: Tensor) -> Tensor:
+    """A matrix as kernels take it, either way round."""
+    return weight if turned(weight) else weight.contiguous()
+
+
+class Factor(NamedTuple):
+    """What each row of a matrix is multiplied with."""
+
+    rows: Tensor | None
+    """[count, columns] in the dtype of sums; None: nothing."""
+    place: Tensor | None
+    """Of each row of the matrix the one that it takes; None: one after the other, again and again."""
+
+
+NO_FACTOR = Factor(None, None)
 
 
 class Products:
@@ -153,8 +179,10 @@ class Products:
 
     def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = True) -> Tensor:
         """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
-        x, weight = x.contiguous(), weight.contiguous()
         columns = weight.shape[0 if across else 1]
+        if turned(weight):
+            weight, across = weight.t(), not across
+        x, weight = x.contiguous(), weight.contiguous()
         rows, inputs = x.shape
         made = empty(rows, filled_up(columns), dtype=self._wide)
         sizes = rows, inputs, columns, made.shape[1], across, self._threads
@@ -162,13 +190,15 @@ class Products:
         return made
 
     def outer(
-        self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None, add: bool = True
-    ) -> Tensor:
+        self, a: Tensor, b: Tensor, to: Tensor | None = None, sums: Tensor | None = None, add: bool = True,
+        factor: Factor = NO_FACTOR,
+    ) -> Tensor:  # fmt: skip
         """a' b in the dtype of sums, [columns of a, columns of b].
 
         Args:
             to: where the product is written; with `add` it is added to what is there.
             sums: the columns of a are added to it.
+            factor: what b is multiplied with.
         """
         if to is None:
             to, add = empty(a.shape[1], b.shape[1], dtype=self._wide), False
@@ -176,8 +206,9 @@ class Products:
         if not rows:
             return to if add else to.zero_()
         assert a.stride(1) == b.stride(1) == 1 or 1 in (columns, inputs)
-        sizes = rows, columns, inputs, a.stride(0), b.stride(0), add, self._threads
-        self._kernel.outer(*map(address, (to, sums, a, b)), *sizes)
+        sizes = rows, columns, inputs, a.stride(0), b.stride(0), add
+        times = address(factor.rows), address(factor.place), 0 if factor.rows is None else factor.rows.shape[0]
+        self._kernel.outer(*map(address, (to, sums, a, b)), *sizes, *times, self._threads)
         return to
 
 

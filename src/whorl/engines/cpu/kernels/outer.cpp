@@ -12,6 +12,9 @@ struct Outer {
   int64_t next, pieces;
   packed_t* packed;
   real* zeros;
+  const real* factor;       // of b: of the sequence of each row a row of m; null: none
+  const int64_t* sequence;  // of each row; null: row % batch
+  int64_t batch;
 
   // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
   static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 4 * WIDE;
@@ -92,10 +95,18 @@ static void outer_panel(const Outer& o, const Packed& b, const packed_t* a, int6
 
 static void pack_outer(void* data, int thread, int threads) {
   const Outer& o = *(Outer*)data;
+  store* scaled = o.factor ? (store*)malloc(size_t(Outer::DEEP * o.m) * sizeof(store)) : nullptr;
   for (int64_t begin = thread * Outer::DEEP; begin < o.rows; begin += threads * Outer::DEEP) {
     const Packed block = o.block(begin);
-    pack(block, o.b + begin * o.ldb, o.ldb, false, 0, block.panels());
+    for (int64_t i = 0; o.factor && i < block.k; ++i) {
+      const store* from = o.b + (begin + i) * o.ldb;
+      const real* factor = o.factor + (o.sequence ? o.sequence[begin + i] : (begin + i) % o.batch) * o.m;
+      EACH_ALONE
+      for (int64_t u = 0; u < o.m; ++u) put(scaled + i * o.m + u, widened(from[u]) * factor[u]);
+    }
+    pack(block, scaled ? scaled : o.b + begin * o.ldb, scaled ? o.m : o.ldb, false, 0, block.panels());
   }
+  free(scaled);
 }
 
 // What one block of rows adds to a few columns of `a` and a few panels of b.

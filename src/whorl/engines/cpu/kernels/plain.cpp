@@ -6,7 +6,9 @@ namespace kernel {
 
 struct Plain {
   const store* input;                // [outer rows, inputs]
+  int64_t input_step, input_row;     // forward: as a Sweep has them
   const store *ih, *hh;              // [gates x units, inputs], [recurrent gates x units, width]
+  int64_t ih_turned, hh_turned;      // or the other way round
   const real *bias_ih, *bias_hh;     // of the same rows; null: zero
   const real* const* vectors;        // [units] each
   int64_t within;                    // the loop over time makes the input projection
@@ -34,12 +36,14 @@ static void set_or_zero(real* to, const real* from, int64_t count) {
 
 static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
-  k.input = p.input, k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
+  k.input = p.input, k.input_step = p.input_step, k.input_row = p.input_row;
+  k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
+  k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
   k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved, k.states = p.finals;
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
-    project({p.x, p.input, p.ih, p.bias_ih, k.time * k.batch, k.inputs, k.cell->gates * k.units, k.x_stride, true, 0, {}},
-            threads);
+    const int64_t rows = k.time * k.batch, wide = k.cell->gates * k.units;
+    project({p.x, p.input, p.ih, p.bias_ih, rows, k.inputs, wide, k.x_stride, !p.ih_turned, 0, {}}, threads);
     k.input = nullptr;
   }
   run_all(k, false);
@@ -81,15 +85,15 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     dstates[s] = p.dstarts[s] ? p.dstarts[s] : room + s * k.batch * up(k.units, 64);
     set_or_zero(dstates[s], p.dfinals[s], k.batch * k.units);
   }
-  k.hh = p.hh, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
+  k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv, k.unread = !p.dstarts[0];
   run_all(k, true);
   free(room);
 
   if (p.to_input)
-    project({p.to_input, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, false, 0, {}}, threads);
+    project({p.to_input, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, k.inputs, false, 0, 0, nullptr, nullptr}, threads);
+  outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, k.inputs, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
   // What entered the recurrent product of a step is the output of the step before, and at first the initial state.
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;
@@ -97,11 +101,11 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   const store *others = k.reverse ? dr : dr + k.batch * wide, *first = k.reverse ? dr + later * wide : dr;
   const store* before = k.reverse ? p.y + k.batch * k.y_stride : p.y;
   if (later)
-    outer({p.to_hh, sums, others, before, later, wide, k.width, wide, k.y_stride, false, 0, 0, nullptr, nullptr}, threads);
+    outer({p.to_hh, sums, others, before, later, wide, k.width, wide, k.y_stride, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
   else
     set_or_zero(p.to_hh, nullptr, wide * k.width);
   if (p.begin)
-    outer({p.to_hh, sums, first, p.begin, k.batch, wide, k.width, wide, k.width, true, 0, 0, nullptr, nullptr}, threads);
+    outer({p.to_hh, sums, first, p.begin, k.batch, wide, k.width, wide, k.width, true, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
   else if (sums)
     for (int64_t r = 0; r < k.batch; ++r)
       for (int64_t u = 0; u < wide; ++u) sums[u] += widened(first[r * wide + u]);

@@ -86,11 +86,14 @@ void whorl_project(
 }
 
 // out [n, m] = a' b over rows (`add`: += a' b): a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] +=
-// those of a, where wanted.
+// those of a, where wanted.  b is multiplied by `factor` [.., m] where it is given: by the row that `sequence` names for
+// each of its rows, or by its `batch` rows in turn.
 void whorl_outer(
     kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
-    int64_t m, int64_t lda, int64_t ldb, int64_t add, int64_t threads) {
-  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, add != 0, 0, 0, nullptr, nullptr}, int(threads));
+    int64_t m, int64_t lda, int64_t ldb, int64_t add, const kernel::real* factor, const int64_t* sequence, int64_t batch,
+    int64_t threads) {
+  const bool adds = add != 0;
+  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, adds, 0, 0, nullptr, nullptr, factor, sequence, batch}, int(threads));
 }
 
 // Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].

@@ -36,6 +36,7 @@ struct Sweep {
   int64_t x_stride;
   const store* input;      // [outer rows, inputs]: what forward makes it of; null: it is there
   int64_t inputs;
+  int64_t input_step, input_row;  // from one of its steps and sequences to the next; 0: as outer rows lie
   const store* ih;         // [gates x units, inputs]
   const real* bias_ih;     // [gates x units]; null: zero
   const store* hh;         // [recurrent gates x units, width]
@@ -76,6 +77,7 @@ struct Sweep {
   real* dv;
   real* const* de;        // [outer rows, units], added to
   store* dprojected;      // [compact rows, width]
+  int64_t ih_turned, hh_turned;  // ih and hh lie the other way round: [inputs, gates x units], as Keras has them
   int64_t unread;         // nobody reads the gradients of the initial states, and no state is reset
 };
 

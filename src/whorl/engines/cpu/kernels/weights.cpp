@@ -24,13 +24,18 @@ static void pack_all(void* data, int thread, int threads) {
   const Packing& job = *(Packing*)data;
   const Sweep& k = *job.k;
   const Weights& w = *job.w;
-  auto share = [&](const Packed& to, const store* from, int64_t ld) {
-    pack(to, from, ld, w.across, to.panels() * thread / threads, to.panels() * (thread + 1) / threads);
+  auto share = [&](const Packed& to, const store* from, int64_t ld, bool across) {
+    pack(to, from, ld, across, to.panels() * thread / threads, to.panels() * (thread + 1) / threads);
   };
-  for (int index = 0; index < w.count; ++index)
-    share(w.packed[index], k.hh + int64_t(w.first[index]) * k.units * k.width, k.width);
-  if (k.hr) share(w.projection, k.hr, k.units);
-  if (w.input.data) share(w.input, k.ih, k.inputs);
+  for (int index = 0; index < w.count; ++index) {
+    const int64_t first = w.first[index] * k.units;
+    if (k.hh_turned)
+      share(w.packed[index], k.hh + first, k.cell->recurrent * k.units, !w.across);
+    else
+      share(w.packed[index], k.hh + first * k.width, k.width, w.across);
+  }
+  if (k.hr) share(w.projection, k.hr, k.units, w.across);
+  if (w.input.data) share(w.input, k.ih, k.ih_turned ? k.cell->gates * k.units : k.inputs, !k.ih_turned);
 }
 
 // Gates side by side as one matrix, or each on its own where operands differ.
