@@ -215,6 +215,7 @@ FUNCTIONS = {
     "log": torch.log,
     "log1p": torch.log1p,
     "sigmoid": torch.sigmoid,
+    "softplus": lambda x: torch.nn.functional.softplus(x, threshold=100),
 }
 
 

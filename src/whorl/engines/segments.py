@@ -83,7 +83,8 @@ def segments(graph: Graph, near: bool = False, infinity: str = HOST.infinity, na
     """
     if near:
         graph = replace(graph, outputs=tuple(merged(graph.outputs)))
-    target = replace(HOST, functions=frozenset({"sigmoid"}), infinity=infinity, nan=nan)
+    functions = frozenset({"sigmoid", "softplus"} if near else {"sigmoid"})
+    target = replace(HOST, functions=functions, infinity=infinity, nan=nan)
     kept = _kept(graph)
     place = {node.digest: index for index, node in enumerate(kept.units)}
     means = {node.digest: index for index, node in enumerate(kept.means)}

@@ -70,9 +70,8 @@ INLINE float tanh(float x) {
   return size < 0.625f ? near : __builtin_copysignf(far, x);
 }
 
-INLINE float log(float x) {
-  const bool tiny = x < 1.17549435e-38f;  // and what is negative
-  const float y = tiny ? x * 8388608.0f : x;
+// log(y) - lower log(2) of a y that is normal and above 0.
+INLINE float log_of_normal(float y, float lower) {
   const uint32_t bits = bits_of<uint32_t>(y) - 0x3f3504f3u;  // from sqrt(1/2) on
   const int32_t n = int32_t(bits) >> 23;
   const float m = bits_of<float>((bits & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
@@ -85,9 +84,14 @@ INLINE float log(float x) {
   p = p * m + 2.0000714765e-1f;
   p = p * m - 2.4999993993e-1f;
   p = p * m + 3.3333331174e-1f;
-  const float k = float(n) - (tiny ? 23.0f : 0.0f), square = m * m;
-  float result = p * m * square + k * -2.12194440e-4f;
-  result = (result - 0.5f * square) + m + k * 0.693359375f;
+  const float k = float(n) - lower, square = m * m;
+  const float result = p * m * square + k * -2.12194440e-4f;
+  return (result - 0.5f * square) + m + k * 0.693359375f;
+}
+
+INLINE float log(float x) {
+  const bool tiny = x < 1.17549435e-38f;  // and what is negative
+  float result = log_of_normal(tiny ? x * 8388608.0f : x, tiny ? 23.0f : 0.0f);
   result = x == __builtin_inff() ? x : result;
   result = x == 0.0f ? -__builtin_inff() : result;
   return x < 0.0f || x != x ? __builtin_nanf("") : result;
@@ -171,6 +175,14 @@ INLINE float sigmoid(float x) {
   return most - most * (z / (1.0f + z));
 }
 
+INLINE double softplus(double x) { return x > 20.0 ? x : std::log1p(std::exp(x)); }
+
+// log(1 + e^-|x|), and x where it is above 0: no branch, which would keep a loop from becoming vector code.
+INLINE float softplus(float x) {
+  const float z = std::exp(-__builtin_fabsf(x)), u = 1.0f + z;
+  return (x > 0.0f ? x : 0.0f) + (std::log_of_normal(u, 0.0f) + (z - (u - 1.0f)) / u);
+}
+
 // Means over the units of some rows, in an order that their length alone decides.
 typedef real lanes __attribute__((vector_size(64)));
 typedef real loose_lanes __attribute__((vector_size(64), aligned(sizeof(real)), may_alias));
@@ -214,13 +226,13 @@ static inline real variance_of(const real* const (&rows)[N], int64_t count, real
 
 extern "C" const kernel::Cell* whorl_cell() { return &kernel::CELL; }
 #ifdef WHORL_TESTED
-// The functions of this file, for tests: 0 exp, 1 expm1, 2 tanh, 3 log, 4 log1p, 5 sigmoid.
+// The functions of this file, for tests: 0 exp, 1 expm1, 2 tanh, 3 log, 4 log1p, 5 sigmoid, 6 softplus.
 extern "C" void whorl_maths(int64_t which, int64_t count, const kernel::real* x, kernel::real* y) {
   using namespace kernel;
   EACH_ALONE
   for (int64_t u = 0; u < count; ++u)
     y[u] = which == 0 ? kernel::std::exp(x[u]) : which == 1 ? kernel::std::expm1(x[u]) : which == 2 ? kernel::std::tanh(x[u])
            : which == 3 ? kernel::std::log(x[u]) : which == 4 ? kernel::std::log1p(x[u])
-           : kernel::sigmoid(x[u]);
+           : which == 5 ? kernel::sigmoid(x[u]) : kernel::softplus(x[u]);
 }
 #endif
