@@ -12,7 +12,7 @@ from torch import Tensor
 import whorl
 from comparison import PlainLoop, broken, error, flat, make, twin
 from whorl.bench.baseline import TF32_EPS, to_tf32
-from whorl.engines.cuda import compile, launch, layers, source
+from whorl.engines.cuda import compile, grid, launch, layers, source, tiling
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {
@@ -447,6 +447,8 @@ def test_warps_that_sleep_at_random_change_nothing(
     cell: str, units: int, batch: int, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = PRECISIONS[precision]
+    monkeypatch.setattr(grid, "choose", tiling.choose)  # clusters: what is spread has its own test
+    monkeypatch.setattr(layers, "_prepared", {})
     layer = build(cell, units, dtype, bidirectional=True)
     x = torch.randn(11, batch, units, device="cuda", dtype=dtype)
     parameters = list(layer.parameters())

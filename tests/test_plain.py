@@ -109,6 +109,21 @@ def test_backward_may_run_again() -> None:
         torch.testing.assert_close(got, truth, rtol=0, atol=0)
 
 
+def test_a_compiled_graph_hands_backward_more_than_what_was_kept() -> None:
+    layer = make(whorl, "LSTM", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
+    x = torch.randn(4, 5, 6, dtype=torch.bfloat16, requires_grad=True)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x)[0].square().sum()
+
+    torch._dynamo.reset()
+    found = (torch.compile(loss, backend="aot_eager")(x), loss(x))
+    first, second = (torch.autograd.grad(value, (x, *layer.parameters())) for value in found)
+    for got, truth in zip(first, second, strict=True):
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+    assert {*ran()} == {Plain}
+
+
 def test_no_product_for_an_x_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, multiply = [], Product.__call__
     monkeypatch.setattr(

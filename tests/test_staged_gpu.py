@@ -50,10 +50,15 @@ def spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_prepared", {})
 
 
+# relu's gradient jumps: over 37 steps in float16 an x that is a quarter of an ulp away gives gradients that are 1.8 times
+# as far away as the error rule allows
+SMOOTH = STAGED | {"every option of LSTM": library.make_lstm(torch.tanh, torch.sigmoid, True, True, True).graph}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [name for name in STAGED if spreadable(STAGED[name])])
+@pytest.mark.parametrize("name", [name for name in SMOOTH if spreadable(SMOOTH[name])])
 def test_every_cell_with_means_through_l2(spread: None, name: str, dtype: torch.dtype) -> None:
-    assert_agrees("persistent", STAGED[name], Case(dict(directions=2), time=37, batch=20, units=130), dtype, "cuda")
+    assert_agrees("persistent", SMOOTH[name], Case(dict(directions=2), time=37, batch=20, units=130), dtype, "cuda")
 
 
 @pytest.mark.parametrize("units, batch, time", [(2, 1, 1), (16, 8, 3), (97, 131, 5), (512, 300, 4), (512, 24, 40)])

@@ -172,7 +172,7 @@ class Plain(Layers):
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
         grad_y, *grad_finals = (None if grad is None else plain(grad.to(dtype)) for grad in grads)
-        (room,), x, y, (weights, at) = saved, call.x.contiguous(), plain(y), self._weights(call)
+        room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
         starts = [plain(state.to(dtype)) for state in call.states]
         grad_x = None if "x" in constants else torch.empty_like(x)
         grad_starts, made = [torch.empty_like(start) for start in starts], [torch.empty_like(own) for own in weights]
