@@ -50,8 +50,8 @@ def spread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_prepared", {})
 
 
-# relu's gradient jumps: over 37 steps in float16 an x that is a quarter of an ulp away gives gradients that are 1.8 times
-# as far away as the error rule allows
+# relu's gradient jumps: over 37 steps in float16 an x that is a quarter of an ulp away gives gradients that are 1.8
+# times as far away as the error rule allows
 SMOOTH = STAGED | {"every option of LSTM": library.make_lstm(torch.tanh, torch.sigmoid, True, True, True).graph}
 
 
