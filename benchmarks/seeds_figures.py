@@ -1,6 +1,6 @@
 """Figures for the page of the suite `seeds` from what other commands wrote: the grid, and runs of `whorl train`.
 
-    python benchmarks/seeds_figures.py grid benchmarks/results/h200.json
+    python benchmarks/seeds_figures.py grid benchmarks/results/h200-persistent.json benchmarks/results/h200.json
     python benchmarks/seeds_figures.py ptb benchmarks/results/ptb/*.jsonl --commit HASH --date DAY --driver 580.1
 
 The metrics of `whorl train` do not say commit, date and driver, so they are given.  --out is the folder of figures.
@@ -23,7 +23,7 @@ PRESETS = ("small", "medium", "large")
 
 
 def of_grid(paths: list[Path]) -> Figures:
-    """The sizes of 2017, then and now; machine and versions are those of the first file."""
+    """The sizes of 2017, then and now; machine, versions and commit are those of the first file, which goes first."""
     found = [Results.load(path) for path in paths]
     header, table = found[0].header, history(found)
     assert table is not None, "none of the files has a size that was published"
@@ -31,6 +31,7 @@ def of_grid(paths: list[Path]) -> Figures:
     text = (
         "One layer or three, as wide as its input: rnn-benchmarks and cudnn_rnn_theano_benchmarks of 2016 and 2017. "
         "docs/results.md has the whole grid.",
+        *(f"Columns that it lacks are of commit {later.header.commit['hash'][:12]}." for later in found[1:]),
     )
     return Figures(
         "grid", "The benchmark grid, 2017 and now", text, "whorl bench", date, header.machine, header.versions,

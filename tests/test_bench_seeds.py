@@ -321,7 +321,8 @@ def test_the_figures_of_the_grid_and_of_the_treebank_are_those_of_their_records(
     tool = runpy.run_path(str(ROOT / "benchmarks" / "seeds_figures.py"))
     results, there = ROOT / "benchmarks" / "results", Figures.load(ROOT / collection.SEEDS / "penn_treebank.json")
     given = ["--commit", there.commit["hash"], "--date", there.date, "--driver", there.machine["driver"]]
-    for words in (f"grid {results / 'h200.json'}", f"ptb {' '.join(map(str, (results / 'ptb').glob('*.jsonl')))}"):
+    grid = f"grid {results / 'h200-persistent.json'} {results / 'h200.json'}"
+    for words in (grid, f"ptb {' '.join(map(str, (results / 'ptb').glob('*.jsonl')))}"):
         monkeypatch.setattr(sys, "argv", ["seeds_figures.py", *words.split(), *given, "--out", str(tmp_path)])
         tool["main"]()
     for name in ("grid.json", "penn_treebank.json"):

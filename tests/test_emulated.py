@@ -40,6 +40,15 @@ def outcome(
         return with_gradients(layer, x)
 
 
+def assert_right(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, folder: Path) -> None:
+    """Outputs and gradients follow the error rule; the baseline is `reference` in the same dtype."""
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
+    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+
+
 def with_gradients(layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
     outputs = flat(layer(x))
     wanted = {"x": x, **dict(layer.named_parameters())}
@@ -62,11 +71,7 @@ def test_plain_layers(
     torch.manual_seed(1)
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
-    truth = outcome(layer, x, torch.float64, "reference", folder)
-    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
-    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+    assert_right(layer, x, dtype, folder)
 
 
 def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -> None:
@@ -291,11 +296,7 @@ def test_products_of_four_warps(
     torch.manual_seed(1)
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
-    truth = outcome(layer, x, torch.float64, "reference", folder)
-    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
-    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+    assert_right(layer, x, dtype, folder)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +326,7 @@ def test_sub_tiles_that_travel_while_others_are_computed(
     monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
     torch.manual_seed(1)
     layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
-    truth = outcome(layer, x, torch.float64, "reference", folder)
-    plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
-    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+    assert_right(layer, x, dtype, folder)
 
 
 @pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])
@@ -343,11 +340,7 @@ def test_each_way_may_be_of_another_regime(
     monkeypatch.setattr(grid, "choose", chosen)
     torch.manual_seed(1)
     layer, x = getattr(whorl, kind)(6, units).bfloat16(), torch.randn(5, 9, 6).bfloat16()
-    truth = outcome(layer, x, torch.float64, "reference", folder)
-    plain, got = (outcome(layer, x, torch.bfloat16, engine, folder) for engine in ("reference", "persistent"))
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(torch.bfloat16).eps for name in truth}
-    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+    assert_right(layer, x, torch.bfloat16, folder)
 
 
 @pytest.mark.parametrize("seed", range(8))
