@@ -11,12 +11,12 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import cudnn, grid, source
+from whorl.engines.cuda import aligned, cudnn, grid, source
 from whorl.engines.cuda.compile import missing
-from whorl.engines.cuda.layers import Layers, exact, layers
+from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
-from whorl.engines.cuda.prepare import Numbers, codes, size_of
+from whorl.engines.cuda.prepare import Numbers, adding_code, codes, row_copier_code, size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import spreadable, staged
 from whorl.engines.cuda.tiling import Chip
@@ -137,7 +137,11 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
-    return [name for name, _ in codes(wanted, chip)]
+    made = codes(wanted, chip)
+    if problem.gradient and (form.bias or form.cell.vectors):
+        made.append(adding_code(problem.dtype, chip))
+    copied = aligned.words(problem.dtype.itemsize, *largest(problem))
+    return [name for name, _ in [*made, *(row_copier_code(word, chip) for word in copied)]]
 
 
 def fits(problem: Problem) -> bool:

@@ -51,7 +51,7 @@ class _OfSome(NamedTuple):
 def is_plain(problem: Problem) -> bool:
     """No options, no vectors, a step of one stage, and no product of which operands are copied."""
     cell = problem.form.cell
-    copies = aligned.needed(problem.dtype.itemsize, *largest(problem))
+    copies = bool(aligned.words(problem.dtype.itemsize, *largest(problem)))
     return not (problem.additions or problem.packed or cell.vectors or staged(cell) or copies)
 
 
