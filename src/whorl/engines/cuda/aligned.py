@@ -20,7 +20,7 @@ LEAST = 1 << 29
 
 
 def words(element: int, sizes: Iterable[int], most: int) -> tuple[int, ...]:
-    """In words of how many bytes rows are copied; none where no product is worth it, from what `Products` is made of."""
+    """Bytes of the words in which rows are copied, as `Products` takes sizes; none where no product is worth it."""
     needed = most >= LEAST and any(size % (16 // element) for size in sizes)
     return tuple(word for word in (2, 4, 8) if word >= element) if needed else ()
 
