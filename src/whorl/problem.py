@@ -400,4 +400,4 @@ def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
 
 def slots(form: Form) -> int:
     """The most byte tensors that an engine saves: a number of the form alone, since a compiled graph fixes it."""
-    return 3 * form.layers * form.directions
+    return 3 * form.layers * (form.directions + bool(form.projection))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from whorl.engines.cuda.sums import Sums
 from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
+
+Made = TypeVar("Made")
 
 
 class Layers:
@@ -394,10 +397,10 @@ def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, in
     return found
 
 
-_prepared: dict[tuple[int, torch.device], tuple[Plan, Layers]] = {}
+_prepared: dict[tuple[int, torch.device], tuple[Plan, Any]] = {}
 
 
-def layers(plan: Plan, device: torch.device, make: Callable[[Plan, torch.device], Layers]) -> Layers:
+def layers(plan: Plan, device: torch.device, make: Callable[[Plan, torch.device], Made]) -> Made:
     """A plan made ready on a device, once: a plan is the same object as long as `plan.plan` keeps it."""
     key = (id(plan), device)
     found = _prepared.get(key)
