@@ -73,6 +73,8 @@ class Persistent(Engine):
         form = problem.form
         if problem.device.capability < (9, 0):
             return [f"it never ran on a GPU of compute capability {_dotted(problem.device.capability)}"]
+        if form.projection:
+            return [] if CuDNN().obstacles(problem) else ["with a projection it was not measured beside cuDNN"]
         few = problem.batch < 64 and (problem.dtype.itemsize == 2 or form.units <= 1024)
         if form.units < 512 or few or CuDNN().obstacles(problem):
             return []

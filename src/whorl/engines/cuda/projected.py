@@ -1,7 +1,7 @@
 """Layers with a projection: the loop is that of the layer without one, and products of whole matrices do the rest.
 
-A layer that gives h = P m, where m is what its cell makes, has the gates W x + R P m.  So its loop is a plain one over m
-with the recurrent weights R P, made once a call with sums in float32, and its outputs are one product after it.  An
+A layer that gives h = P m, where m is what its cell makes, has the gates W x + R P m.  So its loop is a plain one over
+m with the recurrent weights R P, made once a call with sums in float32, and its outputs are one product after it.  An
 initial h is no P m: it enters the first step as columns of x that are zero elsewhere, beside which W has those of R.
 """
 
