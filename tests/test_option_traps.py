@@ -152,6 +152,17 @@ def test_warps_that_sleep_at_random_change_nothing(
         assert _same(made.step(), wanted)
 
 
+@pytest.mark.parametrize("blocks", [1, 100, 131, 400])
+def test_two_streams_on_a_gpu_that_is_busy_with_something_else(made: Made, blocks: int) -> None:
+    wanted, found = made.step(), []
+    test_persistent.hold(blocks)
+    for stream in [torch.cuda.Stream() for _ in range(2)]:
+        with torch.cuda.stream(stream):
+            found.append(made.step())
+    torch.cuda.synchronize()
+    assert all(_same(got, wanted) for got in found)
+
+
 @pytest.mark.parametrize("exponent", [-24, 12])
 @precisions
 def test_gradients_of_any_size(made: Made, precision: str, exponent: int) -> None:

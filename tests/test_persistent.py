@@ -485,6 +485,14 @@ extern "C" __global__ void hog(const __grid_constant__ Arguments a) {
 """
 
 
+def hold(blocks: int) -> None:
+    """Another kernel, which holds so many multiprocessors for about 10 ms."""
+    major, minor = torch.cuda.get_device_capability()
+    hog = launch.Kernel(compile.cubin(HOG, "hog", f"sm_{major}{minor}"), "hog", 0, 64, 200_000, 1, "q")
+    torch.cuda.synchronize()
+    hog(torch.cuda.Stream().cuda_stream, blocks, 1, 20_000_000)
+
+
 @pytest.mark.parametrize("blocks", [1, 40, 100, 131, 400])
 def test_a_gpu_that_is_busy_with_something_else(blocks: int) -> None:
     """Multiprocessors held by another kernel: clusters come later, and nothing waits for ever."""
@@ -497,11 +505,7 @@ def test_a_gpu_that_is_busy_with_something_else(blocks: int) -> None:
         return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
     wanted = step()
-    major, minor = torch.cuda.get_device_capability()
-    hog = launch.Kernel(compile.cubin(HOG, "hog", f"sm_{major}{minor}"), "hog", 0, 64, 200_000, 1, "q")
-    other = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    hog(other.cuda_stream, blocks, 1, 20_000_000)  # about 10 ms
+    hold(blocks)
     streams = [torch.cuda.Stream() for _ in range(2)]
     found = []
     for stream in streams:
