@@ -157,7 +157,7 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(GRU, cell=library.mgu.graph, units=768)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
     ("persistent", {"form": replace(LSTM, projection=3, layers=2), "initial": True, "dropout": True}),
-    ("persistent", {"form": replace(LSTM, projection=300), "extras": ("lengths", "mask")}),
+    ("persistent", {"form": replace(LSTM, projection=300), "extras": ("lengths", "mask", "reset")}),
     ("persistent", {"form": replace(LSTM, units=2048, zoneout=(0.1, 0.1)), "extras": tuple(EXTRAS)}),
     ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
     (

@@ -21,6 +21,7 @@ CASES = {
     "no bias, dropout": Case({"layers": 3, "bias": False, "dropout": 0.4}),
     "lengths": Case({"layers": 2, "directions": 2}, initial=False, marks=("lengths",)),
     "mask and lengths": Case({"layers": 2}, initial=False, marks=("mask", "lengths")),
+    "reset": Case({"layers": 2, "directions": 2}, initial=False, marks=("reset",)),
     "packed": Case({"directions": 2}, initial=False, packed=True),
     "one step": Case({"directions": 2}, time=1),
     "recomputed": Case({"memory": "recompute"}),
@@ -86,7 +87,7 @@ LSTM = Problem(Form(CELLS["lstm"], 24, 128, projection=32), H200, torch.bfloat16
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"extras": ("reset",)}, "these kernels take no resets"),
+        ({"extras": ("reset", "reset_to")}, "these kernels take no states that resets give"),
         ({"extras": ("return_states", "lengths")}, "these kernels take no the states of every step"),
         ({"extras": ("mask",), "initial": True}, "these kernels take no initial states with a mask"),
         ({"packed": True, "initial": True}, "these kernels take no initial states with a PackedSequence"),
@@ -99,7 +100,7 @@ def test_what_is_not_taken_is_said(change: dict[str, Any], reason: str) -> None:
 
 
 def test_what_is_taken() -> None:
-    for change in ({}, {"initial": True, "dropout": True}, {"extras": ("lengths", "mask")}, {"packed": True}):
+    for change in ({}, {"initial": True, "dropout": True}, {"extras": ("lengths", "mask", "reset")}, {"packed": True}):
         assert not [reason for reason in Persistent().obstacles(replace(LSTM, **change)) if "projection" in reason]
 
 

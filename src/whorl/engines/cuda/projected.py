@@ -19,15 +19,15 @@ from whorl.engines.cuda.products import product
 from whorl.problem import EXTRAS, Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
-_HELD = (EXTRAS["lengths"], EXTRAS["mask"])
-"""Options that hold m as they hold h."""
+_OVER_M = tuple(EXTRAS[name] for name in ("lengths", "mask", "reset"))
+"""Options that do to m what they do to h."""
 
 
 def obstacles(problem: Problem) -> list[str]:
     """What of a problem with a projection is not that of the loop without one, each a sentence."""
     form = problem.form
     marked = [*problem.additions, *["a PackedSequence"] * problem.packed]
-    others = [words for words in problem.additions if words not in _HELD]
+    others = [words for words in problem.additions if words not in _OVER_M]
     beside = f"beside a projection ({form.projection} wide) these kernels take no "
     found = [f"{beside}{', '.join(others)}"] if others else []
     if problem.initial and marked:
