@@ -50,8 +50,8 @@ def expected(problem: Problem) -> Features:
     lengths, reset = problem.packed or "lengths" in extras, "reset" in extras
     return Features(
         lengths=lengths, mask="mask" in extras, reset=reset, reset_to="reset_to" in extras,
-        order=lengths and not problem.packed, packed=problem.packed, noise=noise, zoneout=zoneout, sequences=problem.sequences, noise_gradient=given,
-        zoneout_gradient=given,
+        order=lengths and not problem.packed, packed=problem.packed, noise=noise, zoneout=zoneout,
+        sequences=problem.sequences, noise_gradient=given, zoneout_gradient=given,
     )  # fmt: skip
 
 
