@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import whorl
 from emulation import H200, emulated
 from engine_cases import CELLS, Case, assert_agrees
 from whorl.engines.cuda import projected
@@ -64,6 +65,21 @@ def test_widths(projection: int, dtype: torch.dtype, device: str) -> None:
         pytest.skip("left to a GPU")
     case = Case({"projection": projection, "layers": 2}, units=24, batch=9)
     assert_agrees("persistent", CELLS["lstm"], case, dtype, device)
+
+
+def test_a_compiled_graph(device: str) -> None:
+    """Which keeps more tensors than there are, and plans backward by itself."""
+    layer = whorl.LSTM(6, 24, 2, proj_size=5, device=device, dtype=torch.bfloat16, engine="persistent")
+    x = torch.randn(4, 9, 6, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        y, states = layer(x)
+        return y.square().sum() + states[0].sum()
+
+    leaves = [x, *layer.parameters()]
+    wanted = torch.autograd.grad(loss(x), leaves)
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu

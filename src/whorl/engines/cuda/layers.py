@@ -57,6 +57,11 @@ class Layers:
         if not self.optional:
             self._ready(PLAIN, PLAIN)
 
+    @property
+    def keeps(self) -> int:
+        """How many tensors forward saves where a gradient is wanted."""
+        return (2 * self.form.directions + 1) * self.form.layers - 1
+
     def _ready(self, ahead: Features, back: Features) -> None:
         """Load what a call needs, forward and backward together: a capture of a CUDA graph can load nothing."""
         self._load([("forward", ahead), ("backward", back)][: 1 + self.problem.gradient])

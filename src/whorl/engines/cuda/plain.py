@@ -70,6 +70,10 @@ class Plain(Layers):
         if self.problem.gradient:
             self._make_ready_for_backward()
 
+    @property
+    def keeps(self) -> int:
+        return 1
+
     def _places_of_weights(self, layer: int) -> list[int]:
         """Among all weights: recurrent ones, then biases of r and of x, each of two directions; -1 for what is not."""
         directions = self.form.directions

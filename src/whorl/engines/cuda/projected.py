@@ -66,17 +66,16 @@ class Projected:
         return replace(self.problem, form=alone, dropout=False, constants=constants)
 
     def forward(self, call: Call) -> Outcome:
-        x, saved, keeps = call.x, [], self.problem.gradient
+        x, saved = call.x, []
         finals: list[tuple[Tensor, ...]] = []
         for layer, loop in enumerate(self._loops):
             weights = self._weights(call, layer)
             m, ends, kept, _ = loop.forward(self._call(call, layer, x, weights))
             y = self._projected(m, weights)
             finals.append((self._of_states(ends[0], weights), *ends[1:]))
-            if keeps:
-                saved += [*kept, as_bytes(m), as_bytes(ends[0])] + (
-                    [as_bytes(y)] if layer + 1 < len(self._loops) else []
-                )
+            if self.problem.gradient:
+                saved += [*kept, as_bytes(m), as_bytes(ends[0])]
+                saved += [as_bytes(y)] if layer < self.form.layers - 1 else []
             x = y * call.dropout[layer] if layer < len(call.dropout) else y
         return Outcome(y, tuple(torch.cat(of_state) for of_state in zip(*finals, strict=True)), tuple(saved))
 
@@ -87,10 +86,9 @@ class Projected:
         to_starts: list[list[Tensor]] = [[] for _ in call.states]
         to_weights: list[LayerWeights] = []
         to_dropout: list[Tensor | None] = [None] * len(call.dropout)
-        each = (len(saved) + 1) // form.layers  # of the last layer the output is not among them
-        outer = call.x.shape[:-1]
+        each, outer = self._loops[0].keeps + 3, call.x.shape[:-1]
         for layer in reversed(range(form.layers)):
-            *kept, m, end = saved[layer * each : (layer + 1) * each - (layer + 1 < form.layers)]
+            *kept, m, end = saved[layer * each : (layer + 1) * each - 1]
             m = from_bytes(m, (*outer, directions * units), dtype)
             end = from_bytes(end, (directions, batch, units), dtype)
             below, weights = call.x, self._weights(call, layer)
