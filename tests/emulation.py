@@ -24,7 +24,18 @@ from torch import Tensor
 
 from whorl import problem
 from whorl.bench.baseline import to_tf32
-from whorl.engines.cuda import aligned, entering, launch, layers, options, persistent, prepare, products, store
+from whorl.engines.cuda import (
+    aligned,
+    entering,
+    launch,
+    layers,
+    options,
+    persistent,
+    prepare,
+    products,
+    projected,
+    store,
+)
 from whorl.engines.cuda.tiling import Chip
 from whorl.plan import plan
 
@@ -142,6 +153,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(layers, "product", product)
         patch.setattr(aligned, "product", product)
         patch.setattr(entering, "product", product)
+        patch.setattr(projected, "product", product)
         patch.setattr(layers, "_prepared", {})
         patch.setattr(launch, "_loaded", {})
         patch.setattr(prepare, "Kernel", Kernel)

@@ -26,7 +26,7 @@ ADDITIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zoneout": ({"zoneout": 0.3}, {}),
     "lengths": ({}, {"lengths": [1, 2, 4]}),
     "a mask": ({}, {"mask": FLAGS}),
-    "resets": ({}, {"reset": FLAGS}),
+    "resets, states that resets give": ({}, {"reset": FLAGS, "reset_to": (torch.ones(1, 3, 5), torch.ones(1, 3, 5))}),
     "given masks of dropout or zoneout": ({}, {"dropout_masks": {"zoneout_h": torch.ones(4, 3, 5)}}),
     "the states of every step": ({}, {"return_states": True}),
 }

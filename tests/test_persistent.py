@@ -38,14 +38,20 @@ def eps_of(dtype: torch.dtype) -> float:
     return TF32_EPS if is_tf32(dtype) else torch.finfo(dtype).eps
 
 
-def results(layer: torch.nn.Module, x: Tensor, hx: Any, loss: Callable, dtype: torch.dtype) -> Results:
-    """Outputs, final states and every gradient; memory is filled with NaN beforehand."""
+def results(
+    layer: torch.nn.Module, x: Tensor, hx: Any, loss: Callable, dtype: torch.dtype, lay: Callable = lambda x: x
+) -> Results:
+    """Outputs, final states and every gradient; memory is filled with NaN beforehand.
+
+    Args:
+        lay: gives x as it lies in memory when the layer gets it.
+    """
     poison = [torch.full((2**k,), torch.nan, device="cuda") for k in range(6, 24, 2) for _ in range(4)]
     del poison
     data = x.to(dtype).detach().requires_grad_()
     states = [state.to(dtype).detach().requires_grad_() for state in flat(hx)] if hx is not None else []
     given = None if hx is None else tuple(states) if isinstance(hx, tuple) else states[0]
-    outputs = flat(layer(data, given))
+    outputs = flat(layer(lay(data), given))
     wanted = [*layer.parameters(), data, *states]
     grads = torch.autograd.grad(loss(outputs), wanted)
     names = [name for name, _ in layer.named_parameters()] + ["x"] + [f"state {i}" for i in range(len(states))]
@@ -61,8 +67,9 @@ def weighted(outputs: list[Tensor]) -> Tensor:
 
 
 def measured(
-    layer: torch.nn.Module, time: int, batch: int, initial: bool = True, loss: Callable = weighted, scale: float = 1.0
-) -> dict[str, tuple[float, float]]:
+    layer: torch.nn.Module, time: int, batch: int, initial: bool = True, loss: Callable = weighted, scale: float = 1.0,
+    lay: Callable = lambda x: x,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Each tensor's error, and the baseline's."""
     dtype = next(layer.parameters()).dtype
     x = (scale * torch.randn(time, batch, layer.input_size, device="cuda")).to(dtype).double()
@@ -71,8 +78,8 @@ def measured(
     hx = None if not initial else tuple(states) if layer.mode == "LSTM" else states[0]
     truth = results(twin(layer).to("cuda").double(), x, hx, loss, torch.float64)
     plain = results(PlainLoop(layer, to_tf32 if is_tf32(dtype) else None), x, hx, loss, torch.float32)
-    got = results(layer, x, hx, loss, dtype)
-    again = results(layer, x, hx, loss, dtype)
+    got = results(layer, x, hx, loss, dtype, lay)
+    again = results(layer, x, hx, loss, dtype, lay)
     assert all(torch.equal(got[name], again[name]) for name in got), "two runs differ"
     return {name: (error(got[name], truth[name]), error(plain[name], truth[name])) for name in truth}
 
@@ -421,6 +428,8 @@ SLOWED = [
     ("          wait(made", "          delay();\n          wait(made"),
     ("    const unsigned target = at_rank", "    delay();\n        const unsigned target = at_rank"),
     ("      if (t + 1 < time) {  // send", "      delay();\n      if (t + 1 < time) {  // send"),
+    ("await(0, copy, t - 1);", "delay();\n      await(0, copy, t - 1);"),
+    ("await(1 + stage, copy, t);", "delay();\n          await(1 + stage, copy, t);"),
 ]
 
 
@@ -476,6 +485,14 @@ extern "C" __global__ void hog(const __grid_constant__ Arguments a) {
 """
 
 
+def hold(blocks: int) -> None:
+    """Another kernel, which holds so many multiprocessors for about 10 ms."""
+    major, minor = torch.cuda.get_device_capability()
+    hog = launch.Kernel(compile.cubin(HOG, "hog", f"sm_{major}{minor}"), "hog", 0, 64, 200_000, 1, "q")
+    torch.cuda.synchronize()
+    hog(torch.cuda.Stream().cuda_stream, blocks, 1, 20_000_000)
+
+
 @pytest.mark.parametrize("blocks", [1, 40, 100, 131, 400])
 def test_a_gpu_that_is_busy_with_something_else(blocks: int) -> None:
     """Multiprocessors held by another kernel: clusters come later, and nothing waits for ever."""
@@ -488,11 +505,7 @@ def test_a_gpu_that_is_busy_with_something_else(blocks: int) -> None:
         return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
     wanted = step()
-    major, minor = torch.cuda.get_device_capability()
-    hog = launch.Kernel(compile.cubin(HOG, "hog", f"sm_{major}{minor}"), "hog", 0, 64, 200_000, 1, "q")
-    other = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    hog(other.cuda_stream, blocks, 1, 20_000_000)  # about 10 ms
+    hold(blocks)
     streams = [torch.cuda.Stream() for _ in range(2)]
     found = []
     for stream in streams:

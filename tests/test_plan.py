@@ -65,7 +65,6 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         {"form": replace(LSTM, cell=library.mgu.graph, recurrent_dropout=0.1), "extras": ("drawn",)},
         "the step of mgu has products inside, these kernels take no recurrent dropout there",
     ),
-    ("persistent", {"form": replace(LSTM, projection=3)}, "the projection is 3 wide, these kernels take none"),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",
@@ -157,6 +156,8 @@ WITHIN: list[tuple[str, dict[str, Any]]] = [
     ("persistent", {"form": replace(MEAN, units=512, recurrent_dropout=0.1), "extras": ("mask", "drawn")}),
     ("persistent", {"form": replace(GRU, cell=library.mgu.graph, units=768)}),
     ("persistent", {"packed": True, "extras": ("reset", "return_states")}),
+    ("persistent", {"form": replace(LSTM, projection=3, layers=2), "initial": True, "dropout": True}),
+    ("persistent", {"form": replace(LSTM, projection=300), "extras": ("lengths", "mask", "reset")}),
     ("persistent", {"form": replace(LSTM, units=2048, zoneout=(0.1, 0.1)), "extras": tuple(EXTRAS)}),
     ("persistent", {"form": replace(LSTM, recurrent_dropout=0.1), "extras": ("drawn", "dropout_masks")}),
     (

@@ -1,13 +1,17 @@
 """`whorl warm`: kernels compiled ahead of time are those that a call on that GPU would ask for."""
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+import whorl
+from emulation import emulated
 from whorl import settings
 from whorl.commands import main
-from whorl.engines.cuda import store
+from whorl.engines.cuda import aligned, store
 from whorl.engines.cuda.compile import missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
@@ -27,10 +31,10 @@ def test_what_is_compiled_lies_in_the_store_and_is_not_compiled_again(
     assert main(words) == 0
     *names, last = capsys.readouterr().out.splitlines()
     assert [name.split("_float16")[0] for name in names] == [
-        "gru_forward_24", "gru_backward_24", "gru_forward_40", "gru_backward_40",
+        "gru_forward_24", "gru_backward_24", "add_up", "gru_forward_40", "gru_backward_40",
     ]  # fmt: skip
-    assert last == f"4 kernels for a GPU of compute capability 9.0 are in {folder.parent}"
-    assert len(list(folder.glob("*.cubin"))) == len(list(folder.glob("*.cu"))) == 4
+    assert last == f"5 kernels for a GPU of compute capability 9.0 are in {folder.parent}"
+    assert len(list(folder.glob("*.cubin"))) == len(list(folder.glob("*.cu"))) == 5
     monkeypatch.setattr(store, "cubin", lambda *_: pytest.fail("compiled again"))
     assert main(words) == 0
 
@@ -58,3 +62,24 @@ def test_what_cannot_be_compiled_says_why(words: list[str], complaint: str, caps
     with suppress(SystemExit):  # what argparse refuses ends there
         assert main(["warm", "lstm", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
+@pytest.mark.parametrize("least", [1, 1 << 29], ids=["rows are copied", "rows lie as they are"])
+def test_a_call_asks_for_what_is_compiled_and_no_more(
+    least: int, inference: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aligned, "LEAST", least)
+    words = "gru --units 21 --inputs 7 --layers 2 --batch 3 --time 4 --bidirectional".split()
+    assert main(["warm", *words, *["--inference"] * inference, *H200]) == 0
+    *names, _ = capsys.readouterr().out.splitlines()
+    layer, asked = whorl.GRU(7, 21, 2, bidirectional=True, engine="persistent"), set()
+    with emulated(tmp_path), monkeypatch.context() as patch:
+        real = store.kernels
+        patch.setattr(store, "kernels", lambda wanted: asked.update(one[1] for one in wanted) or real(wanted))
+        with torch.set_grad_enabled(not inference):
+            y, _ = layer.to(torch.bfloat16)(torch.randn(4, 3, 7, dtype=torch.bfloat16))
+        if not inference:
+            y.float().sum().backward()
+    assert asked == {*names}

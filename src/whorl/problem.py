@@ -110,6 +110,7 @@ EXTRAS = {
     "lengths": "lengths",
     "mask": "a mask",
     "reset": "resets",
+    "reset_to": "states that resets give",
     "inputs": "extra inputs of the cell",
     "drawn": "masks drawn at random",
     "dropout_masks": "given masks of dropout or zoneout",
@@ -330,6 +331,7 @@ def _extras(call: Call, sequences: bool) -> tuple[str, ...]:
         "lengths": marks.lengths is not None,
         "mask": marks.mask is not None,
         "reset": marks.reset is not None,
+        "reset_to": bool(call.reset_to),
         "inputs": bool(call.inputs),
         "drawn": marks.seed is not None,
         "dropout_masks": bool(call.noise),
@@ -400,4 +402,4 @@ def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
 
 def slots(form: Form) -> int:
     """The most byte tensors that an engine saves: a number of the form alone, since a compiled graph fixes it."""
-    return 3 * form.layers * form.directions
+    return 3 * form.layers * (form.directions + bool(form.projection))

@@ -39,19 +39,22 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 
 class _Product(torch.autograd.Function):
-    """a @ w.T, forward and backward, of rounded operands and nothing else rounded."""
+    """a @ w.T, forward and backward, of rounded operands and nothing else rounded.
+
+    Takes a, w, w as it is rounded (once for all steps, which keep it in common), and the rounding.
+    """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, w: Tensor, rounding: Rounding) -> Tensor:
-        a, w = rounding(a), rounding(w)
+    def forward(ctx: Any, a: Tensor, w: Tensor, rounded: Tensor, rounding: Rounding) -> Tensor:
+        a = rounding(a)
         ctx.rounding = rounding
-        ctx.save_for_backward(a, w)
-        return a @ w.T
+        ctx.save_for_backward(a, rounded)
+        return a @ rounded.T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (a, w), grad = ctx.saved_tensors, ctx.rounding(grad)
-        return grad @ w, grad.flatten(0, -2).T @ a.flatten(0, -2), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (a, rounded), grad = ctx.saved_tensors, ctx.rounding(grad)
+        return grad @ rounded, grad.flatten(0, -2).T @ a.flatten(0, -2), None, None
 
 
 class PlainLoop(torch.nn.Module):
@@ -99,10 +102,11 @@ class PlainLoop(torch.nn.Module):
     def _sweep(self, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, list[Tensor]]:
         w_ih, w_hh = (getattr(self, kind + suffix) for kind in ("weight_ih", "weight_hh"))
         b_ih, b_hh = (getattr(self, kind + suffix, x.new_zeros(())) for kind in ("bias_ih", "bias_hh"))
+        weights = [(w, self.rounding(w.detach()), self.rounding) for w in (w_ih, w_hh)]
         outs: list[Tensor] = []
         for step in x.flip(0) if suffix.endswith("reverse") else x:
-            a = _Product.apply(step, w_ih, self.rounding) + b_ih
-            b = _Product.apply(state[0], w_hh, self.rounding) + b_hh
+            a = _Product.apply(step, *weights[0]) + b_ih
+            b = _Product.apply(state[0], *weights[1]) + b_hh
             state = self._step(a, b, state)
             outs.append(state[0])
         return torch.stack(outs[::-1] if suffix.endswith("reverse") else outs), state

@@ -36,7 +36,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.set_defaults(run=run)
     parser.add_argument("cell", choices=CELLS, help="the layer's cell")
     parser.add_argument("--units", type=int, nargs="+", required=True, help="its units; several compile several")
+    parser.add_argument("--inputs", type=int, help="features of the input; as many as units unless given")
+    parser.add_argument("--layers", type=int, default=1, help="layers on each other (1)")
     parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences side by side (32)")
+    copied = "steps: where there are many, odd widths are copied for cuBLAS, by a kernel of its own (100)"
+    parser.add_argument("--time", type=int, default=100, help=copied)
     which = "bfloat16 unless given; tf32 is what float32 is by torch's own default"
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"], help=which)
     parser.add_argument("--bidirectional", action="store_true", help="both directions")
@@ -59,9 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     }
     problems = [
         Problem(
-            form=Form(CELLS[arguments.cell].graph, units, units, directions=1 + arguments.bidirectional,
-                      bias=not arguments.no_bias),
-            device=devices[dtype], dtype=DTYPES[dtype], time=1, batch=batch, gradient=not arguments.inference,
+            form=Form(CELLS[arguments.cell].graph, arguments.inputs or units, units, layers=arguments.layers,
+                      directions=1 + arguments.bidirectional, bias=not arguments.no_bias),
+            device=devices[dtype], dtype=DTYPES[dtype], time=arguments.time, batch=batch,
+            gradient=not arguments.inference,
         )
         for units in arguments.units for batch in arguments.batch for dtype in arguments.dtype
     ]  # fmt: skip

@@ -19,9 +19,10 @@ LEAST = 1 << 29
 """Multiplications of a product that is worth the copies."""
 
 
-def needed(element: int, sizes: Iterable[int], most: int) -> bool:
-    """Whether any product is worth copies, from what `Products` is made of."""
-    return most >= LEAST and any(size % (16 // element) for size in sizes)
+def words(element: int, sizes: Iterable[int], most: int) -> tuple[int, ...]:
+    """Bytes of the words in which rows are copied, as `Products` takes sizes; none where no product is worth it."""
+    needed = most >= LEAST and any(size % (16 // element) for size in sizes)
+    return tuple(word for word in (2, 4, 8) if word >= element) if needed else ()
 
 
 class Products:
@@ -33,8 +34,7 @@ class Products:
     """
 
     def __init__(self, chip: Chip, index: int, element: int, sizes: Iterable[int], most: int) -> None:
-        self._needed = needed(element, sizes, most)
-        self._words = [word for word in (2, 4, 8) if word >= element] if self._needed else []
+        self._words = words(element, sizes, most)
         self._copiers: dict[int, Kernel] = {word: row_copier(word, chip, index) for word in self._words}
 
     def __call__(
@@ -42,7 +42,7 @@ class Products:
         wide: bool = False,
     ) -> Tensor:  # fmt: skip
         """a @ b, as `products.product` takes it."""
-        if add or not self._needed or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
+        if add or not self._words or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
             return product(a, b, out, add, tf32, wide)
         a, b = (matrix if 1 in matrix.stride() else matrix.contiguous() for matrix in (a, b))
         if _is_aligned(a, b):

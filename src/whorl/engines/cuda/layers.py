@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from whorl.engines.cuda.sums import Sums
 from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
+
+Made = TypeVar("Made")
 
 
 class Layers:
@@ -53,6 +56,11 @@ class Layers:
         self._sums = Sums(form, problem.dtype, self.chip, self.index) if problem.gradient else None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
+
+    @property
+    def keeps(self) -> int:
+        """How many tensors forward saves where a gradient is wanted."""
+        return (2 * self.form.directions + 1) * self.form.layers - 1
 
     def _ready(self, ahead: Features, back: Features) -> None:
         """Load what a call needs, forward and backward together: a capture of a CUDA graph can load nothing."""
@@ -394,10 +402,10 @@ def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, in
     return found
 
 
-_prepared: dict[tuple[int, torch.device], tuple[Plan, Layers]] = {}
+_prepared: dict[tuple[int, torch.device], tuple[Plan, Any]] = {}
 
 
-def layers(plan: Plan, device: torch.device, make: Callable[[Plan, torch.device], Layers]) -> Layers:
+def layers(plan: Plan, device: torch.device, make: Callable[[Plan, torch.device], Made]) -> Made:
     """A plan made ready on a device, once: a plan is the same object as long as `plan.plan` keeps it."""
     key = (id(plan), device)
     found = _prepared.get(key)

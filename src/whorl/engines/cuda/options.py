@@ -49,9 +49,9 @@ def expected(problem: Problem) -> Features:
         zoneout = tuple([(AT_RANDOM if drawn else BY_SHARE) if p else 0 for p in form.zoneout])
     lengths, reset = problem.packed or "lengths" in extras, "reset" in extras
     return Features(
-        lengths=lengths, mask="mask" in extras, reset=reset, reset_to=reset, order=lengths and not problem.packed,
-        packed=problem.packed, noise=noise, zoneout=zoneout, sequences=problem.sequences, noise_gradient=given,
-        zoneout_gradient=given,
+        lengths=lengths, mask="mask" in extras, reset=reset, reset_to="reset_to" in extras,
+        order=lengths and not problem.packed, packed=problem.packed, noise=noise, zoneout=zoneout,
+        sequences=problem.sequences, noise_gradient=given, zoneout_gradient=given,
     )  # fmt: skip
 
 

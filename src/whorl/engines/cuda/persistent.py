@@ -11,12 +11,13 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import cudnn, grid, source
+from whorl.engines.cuda import aligned, cudnn, grid, projected, source
 from whorl.engines.cuda.compile import missing
-from whorl.engines.cuda.layers import Layers, exact, layers
+from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
-from whorl.engines.cuda.prepare import Numbers, codes, size_of
+from whorl.engines.cuda.prepare import Numbers, adding_code, codes, row_copier_code, size_of
+from whorl.engines.cuda.projected import Projected
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import spreadable, staged
 from whorl.engines.cuda.tiling import Chip
@@ -42,7 +43,7 @@ class Persistent(Engine):
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
         if form.projection:
-            found.append(f"the projection is {form.projection} wide, these kernels take none")
+            found += projected.obstacles(problem)
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         features = expected(problem)
@@ -72,6 +73,8 @@ class Persistent(Engine):
         form = problem.form
         if problem.device.capability < (9, 0):
             return [f"it never ran on a GPU of compute capability {_dotted(problem.device.capability)}"]
+        if form.projection:
+            return [] if CuDNN().obstacles(problem) else ["with a projection it was not measured beside cuDNN"]
         few = problem.batch < 64 and (problem.dtype.itemsize == 2 or form.units <= 1024)
         if form.units < 512 or few or CuDNN().obstacles(problem):
             return []
@@ -115,7 +118,11 @@ class Persistent(Engine):
             return made.backward(call, y, saved, grads)
 
 
-def _made(plan: Plan, device: torch.device) -> Layers:
+def _made(plan: Plan, device: torch.device) -> Layers | Projected:
+    return Projected(plan, device, _loops) if plan.problem.form.projection else _loops(plan, device)
+
+
+def _loops(plan: Plan, device: torch.device) -> Layers:
     return (Plain if is_plain(plan.problem) else Layers)(plan, device)
 
 
@@ -137,7 +144,11 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
-    return [name for name, _ in codes(wanted, chip)]
+    made = codes(wanted, chip)
+    if problem.gradient and (form.bias or form.cell.vectors):
+        made.append(adding_code(problem.dtype, chip))
+    copied = aligned.words(problem.dtype.itemsize, *largest(problem))
+    return [name for name, _ in [*made, *(row_copier_code(word, chip) for word in copied)]]
 
 
 def fits(problem: Problem) -> bool:

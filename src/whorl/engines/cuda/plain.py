@@ -51,7 +51,7 @@ class _OfSome(NamedTuple):
 def is_plain(problem: Problem) -> bool:
     """No options, no vectors, a step of one stage, and no product of which operands are copied."""
     cell = problem.form.cell
-    copies = aligned.needed(problem.dtype.itemsize, *largest(problem))
+    copies = bool(aligned.words(problem.dtype.itemsize, *largest(problem)))
     return not (problem.additions or problem.packed or cell.vectors or staged(cell) or copies)
 
 
@@ -69,6 +69,10 @@ class Plain(Layers):
         self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
         if self.problem.gradient:
             self._make_ready_for_backward()
+
+    @property
+    def keeps(self) -> int:
+        return 1
 
     def _places_of_weights(self, layer: int) -> list[int]:
         """Among all weights: recurrent ones, then biases of r and of x, each of two directions; -1 for what is not."""

@@ -84,10 +84,16 @@ def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
     """The kernel that adds up the gradients of biases and vectors, on a device."""
 
     def make() -> Kernel:
-        name = source.adding_name(dtype)
-        return Kernel(store.kernel(source.adding(dtype), name, chip.architecture), name, index, 128, 0, 1, _ADDING)
+        name, code = adding_code(dtype, chip)
+        return Kernel(code, name, index, 128, 0, 1, _ADDING)
 
     return loaded(("adding", dtype, index), make)
+
+
+def adding_code(dtype: torch.dtype, chip: Chip) -> tuple[str, bytes]:
+    """Its name and machine code, from the store or compiled; needs no GPU."""
+    name = source.adding_name(dtype)
+    return name, store.kernel(source.adding(dtype), name, chip.architecture)
 
 
 _COPYING = "7Q"  # the argument of kernels/rows.cu
@@ -97,11 +103,16 @@ def row_copier(word: int, chip: Chip, index: int) -> Kernel:
     """The kernel that copies rows in words of so many bytes, on a device."""
 
     def make() -> Kernel:
-        name = f"copy_rows_{word}"
-        code = store.kernel(source.row_copier(word), name, chip.architecture)
+        name, code = row_copier_code(word, chip)
         return Kernel(code, name, index, 256, 0, 1, _COPYING)
 
     return loaded(("rows", word, index), make)
+
+
+def row_copier_code(word: int, chip: Chip) -> tuple[str, bytes]:
+    """Its name and machine code, from the store or compiled; needs no GPU."""
+    name = f"copy_rows_{word}"
+    return name, store.kernel(source.row_copier(word), name, chip.architecture)
 
 
 def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:
