@@ -75,17 +75,14 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         if (k.zoneout[s].kind == 3)
           for (int64_t u = begin; u < end; ++u)
             k.zoneout[s].dgiven[o * g.width_of(s) + u] = state[u] * k.zoneout[s].apart[c * g.width_of(s) + u];
-        if (k.zoneout[s].kind == 0) {
-          memcpy(d + begin, state + begin, size_t(end - begin) * sizeof(real));
-          EACH_ALONE
-          for (int64_t u = begin; u < end; ++u) state[u] = real(0);
-        } else {
+        if (k.zoneout[s].kind == 0)  // all of it goes through the step, and what the step gives takes its place
+          d = state;
+        else
           g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) {
             const real whole = state[u];
             d[u] = z == real(1) ? real(0) : whole * (real(1) - z);
             state[u] = z == real(0) ? real(0) : whole * z;
           });
-        }
         row.d[s] = s == 0 && k.hr ? unprojected + j * g.padded : d;
         row.ds[s] = made + (j * cell.states + s) * larger;
       }
@@ -106,7 +103,8 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       row.dv = list, row.de = list + cell.vectors, row.dp = (store**)list + cell.vectors + cell.extras;
       if (k.hr) {
         store* entered = entering + j * deep;
-        g.enter(entered, k.width, given + j * cell.states * larger, nullptr, g.wfirst, g.wlast);
+        const real* d = k.zoneout[0].kind == 0 ? k.dstates[0] + r * k.width : given + j * cell.states * larger;
+        g.enter(entered, k.width, d, nullptr, g.wfirst, g.wlast);
         g.keep(k.dprojected + c * k.width, entered, g.wfirst, g.wlast);
         own.a[j] = entered, own.c[j] = unprojected + j * g.padded;
       }
@@ -170,21 +168,29 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
     for (int64_t j = 0; j < n; ++j) {
       const int64_t r = g.rows[own.active[j]], o = own.outer[j];
       for (int s = 0; s < cell.states; ++s) {
-        if (s == 0 && k.hr) continue;  // a step cannot read a state that is projected
         real* to = k.dstates[s] + r * g.width_of(s);
         const real* from = own.row[j].ds[s];
-        EACH_ALONE
-        for (int64_t u = g.first; u < g.last; ++u) to[u] += from[u];
+        const bool added = k.zoneout[s].kind != 0;
+        if (s == 0 && k.hr) {  // a step cannot read a state that is projected
+          if (!added) memset(to + g.wfirst, 0, size_t(g.wlast - g.wfirst) * sizeof(real));
+        } else if (added) {
+          EACH_ALONE
+          for (int64_t u = g.first; u < g.last; ++u) to[u] += from[u];
+        } else if (s > 0 || !begun) {
+          memcpy(to + g.first, from + g.first, size_t(g.last - g.first) * sizeof(real));
+        }
       }
       if (!begun) continue;
       real* to = k.dstates[0] + r * k.width;
       const real* from = through + j * g.wide;
+      const real* base = k.hr || k.zoneout[0].kind != 0 ? to : own.row[j].ds[0];
       const real* factor = k.noise_kind && k.noise_kind != 2 ? g.noise(r, o, t, 0, own.drawn) : nullptr;
       if (factor) {
-        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] += factor[u] * from[u];
+        EACH_ALONE
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] = base[u] + factor[u] * from[u];
       } else {
         EACH_ALONE
-        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] += from[u];
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] = base[u] + from[u];
       }
     }
     for (int64_t i = 0; i < g.count && k.reset; ++i) {
