@@ -17,7 +17,7 @@ struct Outer {
   int64_t batch;
 
   // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
-  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 4 * WIDE;
+  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 2 * WIDE;
   int64_t place(int64_t piece) const { return piece < pieces ? up(n * piece / pieces, ROWS) : n; }
   Packed block(int64_t begin) const {
     Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
