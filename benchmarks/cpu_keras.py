@@ -35,6 +35,8 @@ from whorl.weights import to_keras
 
 CASES = [(32, 30, 128), (32, 30, 512), (128, 30, 128)]
 """Batch, time, units."""
+WARM = 10
+"""Steps before any is timed: the first ten of a small layer in torch take up to 1.7 times as long as the next."""
 RATE = 1e-6
 BOUND = 1e-5
 """The most that a result may be from float64, as a relative 2-norm."""
@@ -119,8 +121,8 @@ def measure(
     times: dict[str, list[float]] = {"whorl": []}
     for rival, way in ways:
         times[f"{rival.backend} {way}"] = []
-        rival.ask(do="time", way=way, steps=3)
-    for _ in range(3):
+        rival.ask(do="time", way=way, steps=WARM)
+    for _ in range(WARM):
         step(layer, inputs[0], dy)
     rates = []
     for turn in range(turns):
