@@ -2,13 +2,16 @@
 
     python benchmarks/cpu.py                 every case, with torch's number of threads
     python benchmarks/cpu.py --out FILE      and the results as JSON, beside those of the same commit that are there
-    python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options, cells
+    python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options, cells, norm
     python benchmarks/cpu.py --only LSTM     the cases with this in their name
 
 Both run in turns, each first in every other turn.  A ratio is the median over the turns of torch's time over whorl's,
 so that what the machine does for a while meets both; above 1 whorl is faster.  A time is the least of all: wall time,
 and the processor's time of this thread where one thread runs (what others do on the machine then matters less).  The
 grid runs the engine that whorl chooses: `cpu`, or for inference of most LSTMs torch's own kernel.  All else runs `cpu`.
+
+Where a case says how much it multiplies, `most` is torch's time over that of nothing but these products at the peak of
+the processor, measured before and after (cpu_peak.py): no program that multiplies all of it in float32 has more.
 """
 
 import argparse
@@ -22,9 +25,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from cpu_peak import Peak, gflop
 from torch import Tensor, nn
 
 import whorl
@@ -35,8 +39,16 @@ GRID = [
     (2, 20, 35, 650), (1, 1, 100, 512),
 ]  # fmt: skip
 """Layers, batch, time, units."""
-Case = tuple[str, Callable[[], Any], Callable[[], Any]]
-"""A name, the rival's call and ours; both give tensors that must agree."""
+
+
+class Case(NamedTuple):
+    """The rival's call and ours, which give tensors that must agree."""
+
+    name: str
+    theirs: Callable[[], Any]
+    ours: Callable[[], Any]
+    gflop: float = 0.0
+    """Of its products, in float32; 0: not told."""
 
 
 def train(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, layer: nn.Module) -> Callable[[], list[Tensor]]:
@@ -79,9 +91,10 @@ def grid() -> Iterator[Case]:
                 x, grad = (torch.randn(steps, batch, units, dtype=dtype) for _ in range(2))
                 calls = [lambda x, layer=layer: layer(x)[0] for layer in (theirs, ours)]
                 name = f"{kind} {str(dtype)[6:]} {(layers, batch, steps, units)}"
-                yield f"{name} forward", *(forward(call, x) for call in calls)
-                both = zip(calls, (theirs, ours), strict=True)
-                yield f"{name} train", *(train(call, x, grad, layer) for call, layer in both)
+                yield Case(f"{name} forward", *(forward(call, x) for call in calls))
+                both = [train(call, x, grad, layer) for call, layer in zip(calls, (theirs, ours), strict=True)]
+                work = gflop({"LSTM": 4, "GRU": 3, "RNN": 1}[kind], batch, steps, units, units, layers)
+                yield Case(f"{name} train", *both, work * (dtype == torch.float32))
 
 
 def ragged() -> Iterator[Case]:
@@ -96,7 +109,7 @@ def ragged() -> Iterator[Case]:
 
         both = [lambda x, layer=layer, run=run: run(x, layer) for layer in (theirs, ours)]
         steps = [train(call, packed.data, grad, layer) for call, layer in zip(both, (theirs, ours), strict=True)]
-        yield f"{kind} packed, 16 sequences of 64 to 512 steps, 64 units, train", *steps
+        yield Case(f"{kind} packed, 16 sequences of 64 to 512 steps, 64 units, train", *steps)
 
 
 def resets() -> Iterator[Case]:
@@ -114,7 +127,7 @@ def resets() -> Iterator[Case]:
         return torch.cat(outs)
 
     ours_with = train(lambda x: ours(x, reset=reset)[0], x, grad, ours)
-    yield "LSTM resets, 8 x 128 steps, 512 to 128 units, train", train(loop, x, grad, theirs), ours_with
+    yield Case("LSTM resets, 8 x 128 steps, 512 to 128 units, train", train(loop, x, grad, theirs), ours_with)
 
 
 def options() -> Iterator[Case]:
@@ -137,7 +150,8 @@ def options() -> Iterator[Case]:
     for name, (built, called) in made.items():
         layer = whorl.LSTM(128, 128, engine="cpu", **built)
         with_option = train(lambda x, layer=layer, called=called: layer(x, **called)[0], x, grad, layer)
-        yield f"option {name}, LSTM (1, 32, 30, 128), train", train(lambda x: plain(x)[0], x, grad, plain), with_option
+        without = train(lambda x: plain(x)[0], x, grad, plain)
+        yield Case(f"option {name}, LSTM (1, 32, 30, 128), train", without, with_option)
 
 
 def leaky(out: Callable[[Any], Any]) -> whorl.Cell:
@@ -152,53 +166,66 @@ def leaky(out: Callable[[Any], Any]) -> whorl.Cell:
     return step
 
 
-def cells() -> Iterator[Case]:
-    """Layer norm beside a loop in plain torch; a user's cell beside the LSTM, with no check, as `options`."""
-    x, grad = torch.randn(30, 32, 128), torch.randn(30, 32, 128)
-    normed = whorl.LSTM(128, 128, layer_norm=True, engine="cpu")
-    for name, weight in normed.named_parameters():
-        if "vector" in name:
-            nn.init.uniform_(weight, 0.5, 1.5)
+def norm() -> Iterator[Case]:
+    """Layer norm beside a loop in plain torch."""
+    for batch, units in ((1, 64), (1, 128), (8, 32), (8, 64), (8, 128), (32, 32), (32, 64), (32, 128)):
+        x, grad = torch.randn(30, batch, units), torch.randn(30, batch, units)
+        normed = whorl.LSTM(units, units, layer_norm=True, engine="cpu")
+        for name, weight in normed.named_parameters():
+            if "vector" in name:
+                nn.init.uniform_(weight, 0.5, 1.5)
+        ours = train(lambda x, normed=normed: normed(x)[0], x, grad, normed)
+        name = f"LSTM with layer norm, (1, {batch}, 30, {units}), beside a loop in torch, train"
+        yield Case(name, train(normed_loop(normed), x, grad, normed), ours, gflop(4, batch, 30, units, units))
+
+
+def normed_loop(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The same LSTM with layer norm in torch's own operations, one step after the other."""
 
     def loop(x: Tensor) -> Tensor:
-        held = dict(normed.named_parameters())
+        held = dict(layer.named_parameters())
         vectors = {name[7:-3]: weight for name, weight in held.items() if name.startswith("vector")}
         gain_x, shift_x, gain_r, shift_r = (
             torch.cat([vectors[f"{kind}_{gate}"] for gate in "ifgo"])
             for kind in ("x_gain", "x_shift", "r_gain", "r_shift")
         )
+        shape, units = gain_x.shape, x.shape[2]
         projected = nn.functional.linear(x, held["weight_ih_l0"], held["bias_ih_l0"])
-        projected = nn.functional.layer_norm(projected, (512,), gain_x, shift_x)
-        h = c = x.new_zeros(x.shape[1], 128)
+        projected = nn.functional.layer_norm(projected, shape, gain_x, shift_x)
+        h = c = x.new_zeros(x.shape[1], units)
         outs = []
         for now in projected.unbind(0):
             part = nn.functional.linear(h, held["weight_hh_l0"], held["bias_hh_l0"])
-            i, f, g, o = (now + nn.functional.layer_norm(part, (512,), gain_r, shift_r)).chunk(4, 1)
+            i, f, g, o = (now + nn.functional.layer_norm(part, shape, gain_r, shift_r)).chunk(4, 1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * nn.functional.layer_norm(c, (128,), vectors["c_gain"], vectors["c_shift"]).tanh()
+            h = o.sigmoid() * nn.functional.layer_norm(c, (units,), vectors["c_gain"], vectors["c_shift"]).tanh()
             outs.append(h)
         return torch.stack(outs)
 
-    both = train(loop, x, grad, normed), train(lambda x: normed(x)[0], x, grad, normed)
-    yield "LSTM with layer norm, (1, 32, 30, 128), beside a loop in torch, train", *both
+    return loop
 
+
+def cells() -> Iterator[Case]:
+    """A user's cell beside the LSTM, with no check, as `options`."""
+    x, grad = torch.randn(30, 32, 128), torch.randn(30, 32, 128)
     plain = whorl.LSTM(128, 128, engine="cpu")
     for name, out in (("tanh", tanh), ("softplus", softplus)):
         user = whorl.Recurrent(leaky(out), 128, 128, engine="cpu")
         both = train(lambda x: plain(x)[0], x, grad, plain), train(lambda x, user=user: user(x)[0], x, grad, user)
-        yield f"option: a user's cell of four gates with {name}, LSTM (1, 32, 30, 128), train", *both
+        yield Case(f"option: a user's cell of four gates with {name}, LSTM (1, 32, 30, 128), train", *both)
 
 
-GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options, "cells": cells}
+GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options, "cells": cells, "norm": norm}
 
 
-def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str, Any]:
+def measure(case: Case, clock: Callable[[], float], seconds: float, peak: Peak) -> dict[str, Any]:
     """Microseconds of both, in turns, after a check."""
-    name, theirs, ours = case
+    name, theirs, ours, work = case
     bound = 2e-2 if "bfloat16" in name else 1e-4
     for one, other in zip(theirs(), ours(), strict=True):
         apart = ((one - other).norm() / one.norm()).item()
         assert apart < bound or name.startswith("option"), f"{name}: the results are {apart} apart"
+    rate = peak.best() if work else 0.0
     begin = clock()
     theirs()
     turns = max(6, min(1000, int(seconds / max(1e-6, clock() - begin))))
@@ -210,7 +237,13 @@ def measure(case: Case, clock: Callable[[], float], seconds: float) -> dict[str,
             times[which].append(1e6 * (clock() - begin))
     rival, own = map(min, times)
     ratio = statistics.median([one / other for one, other in zip(*times, strict=True)])
-    return {"case": name, "rival_us": round(rival, 1), "whorl_us": round(own, 1), "ratio": round(ratio, 3)}
+    row = {"case": name, "rival_us": round(rival, 1), "whorl_us": round(own, 1), "ratio": round(ratio, 3)}
+    if work:
+        rate = max(rate, peak.best())
+        bound = 1e6 * work / rate
+        row |= {"gflop": round(work, 3), "peak_gflops": round(rate, 1), "peak_us": round(bound, 1)}
+        row["most"] = round(statistics.median(times[0]) / bound, 2)
+    return row
 
 
 def main() -> None:
@@ -224,15 +257,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     clock = time.thread_time if given.threads == 1 else time.perf_counter
-    rows: list[dict[str, Any]] = []
+    peak, rows = Peak(given.threads), []
     with whorl.settings(slow="allow"):
         for group in given.groups:
             for case in GROUPS[group]():
                 if given.only not in case[0]:
                     continue
-                rows.append(measure(case, clock, given.seconds))
+                rows.append(measure(case, clock, given.seconds, peak))
                 row = rows[-1]
-                print(f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}", flush=True)
+                most = f", at most {row['most']}" if "most" in row else ""
+                print(
+                    f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}{most}", flush=True
+                )
     for kind in ("LSTM", "GRU", "RNN"):
         for dtype in ("float32", "bfloat16"):
             for what in ("forward", "train"):

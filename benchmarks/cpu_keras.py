@@ -6,7 +6,8 @@ Each rival runs in a process of its own, with the Python that is given (one envi
 is left out, and that is said.  All take the same x [batch, time, units] and weights.  A step is a forward pass, a
 backward pass with the gradients of x and of every weight, and a plain gradient step that changes the weights; x changes
 from step to step.  Outputs and gradients are checked against whorl's `reference` in float64 first, whorl's and the
-rival's alike.  TensorFlow runs as a graph and through XLA; the faster of the two counts.
+rival's alike.  TensorFlow runs as a graph and through XLA; the faster of the two counts.  `at most` is a rival's time
+over that of nothing but the products at the peak of the processor in the same turns (cpu_peak.py).
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cpu_peak import Peak, gflop
 from torch import Tensor
 
 import whorl
@@ -33,6 +35,8 @@ from whorl.weights import to_keras
 
 CASES = [(32, 30, 128), (32, 30, 512), (128, 30, 128)]
 """Batch, time, units."""
+WARM = 10
+"""Steps before any is timed: the first ten of a small layer in torch take up to 1.7 times as long as the next."""
 RATE = 1e-6
 BOUND = 1e-5
 """The most that a result may be from float64, as a relative 2-norm."""
@@ -82,11 +86,17 @@ def step(layer: Any, x: Tensor, dy: Tensor) -> None:
     leaf, weights = x.detach().requires_grad_(), list(layer.parameters())
     grads = torch.autograd.grad(layer(leaf)[0], [leaf, *weights], dy)[1:]
     with torch.no_grad():
-        torch._foreach_sub_(weights, [RATE * grad for grad in grads])
+        torch._foreach_add_(weights, grads, alpha=-RATE)
 
 
 def measure(
-    kind: str, sizes: tuple[int, int, int], rivals: list[Rival], folder: Path, turns: int, versions: dict[str, Any]
+    kind: str,
+    sizes: tuple[int, int, int],
+    rivals: list[Rival],
+    folder: Path,
+    turns: int,
+    versions: dict[str, Any],
+    peak: Peak,
 ) -> dict[str, Any]:
     """Microseconds of a step of each, medians of turns."""
     batch, steps, units = sizes
@@ -111,10 +121,12 @@ def measure(
     times: dict[str, list[float]] = {"whorl": []}
     for rival, way in ways:
         times[f"{rival.backend} {way}"] = []
-        rival.ask(do="time", way=way, steps=3)
-    for _ in range(3):
+        rival.ask(do="time", way=way, steps=WARM)
+    for _ in range(WARM):
         step(layer, inputs[0], dy)
+    rates = []
     for turn in range(turns):
+        rates.append(peak.best(1))
         order: list[Any] = [None, *ways]
         for who in order if turn % 2 else reversed(order):
             time.sleep(0.05)  # the threads of the one before spin for a while, and would take its processors
@@ -128,9 +140,12 @@ def measure(
     micros = {name: statistics.median(found) for name, found in times.items()}
     row: dict[str, Any] = {"layer": kind, "batch, time, units": sizes, "engine": layer.plan(inputs[0]).engine}
     row |= {"us": {name: round(value, 1) for name, value in micros.items()}, "errors": errors}
+    work = gflop({"LSTM": 4, "GRU": 3}[kind], batch, steps, units, units)
+    row |= {"gflop": round(work, 3), "peak_gflops": round(max(rates), 1), "peak_us": round(1e6 * work / max(rates), 1)}
     for rival in rivals:
         best = min(value for name, value in micros.items() if name.startswith(rival.backend))
         row[f"{rival.backend} / whorl"] = round(best / micros["whorl"], 3)
+        row[f"{rival.backend} / whorl, at most"] = round(best / row["peak_us"], 3)
     return row
 
 
@@ -146,7 +161,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    rivals, versions, rows = [], {}, []
+    peak, rivals, versions, rows = Peak(given.threads), [], {}, []
     for backend in ("tensorflow", "jax"):
         python = getattr(given, backend)
         asked = [python, "-c", f"import keras, {backend}"]
@@ -162,13 +177,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in given.layers.split(","):
             for sizes in CASES:
-                rows.append(row := measure(kind, sizes, rivals, Path(folder), given.turns, versions))
+                rows.append(row := measure(kind, sizes, rivals, Path(folder), given.turns, versions, peak))
                 print(json.dumps(row), flush=True)
     means = {}
     for rival in rivals:
         found = [row[f"{rival.backend} / whorl"] for row in rows]
         means[rival.backend] = round(math.exp(sum(map(math.log, found)) / len(found)), 3)
-        print(f"{rival.backend} / whorl: geometric mean {means[rival.backend]}, least {min(found)}")
+        bound = math.exp(statistics.mean(math.log(row[f"{rival.backend} / whorl, at most"]) for row in rows))
+        means[f"{rival.backend}, at most"] = round(bound, 3)
+        print(
+            f"{rival.backend} / whorl: geometric mean {means[rival.backend]}, least {min(found)}, at most {bound:.2f}"
+        )
         rival.close()
     if given.out:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()

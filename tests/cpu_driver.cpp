@@ -176,8 +176,8 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
   return made;
 }
 
-// A digest of everything that a call of x, weights and initial states makes, forward and backward.
-uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, Threads way) {
+// A digest of everything that a call of x, weights, initial states and drawn noise makes, forward and backward.
+uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_t noise, Threads way) {
   seed = 17;
   Sweep k = {};
   k.cell = &cell, k.time = 5, k.batch = 6, k.units = k.width = 37, k.inputs = 6, k.reverse = reverse;
@@ -199,6 +199,11 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, Thread
     vectors[v] = draw<real>(k.units), to_vectors[v] = make<real>(k.units);
     sums[v] = v - v % 2;
   }
+  k.noise_kind = noise, k.noise_below = 1u << 30, k.noise_scale = 4.0 / 3, p.seed = 99, k.noise_tag = 1, k.zoneout_tag = 2;
+  k.keep_plain = noise == 1 || noise == 2;
+  if (k.keep_plain) p.noise = draw<real>((noise == 2 ? cell.recurrent : 1) * all);
+  if (noise == 4) p.entered = make<store>(rows * k.units);
+  for (int s = 0; s < cell.states && noise == 4; ++s) k.zoneout[s].kind = 2, k.zoneout[s].share = 0.25, k.zoneout[s].below = 1u << 30;
   p.vectors = vectors, p.dv = make<real>(cell.vectors * all), p.sums = sums, p.to_vectors = to_vectors;
   for (int s = 0; s < cell.states; ++s) p.finals[s] = make<real>(all);
   for (int s = 0; s < cell.states && initial; ++s) p.starts[s] = draw<real>(all);
@@ -308,8 +313,11 @@ int main() {
     for (int gate = 0; gate < cell.recurrent; ++gate) takes = takes && cell.leaf[gate];
     for (int which = 0; which < 8 && takes; ++which) {
       const bool reverse = which & 1, initial = which & 2, within = which & 4;
-      const uint64_t alone = plain(cell, reverse, initial, within, WAYS[0]);
-      for (const Threads& way : WAYS) same("plain", names[index], alone, plain(cell, reverse, initial, within, way));
+      const int64_t noise[] = {0, which % 2 ? 4 : 1 + which / 2 % 2};
+      for (int64_t kind : noise) {
+        const uint64_t alone = plain(cell, reverse, initial, within, kind, WAYS[0]);
+        for (const Threads& way : WAYS) same("plain", names[index], alone, plain(cell, reverse, initial, within, kind, way));
+      }
     }
     const uint64_t alone = stream(cell, 1);
     for (int64_t threads = 2; threads < 4; ++threads) same("a stream", names[index], alone, stream(cell, threads));

@@ -334,26 +334,41 @@ def test_without_a_compiler_the_plan_says_so_and_what_runs_instead() -> None:
         layer(x)
 
 
+PLAIN_OPTIONS: dict[str, dict[str, Any]] = {
+    "dropout by gate": {"recurrent_dropout": 0.4},
+    "shared dropout": {"recurrent_dropout": 0.4, "recurrent_dropout_mode": "shared"},
+    "dropout by step": {"recurrent_dropout": 0.4, "recurrent_dropout_mode": "step"},
+    "zoneout": {"zoneout": 0.3, "recurrent_dropout": 0.4},
+    "zoneout in eval": {"zoneout": 0.3},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("kind, time, batch, inputs, units", [
     ("LSTM", 1, 1, 1, 1), ("LSTM", 5, 7, 64, 33), ("GRU", 4, 1, 3, 65), ("RNN", 6, 2, 17, 16), ("GRU", 1, 3, 5, 7),
     ("LSTM with layer_norm", 5, 7, 64, 33), ("GRU with layer_norm", 2, 70, 3, 5), ("LSTM with layer_norm", 3, 1, 2, 65),
-    ("LSTM with peephole", 4, 37, 3, 17),
+    ("LSTM with peephole", 4, 37, 3, 17), ("LSTM with dropout by gate", 5, 7, 6, 33),
+    ("RNN with dropout by gate", 1, 3, 5, 7), ("GRU with dropout by gate", 3, 2, 4, 17),
+    ("LSTM with shared dropout", 5, 7, 6, 33), ("GRU with shared dropout", 1, 3, 5, 7),
+    ("LSTM with dropout by step", 5, 7, 6, 33), ("GRU with dropout by step", 1, 3, 5, 7),
+    ("LSTM with zoneout", 5, 7, 6, 33), ("GRU with zoneout in eval", 4, 2, 5, 17),
 ])  # fmt: skip
 def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
     kind: str, time: int, batch: int, inputs: int, units: int, initial: bool, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     kind, _, option = kind.partition(" with ")
-    options = {option: True} if option else {}
-    options |= {"engine": "cpu", "dtype": dtype, "bidirectional": True, "bias": batch != 7}
+    options = {"engine": "cpu", "dtype": dtype, "bidirectional": True, "bias": batch != 7}
+    options |= PLAIN_OPTIONS.get(option, {option: True} if option else {})
     layer = getattr(whorl, kind)(inputs, units, 2, **options)
+    layer.train("eval" not in option)
     x = torch.randn(time, batch, inputs, dtype=dtype, requires_grad=True)
     states = [torch.randn(4, batch, units, dtype=dtype, requires_grad=True) for _ in range(1 + (kind == "LSTM"))]
     hx = (states[0] if len(states) == 1 else tuple(states)) if initial else None
 
     def everything() -> list[Tensor]:
+        torch.manual_seed(5)
         y, finals = layer(x, hx)
         ends = [finals] if isinstance(finals, Tensor) else [*finals]
         wanted = [x, *layer.parameters(), *(states if initial else [])]

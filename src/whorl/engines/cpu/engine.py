@@ -1,8 +1,8 @@
 """Engine `cpu`: whorl's own loop over time in C++, compiled for the processor that it runs on.
 
-The input product of all steps is one product before the loop, and the gradients of the weights are products after it:
-torch's.  What is between runs in one call for each layer and direction: products with the recurrent weights, the cell's
-step, masks, noise, lengths and resets.
+A call of x, weights, initial states and drawn noise is `plain`'s.  Of every other the loop over time is one call for
+each layer and direction: the input product, a few steps ahead, products with the recurrent weights, the cell's step,
+masks, noise, lengths and resets.  The gradients of x and of the weights are products after it, of these kernels too.
 """
 
 from collections.abc import Iterator, Sequence

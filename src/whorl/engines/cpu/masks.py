@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from whorl.engines.cpu.rows import Rows
-from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Fields, Kernel, Products, address
+from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Fields, Kernel, Products, Sweep, address
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, tag, threshold
 from whorl.problem import Call, Form
 from whorl.weights import LayerWeights
@@ -12,6 +12,56 @@ from whorl.weights import LayerWeights
 NONE, HELD, BY_GATE, BY_STEP, DRAWN = range(5)
 """Kinds of noise in the recurrent product, as kernels/sweep.cpp numbers them."""
 _SHARE, _DRAWN, _GIVEN = 1, 2, 3  # kinds of zoneout
+
+
+def kind_of(form: Form, drawn: bool) -> int:
+    """The kind of noise in the recurrent product where none is given."""
+    if not (drawn and form.recurrent_dropout and form.cell.recurrent):
+        return NONE
+    return {"gate": BY_GATE, "shared": HELD, "step": DRAWN}[form.recurrent_dropout_mode]
+
+
+def held(
+    kernel: Kernel, form: Form, place: tuple[int, int], seed: int, batch: int, ids: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """The mask of the recurrent product that all steps share, drawn: [batch, width] or [gates, batch, width].
+
+    Args:
+        place: layer and direction.
+        ids: what noise counts each sequence as; None: itself.
+    """
+    gates = 1 if form.recurrent_dropout_mode == "shared" else len(form.cell.recurrent)
+    made = torch.empty(gates, batch, form.width, dtype=wide)
+    _draw(kernel, made[:4], RECURRENT, place, form.recurrent_dropout, seed, ids)
+    if gates > 4:
+        _draw(kernel, made[4:], RECURRENT_FROM_GATE_4, place, form.recurrent_dropout, seed, ids)
+    return made[0] if form.recurrent_dropout_mode == "shared" else made
+
+
+def _draw(
+    kernel: Kernel, to: Tensor, purpose: int, place: tuple[int, int], chance: float, seed: int, ids: Tensor | None
+) -> None:
+    """Masks for each word, [words, batch, width]."""
+    code, below = tag(purpose, *place), threshold(chance)
+    kernel.draw(to.data_ptr(), *to.shape, address(ids), seed, code, below, _scale(chance))
+
+
+def _scale(chance: float) -> float:
+    return 1 / (1 - chance) if chance < 1 else 0.0
+
+
+def describe(sweep: Sweep, form: Form, place: tuple[int, int], kind: int) -> None:
+    """Tell a sweep of the noise in its recurrent product what its form decides."""
+    sweep.noise_kind, sweep.keep_plain = kind, kind in (HELD, BY_GATE, BY_STEP)
+    sweep.noise_tag, sweep.noise_below = tag(RECURRENT, *place), threshold(form.recurrent_dropout)
+    sweep.noise_scale, sweep.zoneout_tag = _scale(form.recurrent_dropout), tag(ZONEOUT, *place)
+
+
+def describe_zoneout(sweep: Sweep, form: Form, drawn: bool) -> None:
+    """The same of zoneout where none is given: drawn, or a share of each state stays."""
+    for zoneout, chance in zip(sweep.zoneout, form.zoneout, strict=False):
+        zoneout.kind = NONE if not chance else _DRAWN if drawn else _SHARE
+        zoneout.share, zoneout.below = chance, threshold(chance)
 
 
 class Masks:
@@ -41,28 +91,23 @@ class Masks:
         if self._given.input is not None:
             return self._given.input.to(self._wide)
         probability = self._form.input_dropout
-        return self._draw(INPUT, 1, width, probability)[0] if probability and self._seed is not None else None
+        if not probability or self._seed is None:
+            return None
+        made = torch.empty(1, self._rows.batch, width, dtype=self._wide)
+        _draw(self._kernel, made, INPUT, self._place, probability, self._seed, self._rows.ids)
+        return made[0]
 
     def _recurrent(self) -> tuple[int, Tensor | None]:
         form, given, gates = self._form, self._given.recurrent, len(self._form.cell.recurrent)
-        by_step, probability = form.recurrent_dropout_mode == "step", form.recurrent_dropout
-        if not gates:
-            return NONE, None
-        if given is not None:
+        if gates and given is not None:
             mask = given.to(self._wide).contiguous()
-            if by_step:
+            if form.recurrent_dropout_mode == "step":
                 return BY_STEP, mask.view(-1, form.width)
             return HELD if mask.dim() == 2 else BY_GATE, mask
-        if not probability or self._seed is None:
-            return NONE, None
-        if by_step:
-            return DRAWN, None
-        if form.recurrent_dropout_mode == "shared":
-            return HELD, self._draw(RECURRENT, 1, form.width, probability)[0]
-        drawn = self._draw(RECURRENT, min(gates, 4), form.width, probability)
-        if gates > 4:
-            drawn = torch.cat([drawn, self._draw(RECURRENT_FROM_GATE_4, gates - 4, form.width, probability)])
-        return BY_GATE, drawn
+        kind = kind_of(form, self._seed is not None)
+        if self._seed is None or kind in (NONE, DRAWN):
+            return kind, None
+        return kind, held(self._kernel, form, self._place, self._seed, self._rows.batch, self._rows.ids, self._wide)
 
     def _zoneout(self, state: int) -> tuple[int, float, Tensor | None]:
         given, probability = self._given.zoneout[state], self._form.zoneout[state] if self._form.zoneout else 0.0
@@ -72,14 +117,6 @@ class Masks:
             return NONE, 0.0, None
         return _SHARE if self._seed is None else _DRAWN, probability, None
 
-    def _draw(self, purpose: int, count: int, width: int, probability: float) -> Tensor:
-        """Masks for `count` words, [count, batch, width]."""
-        rows, made = self._rows, torch.empty(count, self._rows.batch, width, dtype=self._wide)
-        scale = 1 / (1 - probability) if probability < 1 else 0.0
-        code, below = tag(purpose, *self._place), threshold(probability)
-        self._kernel.draw(made.data_ptr(), count, rows.batch, width, address(rows.ids), self._seed, code, below, scale)
-        return made
-
     def set(self, fields: Fields, apart: list[Tensor | None], gradients: list[Tensor | None]) -> None:
         """Tell a sweep.
 
@@ -87,13 +124,10 @@ class Masks:
             apart: for each state with given zoneout, the state before less what the step made.
             gradients: for the same, where the gradient of its mask goes.
         """
-        sweep, probability = fields.sweep, self._form.recurrent_dropout
-        if self.kind != NONE:
-            fields.set(noise=self.recurrent)
-            sweep.noise_kind, sweep.keep_plain = self.kind, self.recurrent is not None
-            sweep.noise_tag, sweep.noise_below = tag(RECURRENT, *self._place), threshold(probability)
-            sweep.noise_scale = 1 / (1 - probability) if probability < 1 else 0.0
-        sweep.seed, sweep.zoneout_tag = self._seed or 0, tag(ZONEOUT, *self._place)
+        sweep = fields.sweep
+        describe(sweep, self._form, self._place, self.kind)
+        fields.set(noise=self.recurrent)
+        sweep.seed = self._seed or 0
         for state, (kind, share, mask) in enumerate(self.zoneouts):
             if kind == NONE:
                 continue

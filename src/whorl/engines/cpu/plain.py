@@ -1,4 +1,6 @@
-"""A call of x, weights and initial states alone: what its problem decides is laid out once, for all calls.
+"""A call of x, weights and initial states: what its problem decides is laid out once, for all calls.
+
+It may draw its recurrent dropout and zoneout; whatever else a call can have is left to the engine's general way.
 
 Beside the products of a small layer Python takes long, and longer where a product has just driven it out of the caches
 of a core: so each pass is one call into the kernel for each layer and direction, and everything else is a few tensors.
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cpu.generate import source
+from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, held, kind_of
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import (
@@ -51,6 +54,10 @@ class Sizes(NamedTuple):
     """Columns of the gradient of the recurrent projection, where it is not that of the input projection."""
     sums: ctypes.Array
     """Of each vector the one whose gradient it has."""
+    noise: int
+    """The kind of noise in the recurrent product."""
+    entered: int | None
+    """Where in `kept` lies what entered the recurrent product; None where that is known from y and the noise."""
 
     def sweep(self, index: int) -> Sweep:
         return self.fields[index].sweep
@@ -58,18 +65,19 @@ class Sizes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def sizes(problem: Problem, threads: int) -> Sizes | None:
-    """How a problem runs here; None where it has more than x, weights and initial states."""
+    """How a problem runs here; None where it has more than x, weights, initial states and drawn noise."""
     form = problem.form
     cell, made = form.cell, source(form.cell)
-    more = problem.packed or problem.dropout or problem.extras or form.projection or form.zoneout or not form.inputs
-    if more or cell.inputs or made.products:
+    drawn = problem.extras == ("drawn",)
+    more = problem.packed or problem.dropout or (problem.extras and not drawn) or form.projection or not form.inputs
+    if more or cell.inputs or made.products or (drawn and form.input_dropout):
         return None
     if not cell.recurrent or not all(made.leaves):
         return None
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     compiled = kernel(cell, problem.dtype)
     rows = Rows(Call(torch.empty(problem.time, problem.batch, 0), (), ()))
-    reads_x = made.reads_x and problem.gradient
+    reads_x, noise = made.reads_x and problem.gradient, kind_of(form, drawn)
     fields, within = [], []
     for layer in range(form.layers):
         for direction in range(form.directions):
@@ -80,11 +88,18 @@ def sizes(problem: Problem, threads: int) -> Sizes | None:
             within.append(projects_within(sweep, threads, problem.dtype))
             if reads_x or not within[-1]:
                 sweep.x_stride = filled_up(len(cell.gates) * form.units)
+            describe(sweep, form, (layer, direction), noise)
+            describe_zoneout(sweep, form, drawn)
             fields.append(one)
-    kept = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize
+    kept, entered = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize, None
+    if noise == DRAWN:
+        entered = -(-kept // 64) * 64
+        kept = entered + rows.outer * form.units * problem.dtype.itemsize
     dr = 0 if made.dr_is_dx else len(cell.recurrent) * form.units
     sums = (ctypes.c_int64 * len(made.sums))(*made.sums)
-    return Sizes(problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, kept, dr, sums)
+    return Sizes(
+        problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, kept, dr, sums, noise, entered
+    )
 
 
 def forward(made: Sizes, call: Call) -> Outcome:
@@ -103,13 +118,15 @@ def forward(made: Sizes, call: Call) -> Outcome:
             if problem.gradient:
                 kept.append(borrowed(made.kept, dtype=torch.uint8))
             projected = borrowed(rows, sweep.x_stride, dtype=wide) if sweep.x_stride else None
+            noise, seed = _noise(made, call, (layer, direction))
             if made.reads_x and projected is not None:
                 read.append(as_bytes(projected))
             plain = Plain(
                 x.data_ptr(), steps_apart, rows_apart, *one.described, ctypes.addressof(one.addresses),
                 made.within[index], address(projected), y.data_ptr() + direction * form.units * dtype.itemsize,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
-                _each(finals, index * apart),
+                _each(finals, index * apart), noise=address(noise), seed=seed,
+                entered=_entered(made, kept[-1]) if problem.gradient else None,
             )  # fmt: skip
             made.kernel.plain_forward(sweep, plain, made.threads)
         if problem.gradient and layer < form.layers - 1:
@@ -142,7 +159,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
         for direction in range(directions):
             index, begin = layer * directions + direction, direction * units * narrow
             one, to = weights[index], to_weights[index * each : (index + 1) * each]
-            to_vectors = addresses(to[each - vectors :])
+            to_vectors, (noise, seed) = addresses(to[each - vectors :]), _noise(made, call, (layer, direction))
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(rows, columns, dtype=wide)
             plain = Plain(
@@ -153,6 +170,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
                 dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
                 dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), to_vectors=ctypes.addressof(to_vectors),
+                noise=address(noise), seed=seed, entered=_entered(made, saved[index]),
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:
@@ -160,7 +178,21 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 to_x = part if to_x is None else to_x + part
         grad, y = to_x, below
     every = [None if grad is None else grad.reshape(call.x.shape), *dstarts, *to_weights]
-    return [None if one is None else one.to(dtype) for one in every]
+    return every if wide == dtype else [None if one is None else one.to(dtype) for one in every]
+
+
+def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | None, int]:
+    """The mask of the recurrent product that is held, of a layer and direction; and what a step draws from."""
+    if call.marks.seed is None:
+        return None, 0
+    seed = int(call.marks.seed) % 2**64
+    if made.noise in (NONE, DRAWN):
+        return None, seed
+    return held(made.kernel, made.problem.form, place, seed, made.problem.batch, None, made.wide), seed
+
+
+def _entered(made: Sizes, kept: Tensor) -> int | None:
+    return None if made.entered is None else kept.data_ptr() + made.entered
 
 
 class _Weights(NamedTuple):
@@ -187,7 +219,9 @@ def _weights(made: Sizes, call: Call) -> list[_Weights]:
     each = len(call.weights) // (form.layers * form.directions)
     for start in range(0, len(call.weights), each):
         ih, hh, *rest = call.weights[start : start + each]
-        wide = [tensor.to(made.wide).contiguous() for tensor in rest]
+        if made.wide != made.problem.dtype:
+            rest = [tensor.to(made.wide) for tensor in rest]
+        wide = [tensor.contiguous() for tensor in rest]
         biases, vectors = (wide[:2], wide[2:]) if form.bias else ([None, None], wide)
         found.append(_Weights(laid(ih), laid(hh), biases, vectors, addresses(vectors)))
     return found

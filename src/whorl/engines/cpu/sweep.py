@@ -63,7 +63,7 @@ class StepLayer(Structure):
 
 
 class Plain(Structure):
-    """The `Plain` of kernels/plain.cpp: the tensors of a call that has no more than x, weights and initial states."""
+    """The `Plain` of kernels/plain.cpp: the tensors of a call of x, weights and initial states."""
 
     _fields_ = (
         ("input", c_void_p),
@@ -79,7 +79,9 @@ class Plain(Structure):
         ("dfinals", c_void_p * 4),
         ("dstarts", c_void_p * 4),
         *((name, c_void_p) for name in "begin dx dr to_input to_ih to_hh to_bias_ih to_bias_hh".split()),
-        *((name, c_void_p) for name in "dv sums to_vectors".split()),
+        *((name, c_void_p) for name in "dv sums to_vectors noise".split()),
+        ("seed", c_uint64),
+        ("entered", c_void_p),
     )
 
 

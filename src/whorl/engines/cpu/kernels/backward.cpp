@@ -21,6 +21,15 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
   for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
   const int64_t row_saved = cell.saved * k.units + cell.saved_means;
   const int lists = cell.vectors + cell.extras + cell.products;
+  // What the segments of some rows that lie one after the other read and write.
+  auto soon = [&](Fetch& wanted, int64_t c, int64_t rows) {
+    wanted.want(k.saved + c * row_saved, rows * row_saved);
+    wanted.want(k.dx + c * cell.gates * k.units, rows * cell.gates * k.units);
+    if (!cell.dr_is_dx) wanted.want(k.dr + c * cell.recurrent * k.units, rows * cell.recurrent * k.units);
+    if (k.x) wanted.want(k.x + c * k.x_stride, rows * k.x_stride);
+  };
+  const bool together = g.together();
+  bool fetched = false;
   for (int64_t i = 0; i < g.count; ++i)
     for (int v = 0; v < cell.vectors; ++v)
       memset(k.dv + (g.rows[i] * cell.vectors + v) * k.units + g.first, 0, size_t(g.last - g.first) * sizeof(real));
@@ -48,15 +57,11 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
     for (int64_t j = 0; j < n; ++j) {
       const int64_t r = g.rows[own.active[j]], o = own.outer[j], c = g.compact(o);
       Row& row = own.row[j];
-      // of a whole group what its segments read and write, before they begin: in bfloat16 9 percent of backward with
-      // 128 units at batch 128, in float32 2, with 512 units nothing; with layer norm, what forward writes for backward
-      // fetched there too, 2 percent of a train step of (32, 30, 128) (AMD EPYC of family 25)
-      for (int64_t at = 0; at < row_saved; at += LANES) __builtin_prefetch(k.saved + c * row_saved + at);
-      for (int64_t at = 0; at < cell.gates * k.units; at += 64 / int64_t(sizeof(store)))
-        __builtin_prefetch(k.dx + c * cell.gates * k.units + at, 1);
-      for (int64_t at = 0; !cell.dr_is_dx && at < cell.recurrent * k.units; at += 64 / int64_t(sizeof(store)))
-        __builtin_prefetch(k.dr + c * cell.recurrent * k.units + at, 1);
-      for (int64_t at = 0; k.x && at < cell.gates * k.units; at += LANES) __builtin_prefetch(k.x + c * k.x_stride + at);
+      if (!fetched) {  // of a whole group, before its segments begin
+        Fetch wanted;
+        soon(wanted, c, 1);
+        wanted.all();
+      }
       g.draw_zoneout(r, t, kept);
       for (int s = 0; s < cell.states; ++s) {
         real* state = k.dstates[s] + r * g.width_of(s);
@@ -75,17 +80,14 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         if (k.zoneout[s].kind == 3)
           for (int64_t u = begin; u < end; ++u)
             k.zoneout[s].dgiven[o * g.width_of(s) + u] = state[u] * k.zoneout[s].apart[c * g.width_of(s) + u];
-        if (k.zoneout[s].kind == 0) {
-          memcpy(d + begin, state + begin, size_t(end - begin) * sizeof(real));
-          EACH_ALONE
-          for (int64_t u = begin; u < end; ++u) state[u] = real(0);
-        } else {
+        if (k.zoneout[s].kind == 0)  // all of it goes through the step, and what the step gives takes its place
+          d = state;
+        else
           g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) {
             const real whole = state[u];
             d[u] = z == real(1) ? real(0) : whole * (real(1) - z);
             state[u] = z == real(0) ? real(0) : whole * z;
           });
-        }
         row.d[s] = s == 0 && k.hr ? unprojected + j * g.padded : d;
         row.ds[s] = made + (j * cell.states + s) * larger;
       }
@@ -106,7 +108,8 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       row.dv = list, row.de = list + cell.vectors, row.dp = (store**)list + cell.vectors + cell.extras;
       if (k.hr) {
         store* entered = entering + j * deep;
-        g.enter(entered, k.width, given + j * cell.states * larger, nullptr, g.wfirst, g.wlast);
+        const real* d = k.zoneout[0].kind == 0 ? k.dstates[0] + r * k.width : given + j * cell.states * larger;
+        g.enter(entered, k.width, d, nullptr, g.wfirst, g.wlast);
         g.keep(k.dprojected + c * k.width, entered, g.wfirst, g.wlast);
         own.a[j] = entered, own.c[j] = unprojected + j * g.padded;
       }
@@ -138,6 +141,8 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       }
     }
     bool begun = false;
+    Fetch wanted;
+    fetched = false;
     if (n) g.team.wait();
     for (int m = 0; m < w.count && n && !(k.unread && step == 0); ++m) {
       if (!w.leaf[m]) continue;
@@ -153,7 +158,9 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         own.a[j] = from, own.c[j] = (apart ? gate_wise : through) + j * g.wide;
       }
       if (STEP > 1) g.team.wait();
-      g.multiply(w.packed[m], n, own.a, own.c, begun && !apart);
+      if (!fetched && together && step > 0)
+        soon(wanted, g.outer(k.reverse ? t + 1 : t - 1, g.rows[0]), g.count), fetched = true;
+      g.multiply(w.packed[m], n, own.a, own.c, begun && !apart, &wanted);
       if (apart) {
         g.team.wait();
         for (int64_t j = 0; j < n; ++j) {
@@ -170,21 +177,29 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
     for (int64_t j = 0; j < n; ++j) {
       const int64_t r = g.rows[own.active[j]], o = own.outer[j];
       for (int s = 0; s < cell.states; ++s) {
-        if (s == 0 && k.hr) continue;  // a step cannot read a state that is projected
         real* to = k.dstates[s] + r * g.width_of(s);
         const real* from = own.row[j].ds[s];
-        EACH_ALONE
-        for (int64_t u = g.first; u < g.last; ++u) to[u] += from[u];
+        const bool added = k.zoneout[s].kind != 0;
+        if (s == 0 && k.hr) {  // a step cannot read a state that is projected
+          if (!added) memset(to + g.wfirst, 0, size_t(g.wlast - g.wfirst) * sizeof(real));
+        } else if (added) {
+          EACH_ALONE
+          for (int64_t u = g.first; u < g.last; ++u) to[u] += from[u];
+        } else if (s > 0 || !begun) {
+          memcpy(to + g.first, from + g.first, size_t(g.last - g.first) * sizeof(real));
+        }
       }
       if (!begun) continue;
       real* to = k.dstates[0] + r * k.width;
       const real* from = through + j * g.wide;
+      const real* base = k.hr || k.zoneout[0].kind != 0 ? to : own.row[j].ds[0];
       const real* factor = k.noise_kind && k.noise_kind != 2 ? g.noise(r, o, t, 0, own.drawn) : nullptr;
       if (factor) {
-        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] += factor[u] * from[u];
+        EACH_ALONE
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] = base[u] + factor[u] * from[u];
       } else {
         EACH_ALONE
-        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] += from[u];
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) to[u] = base[u] + from[u];
       }
     }
     for (int64_t i = 0; i < g.count && k.reset; ++i) {

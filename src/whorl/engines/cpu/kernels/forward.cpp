@@ -43,6 +43,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
   for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
   const bool direct = WHORL_DTYPE != 16 && k.noise_kind == 0;
   const int64_t row_saved = cell.saved * k.units + cell.saved_means;
+  const bool together = g.together();
   for (int64_t i = 0; i < g.count; ++i) own.last[i] = -1;
 
   for (int64_t step = 0; step < k.time; ++step) {
@@ -88,7 +89,11 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
       row.scratch = scratch + j * g.scratch_apart(cell.forward), row.padded = g.padded;
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
-      for (int64_t at = 0; k.saved && at < row_saved; at += LANES) __builtin_prefetch(row.saved + at, 1);
+      if (k.saved && !(together && cell.recurrent)) {
+        Fetch wanted;
+        wanted.want(row.saved, row_saved);
+        wanted.all();
+      }
       row.means = own.means + j * cell.forward.means;
       row.v = k.vectors;
       extras_of(g, o, room + j * cell.extras * g.padded, own.extras + j * cell.extras);
@@ -108,6 +113,13 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       else if (k.entered)
         for (int64_t u = g.wfirst; u < g.wlast; ++u) put(k.entered + c * k.width + u, h[u]);
     }
+    Fetch wanted;  // what later steps read and where their projection goes, and where this step keeps what backward reads
+    if (const int64_t later = step + (ahead ? ahead : 1); together && later < k.time) {
+      const int64_t o = g.outer(k.reverse ? k.time - 1 - later : later, g.rows[0]);
+      if (k.x) wanted.want(k.x + o * k.x_stride, g.count * k.x_stride);
+      if (ahead && !k.input_step) wanted.want(k.input + o * k.inputs, g.count * k.inputs);
+    }
+    if (together && k.saved) wanted.want(own.row[0].saved, n * row_saved);
     g.team.wait();
     for (int m = 0; m < w.count; ++m) {
       if (!w.leaf[m]) continue;
@@ -116,7 +128,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
                           : entering + (j * kinds + (kinds > 1 ? w.first[m] : 0)) * deep;
         own.c[j] = (real*)own.row[j].r + w.r_offset[w.first[m]];
       }
-      g.multiply(w.packed[m], n, own.a, own.c);
+      g.multiply(w.packed[m], n, own.a, own.c, false, &wanted);
     }
     g.team.wait();
     for (int segment = 0; segment < cell.forward.segments; ++segment) {

@@ -41,9 +41,13 @@ struct Group {
     const int64_t at = k.reverse ? t + 1 : t;
     return k.reset && at < length(r) && k.reset[outer(at, r)];
   }
-  void multiply(const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add = false) const {
-    product(b, rows, a, c, add, b.panels() * team.member / team.members, b.panels() * (team.member + 1) / team.members);
+  void multiply(
+      const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add = false, Fetch* fetch = nullptr) const {
+    const int64_t first = b.panels() * team.member / team.members, last = b.panels() * (team.member + 1) / team.members;
+    product(b, rows, a, c, add, first, last, fetch);
   }
+  // Whether the rows of a step lie one after the other, wherever steps keep something.
+  bool together() const { return !k.place && !k.starts && rows[count - 1] - rows[0] == count - 1; }
   // A row's scratch lives from segment to segment; where there is one, the next row may have the same, which is near.
   int64_t scratch_apart(const Cell::Direction& way) const {
     return way.segments > 1 || team.members > 1 ? way.slots * padded : 0;

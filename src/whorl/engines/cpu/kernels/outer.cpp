@@ -17,7 +17,7 @@ struct Outer {
   int64_t batch;
 
   // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
-  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 4 * WIDE;
+  static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 2 * WIDE;
   int64_t place(int64_t piece) const { return piece < pieces ? up(n * piece / pieces, ROWS) : n; }
   Packed block(int64_t begin) const {
     Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
@@ -26,34 +26,78 @@ struct Outer {
   }
 };
 
-// `count` columns of `a` from `column` on in one block of rows, side by side: in a they lie far apart.  Their sums are
-// added to `sums`, where wanted.
-INLINE void pack_columns(
+// Eight columns of a row side by side, as vectors: a compiler makes calls and rests of the loops over them.
+typedef real eight __attribute__((vector_size(8 * sizeof(real)), aligned(sizeof(real)), may_alias));
+#if WHORL_DTYPE == 16
+typedef uint16_t eight_bits __attribute__((vector_size(16), aligned(2), may_alias));
+typedef uint32_t eight_words __attribute__((vector_size(32), aligned(4), may_alias));
+INLINE eight_words words(const store* from) { return __builtin_convertvector(*(const eight_bits*)from, eight_words); }
+INLINE eight widened_eight(const store* from) { return (eight)(words(from) << 16); }
+#else
+INLINE eight widened_eight(const store* from) { return *(const eight*)from; }
+#endif
+INLINE void pair_eight(packed_t* to, const store* low, const store* high) {
+#if PAIRS
+  *(eight_words*)to = words(low) | words(high) << 16;
+#else
+  (void)high;
+  *(eight*)to = widened_eight(low);
+#endif
+}
+
+// WIDE columns of `a` from `column` on in one block of rows, side by side: in a they lie far apart.  The sums of the
+// first `count` are added to `sums`, where wanted.
+static void pack_columns(
     const Outer& o, int64_t begin, int64_t rows, int64_t column, int64_t count, packed_t* to, real* sums) {
   const store nothing[Outer::WIDE] = {};
-  real part[Outer::WIDE] = {};
+  eight part[Outer::WIDE / 8] = {};
   for (int64_t k = 0; k < rows; k += STEP, to += Outer::WIDE) {
     const store* from = o.a + (begin + k) * o.lda + column;
-    for (int64_t i = 0; i < Outer::WIDE; i += 64 / int64_t(sizeof(store))) __builtin_prefetch(from + 16 * o.lda + i);
     const store* second = STEP == 2 && k + 1 < rows ? from + o.lda : nothing;
-    EACH_ALONE
-    for (int64_t i = 0; i < count; ++i) to[i] = pair(from[i], second[i]);
-    if (!sums) continue;
-    EACH_ALONE
-    for (int64_t i = 0; i < count; ++i) part[i] += widened(from[i]);
-    if (STEP == 1) continue;
-    EACH_ALONE
-    for (int64_t i = 0; i < count; ++i) part[i] += widened(second[i]);
+    for (int64_t i = 0; i < Outer::WIDE / 8; ++i) {
+      pair_eight(to + 8 * i, from + 8 * i, second + 8 * i);
+      part[i] += widened_eight(from + 8 * i);
+      if (STEP == 2) part[i] += widened_eight(second + 8 * i);
+    }
   }
+  for (int64_t i = 0; sums && i < count; ++i) sums[i] += part[i / 8][i % 8];
+}
+
+// The same of fewer: the last.
+static void pack_last_columns(
+    const Outer& o, int64_t begin, int64_t rows, int64_t column, int64_t count, packed_t* to, real* sums) {
+  real part[Outer::WIDE] = {};
+  for (int64_t k = 0; k < rows; k += STEP, to += Outer::WIDE)
+    for (int64_t i = 0; i < count; ++i) {
+      const store* from = o.a + (begin + k) * o.lda + column + i;
+      const store second = STEP == 2 && k + 1 < rows ? from[o.lda] : store{};
+      to[i] = pair(*from, second);
+      part[i] += widened(*from);
+      if (STEP == 2) part[i] += widened(second);
+    }
   for (int64_t i = 0; sums && i < count; ++i) sums[i] += part[i];
 }
 
+// What is fetched beside the sums, one line a step: a part of what is packed next, which comes from far.
+struct Ahead {
+  const store* at;
+  int64_t apart;  // from step to step; 0: nothing
+
+  // Of `WIDE` columns from `at` on, each step of a tile fetches of STEP rows in one of them one line.
+  Ahead part(int64_t tile, int64_t lda) const {
+    const int64_t line = tile / STEP * (64 / int64_t(sizeof(store)));
+    return {at + tile % STEP * lda + (line < Outer::WIDE ? line : Outer::WIDE - 1), apart};
+  }
+};
+
 template <int M, int N>
-static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add) {
+static void outer_tile(
+    const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add, Ahead ahead) {
   vector sum[M][N] = {};
   const int64_t place = b.column(panel), steps = b.steps();
   const packed_t* weights = b.data + place * steps;
-  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, a += Outer::WIDE) {
+  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, a += Outer::WIDE, ahead.at += ahead.apart) {
+    __builtin_prefetch(ahead.at, 0, 2);
 #if PAIRS
     __m512bh w[N];
     for (int j = 0; j < N; ++j) w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES);
@@ -82,15 +126,19 @@ static void outer_tile(const Outer& o, const Packed& b, const packed_t* a, int64
 }
 
 template <int N>
-static void outer_panel(const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add) {
-  for (; column < end; column += ROWS, a += ROWS) switch (end - column) {
-      case 1: outer_tile<1, N>(o, b, a, panel, column, add); break;
-      case 2: outer_tile<2, N>(o, b, a, panel, column, add); break;
-      case 3: outer_tile<3, N>(o, b, a, panel, column, add); break;
-      case 4: outer_tile<4, N>(o, b, a, panel, column, add); break;
-      case 5: outer_tile<5, N>(o, b, a, panel, column, add); break;
-      default: outer_tile<ROWS, N>(o, b, a, panel, column, add);
+static void outer_panel(
+    const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add, Ahead next) {
+  for (int64_t tile = 0; column < end; ++tile, column += ROWS, a += ROWS) {
+    const Ahead ahead = next.part(tile, o.lda);
+    switch (end - column) {
+      case 1: outer_tile<1, N>(o, b, a, panel, column, add, ahead); break;
+      case 2: outer_tile<2, N>(o, b, a, panel, column, add, ahead); break;
+      case 3: outer_tile<3, N>(o, b, a, panel, column, add, ahead); break;
+      case 4: outer_tile<4, N>(o, b, a, panel, column, add, ahead); break;
+      case 5: outer_tile<5, N>(o, b, a, panel, column, add, ahead); break;
+      default: outer_tile<ROWS, N>(o, b, a, panel, column, add, ahead);
     }
+  }
 }
 
 static void pack_outer(void* data, int thread, int threads) {
@@ -109,23 +157,24 @@ static void pack_outer(void* data, int thread, int threads) {
   free(scaled);
 }
 
-// What one block of rows adds to a few columns of `a` and a few panels of b.
-static void outer_block(const Outer& o, int64_t begin, int64_t panels, int64_t column, int64_t end, packed_t* a) {
+// What one block of rows adds to a few columns of `a` and a few panels of b; `next` is where the next one's `a` begins.
+static void outer_block(
+    const Outer& o, int64_t begin, int64_t panels, int64_t column, int64_t end, packed_t* a, const store* next) {
   const Packed block = o.block(begin);
   const int64_t every = block.panels(), last = panels + Outer::PANELS < every ? panels + Outer::PANELS : every;
   real* sums = o.sums && panels == 0 ? o.sums + column : nullptr;
-  if (end - column == Outer::WIDE && sums)  // a number that is known here makes vector code without a rest
-    pack_columns(o, begin, block.k, column, Outer::WIDE, a, sums);
-  else if (end - column == Outer::WIDE)
-    pack_columns(o, begin, block.k, column, Outer::WIDE, a, nullptr);
-  else
+  if (column + Outer::WIDE <= o.n)  // those of the next piece too, where a piece ends
     pack_columns(o, begin, block.k, column, end - column, a, sums);
+  else
+    pack_last_columns(o, begin, block.k, column, end - column, a, sums);
   const bool add = o.add || begin > 0;
-  for (int64_t panel = panels; panel < last; ++panel)
+  for (int64_t panel = panels; panel < last; ++panel) {
+    const Ahead ahead = {next, panel == panels ? o.lda * STEP : 0};
     if (panel < block.wide())
-      outer_panel<VECTORS>(o, block, a, panel, column, end, add);
+      outer_panel<VECTORS>(o, block, a, panel, column, end, add, ahead);
     else
-      outer_panel<1>(o, block, a, panel, column, end, add);
+      outer_panel<1>(o, block, a, panel, column, end, add, ahead);
+  }
 }
 
 static void outer_columns(void* data, int, int) {
@@ -137,8 +186,11 @@ static void outer_columns(void* data, int, int) {
     const int64_t first = o.place(piece), last = o.place(piece + 1);
     for (int64_t panels = 0; panels < o.block(0).panels(); panels += Outer::PANELS)
       for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP)
-        for (int64_t column = first; column < last; column += Outer::WIDE)
-          outer_block(o, begin, panels, column, column + Outer::WIDE < last ? column + Outer::WIDE : last, a);
+        for (int64_t column = first; column < last; column += Outer::WIDE) {
+          const int64_t end = column + Outer::WIDE < last ? column + Outer::WIDE : last;
+          const store* next = end < last ? o.a + begin * o.lda + end : o.a + (begin + Outer::DEEP) * o.lda + first;
+          outer_block(o, begin, panels, column, end, a, next);
+        }
   }
   free(a);
 }

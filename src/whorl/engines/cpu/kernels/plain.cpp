@@ -1,6 +1,6 @@
-// A call of x, weights and initial states alone: each pass of a layer and direction in one call, the products of all
-// steps and the sums of gradients over rows too.  What its sizes decide stands in a Sweep that many calls share, and its
-// tensors in a Plain.
+// A call of x, weights and initial states, with drawn noise or none: each pass of a layer and direction in one call, the
+// products of all steps and the sums of gradients over rows too.  What its sizes decide stands in a Sweep that many calls
+// share, and its tensors in a Plain.
 
 namespace kernel {
 
@@ -28,6 +28,10 @@ struct Plain {
   real* dv;                          // of the vectors in each sequence, [batch, vectors, units]: room
   const int64_t* sums;               // of each vector the one whose gradient it has
   real* const* to_vectors;           // of the vectors, [units] each
+  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn by step
+  uint64_t seed;
+  store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
+                                     // step before times `noise`
 };
 
 static void set_or_zero(real* to, const real* from, int64_t count) {
@@ -40,6 +44,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
   k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
   k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved, k.states = p.finals;
+  k.noise = p.noise, k.seed = p.seed, k.entered = p.entered;
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
     const int64_t rows = k.time * k.batch, wide = k.cell->gates * k.units;
@@ -87,6 +92,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   }
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv, k.unread = !p.dstarts[0];
+  k.noise = p.noise, k.seed = p.seed;
   run_all(k, true);
   free(room);
 
@@ -94,21 +100,33 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     project({p.to_input, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
   outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, k.inputs, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
-  // What entered the recurrent product of a step is the output of the step before, and at first the initial state.
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;
   if (sums) set_or_zero(sums, nullptr, wide);
-  const store *others = k.reverse ? dr : dr + k.batch * wide, *first = k.reverse ? dr + later * wide : dr;
-  const store* before = k.reverse ? p.y + k.batch * k.y_stride : p.y;
-  if (later)
-    outer({p.to_hh, sums, others, before, later, wide, k.width, wide, k.y_stride, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
-  else
-    set_or_zero(p.to_hh, nullptr, wide * k.width);
-  if (p.begin)
-    outer({p.to_hh, sums, first, p.begin, k.batch, wide, k.width, wide, k.width, true, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
-  else if (sums)
-    for (int64_t r = 0; r < k.batch; ++r)
-      for (int64_t u = 0; u < wide; ++u) sums[u] += widened(first[r * wide + u]);
+  const bool apart = k.noise_kind == 2;  // each gate with a factor of its own
+  const int64_t columns = apart ? k.units : wide;
+  for (int64_t column = 0; column < wide; column += columns) {
+    const real* factor = p.noise && apart ? p.noise + column / k.units * k.batch * k.width : p.noise;
+    real *to = p.to_hh + column * k.width, *part = sums ? sums + column : nullptr;
+    auto add_rows = [&](const store* d, const store* entered, int64_t count, int64_t stride, bool add) {
+      outer({to, part, d + column, entered, count, columns, k.width, wide, stride, add, 0, 0, nullptr, nullptr, factor, nullptr, k.batch}, threads);
+    };
+    if (p.entered) {
+      add_rows(dr, p.entered, rows, k.width, false);
+      continue;
+    }
+    // What entered, but for its factor, is the output of the step before, and at first the initial state.
+    const store *others = k.reverse ? dr : dr + k.batch * wide, *first = k.reverse ? dr + later * wide : dr;
+    if (later)
+      add_rows(others, k.reverse ? p.y + k.batch * k.y_stride : p.y, later, k.y_stride, false);
+    else
+      set_or_zero(to, nullptr, columns * k.width);
+    if (p.begin)
+      add_rows(first, p.begin, k.batch, k.width, true);
+    else if (part)
+      for (int64_t r = 0; r < k.batch; ++r)
+        for (int64_t u = 0; u < columns; ++u) part[u] += widened(first[r * wide + column + u]);
+  }
   if (cell.dr_is_dx && p.to_bias_hh) memcpy(p.to_bias_hh, p.to_bias_ih, size_t(wide) * sizeof(real));
   Vectors vectors = {&p, cell.vectors, k.batch, k.units};
   if (cell.vectors) parallel(cell.vectors * k.batch * k.units < 200000 ? 1 : threads, sum_vectors, &vectors);

@@ -139,8 +139,42 @@ static void pack(const Packed& to, const store* weight, int64_t ld, bool across,
   }
 }
 
+// Memory that is read soon, fetched into the second cache beside the sums of a product, a line each step: by its last
+// tiles, as weights that are larger than that cache would drive it out again.
+struct Fetch {
+  static constexpr int64_t MOST = 8, LINE = 64;
+  struct Range {
+    const char* at;
+    int64_t lines;
+  } ranges[MOST];
+  int64_t count = 0, wait = 0;
+
+  template <typename T>
+  void want(const T* at, int64_t size) {
+    if (at && size > 0) ranges[count++] = {(const char*)at, (size * int64_t(sizeof(T)) + LINE - 1) / LINE};
+  }
+  void all() const {
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t line = 0; line < ranges[i].lines; ++line) __builtin_prefetch(ranges[i].at + line * LINE, 1);
+  }
+  // A product of so many steps in all.
+  void begin(int64_t steps) {
+    wait = steps;
+    for (int64_t i = 0; i < count; ++i) wait -= ranges[i].lines > 0 ? ranges[i].lines : 0;
+  }
+  // Where a tile of so many steps begins; null: it fetches nothing.
+  const char* take(int64_t steps) {
+    if (wait >= steps) return wait -= steps, nullptr;
+    while (count && ranges[count - 1].lines <= 0) --count;
+    if (!count) return nullptr;
+    Range& range = ranges[count - 1];
+    range.lines -= steps;
+    return range.at += steps * LINE, range.at - steps * LINE;
+  }
+};
+
 template <int M, int N>
-static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add) {
+static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add, const char* ahead) {
   vector sum[M][N], total[M][N] = {};
   const int64_t column = b.column(panel), steps = b.steps();
   for (int i = 0; i < M; ++i)
@@ -149,7 +183,10 @@ static void tile(const Packed& b, int64_t panel, const store* const* a, real* co
   const packed_t* weights = b.data + column * steps;
   const store* row[M];
   for (int i = 0; i < M; ++i) row[i] = a[i];
-  for (int64_t k = 0; k < steps; ++k, weights += N * LANES) {
+  const int64_t line = ahead ? Fetch::LINE : 0;
+  if (!ahead) ahead = (const char*)weights;
+  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, ahead += line) {
+    __builtin_prefetch(ahead, 0, 2);
 #if PAIRS
     __m512bh w[N];
     for (int j = 0; j < N; ++j) w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES);
@@ -176,17 +213,19 @@ static void tile(const Packed& b, int64_t panel, const store* const* a, real* co
 }
 
 template <int N>
-static void panel_of_rows(const Packed& b, int64_t panel, int64_t rows, const store* const* a, real* const* c, bool add) {
+static void panel_of_rows(
+    const Packed& b, int64_t panel, int64_t rows, const store* const* a, real* const* c, bool add, Fetch* fetch) {
   while (rows > 0) {
     // 7 rows are 4 and 3, not 6 and 1
     const int64_t now = rows <= ROWS ? rows : (rows < 2 * ROWS ? (rows + 1) / 2 : ROWS);
+    const char* ahead = fetch ? fetch->take(b.steps()) : nullptr;
     switch (now) {
-      case 1: tile<1, N>(b, panel, a, c, add); break;
-      case 2: tile<2, N>(b, panel, a, c, add); break;
-      case 3: tile<3, N>(b, panel, a, c, add); break;
-      case 4: tile<4, N>(b, panel, a, c, add); break;
-      case 5: tile<5, N>(b, panel, a, c, add); break;
-      default: tile<6, N>(b, panel, a, c, add);
+      case 1: tile<1, N>(b, panel, a, c, add, ahead); break;
+      case 2: tile<2, N>(b, panel, a, c, add, ahead); break;
+      case 3: tile<3, N>(b, panel, a, c, add, ahead); break;
+      case 4: tile<4, N>(b, panel, a, c, add, ahead); break;
+      case 5: tile<5, N>(b, panel, a, c, add, ahead); break;
+      default: tile<6, N>(b, panel, a, c, add, ahead);
     }
     a += now, c += now, rows -= now;
   }
@@ -194,12 +233,14 @@ static void panel_of_rows(const Packed& b, int64_t panel, int64_t rows, const st
 
 // The panels from `first` to before `last` of rows a[0], a[1], ... times b, into c (`add`: in place of the bias, to c).
 static void product(
-    const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, int64_t first, int64_t last) {
+    const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, int64_t first, int64_t last,
+    Fetch* fetch = nullptr) {
+  if (fetch) fetch->begin((last - first) * ((rows + ROWS - 1) / ROWS) * b.steps());
   for (int64_t panel = first; panel < last; ++panel)
     if (panel < b.wide())
-      panel_of_rows<VECTORS>(b, panel, rows, a, c, add);
+      panel_of_rows<VECTORS>(b, panel, rows, a, c, add, fetch);
     else
-      panel_of_rows<1>(b, panel, rows, a, c, add);
+      panel_of_rows<1>(b, panel, rows, a, c, add, fetch);
 }
 
 }  // namespace kernel
