@@ -194,6 +194,40 @@ def test_training_gives_keras_losses(name: str) -> None:
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
+ONE_GRAPH = {
+    "masked": lambda: whorl.keras.LSTM(5),
+    "relu": lambda: whorl.keras.LSTM(5, activation="relu", return_sequences=True),
+    "both ways, masked": lambda: whorl.keras.Bidirectional(whorl.keras.GRU(5, reset_after=False)),
+    "cells, masked": lambda: whorl.keras.RNN([keras.layers.GRUCell(4), keras.layers.LSTMCell(3)]),
+    "a cell of whorl": lambda: whorl.keras.RNN(whorl.keras.Cell(whorl.cells.library.make_lstm(peephole=True), 5)),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_GRAPH)
+def test_a_model_is_one_compiled_graph(kind: str) -> None:
+    masking = [keras.layers.Masking()] if "masked" in kind else []
+    model = keras.Sequential([keras.Input((5, 3)), *masking, ONE_GRAPH[kind]()])
+    given = torch.tensor(x * mask[..., None])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model(x, training=True), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given), model(given))
+
+
+def test_jit_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras' own program, compiled by Keras: without code for a processor, which takes a minute."""
+    own = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: own(function, backend="aot_eager"))
+    targets, found = np.random.default_rng(2).standard_normal((4, 1)).astype("float32"), []
+    for jit in (False, True):
+        keras.utils.set_random_seed(4)
+        layer = whorl.keras.LSTM(3, recurrent_dropout=0.2, seed=1)
+        model = keras.Sequential([keras.Input((5, 3)), keras.layers.Masking(), layer, keras.layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=jit)
+        losses = model.fit(x * mask[..., None], targets, epochs=2, verbose=0).history["loss"]
+        found.append([*losses, *model.predict(x * mask[..., None], verbose=0).ravel()])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_policies(name: str, policy: str) -> None:

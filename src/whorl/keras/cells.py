@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import torch
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.cells import cell as cells
@@ -35,8 +36,22 @@ def part_of(cell: Any, engine: str = "auto") -> Part | str:
     return _part(kind, inputs, cell.units, cell.use_bias, cell.activation, recurrent_activation, reset_after, engine)
 
 
-@lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result  # a compiled graph holds what comes out, not how it is made
 def _part(
+    kind: str,
+    inputs: int,
+    units: int,
+    bias: bool,
+    activation: Any,
+    recurrent_activation: Any,
+    reset_after: bool,
+    engine: str,
+) -> Part | str:
+    return _made(kind, inputs, units, bias, activation, recurrent_activation, reset_after, engine)
+
+
+@lru_cache(maxsize=1024)
+def _made(
     kind: str,
     inputs: int,
     units: int,
