@@ -54,11 +54,11 @@ def inner_loop(
     note(layer, notes)
     if not stacked:
         return swept.last, swept.outputs, list(swept.states[0])
-    states = [
+    finals = [
         type(given)(ends) if isinstance(given, list | tuple) else ends[0]
         for given, ends in zip(grouped, swept.states, strict=True)
     ]
-    return swept.last, swept.outputs, type(initial_state)(states)
+    return swept.last, swept.outputs, type(initial_state)(finals)
 
 
 def is_stacked(layer: Any) -> bool:
