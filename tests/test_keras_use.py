@@ -300,6 +300,30 @@ def test_dropout_by_gate_without_recurrent_dropout(name: str) -> None:
     torch.testing.assert_close(first, lstm if name == "LSTM" else (1 - torch.sigmoid(z)) * torch.tanh(n))
 
 
+@pytest.mark.parametrize("rates", [(0.3, 0.0), (0.0, 0.4), (0.3, 0.4), (1.0, 0.4)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_are_those_that_keras_draws(name: str, rates: tuple[float, float]) -> None:
+    """To the bit, call after call, and the seed goes on from where Keras would: past 32 bits, too."""
+    given = torch.tensor(x[:, 0]), [torch.zeros(4, 6)] * 2
+    for policy, seed in (("float32", 7), ("mixed_float16", 2**31 - 3)):
+        stock, ours = (
+            getattr(source, name)(6, dropout=rates[0], recurrent_dropout=rates[1], seed=seed, dtype=policy)
+            for source in (keras.layers, whorl.keras)
+        )
+        for _ in range(3):
+            found = []
+            for layer in (stock, ours):
+                layer._maybe_config_dropout_masks(
+                    layer.cell, given[0].to(getattr(torch, layer.compute_dtype)), given[1]
+                )
+                cell = layer.cell
+                found.append(
+                    (cell._dropout_mask, cell._recurrent_dropout_mask, cell.seed_generator.state.value.clone())
+                )
+                layer._maybe_reset_dropout_masks(cell)
+            torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_unroll_and_dropout_of_everything(name: str) -> None:
     layer, rolled = getattr(whorl.keras, name)(4, unroll=True, go_backwards=True), getattr(whorl.keras, name)(4)
