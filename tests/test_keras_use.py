@@ -1,5 +1,6 @@
 """How whorl.keras layers behave in Keras: activations, configs, files, training, precision, engines, announcements."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,44 @@ def test_training_gives_keras_losses(name: str) -> None:
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
+ONE_GRAPH = {
+    "masked": lambda: whorl.keras.LSTM(5),
+    "relu": lambda: whorl.keras.LSTM(5, activation="relu", return_sequences=True),
+    "both ways, masked": lambda: whorl.keras.Bidirectional(whorl.keras.GRU(5, reset_after=False)),
+    "cells, masked": lambda: whorl.keras.RNN([keras.layers.GRUCell(4), keras.layers.LSTMCell(3)]),
+    "a cell of whorl": lambda: whorl.keras.RNN(whorl.keras.Cell(whorl.cells.library.make_lstm(peephole=True), 5)),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_GRAPH)
+def test_a_model_is_one_compiled_graph(kind: str) -> None:
+    masking = [keras.layers.Masking()] if "masked" in kind else []
+    model = keras.Sequential([keras.Input((5, 3)), *masking, ONE_GRAPH[kind]()])
+    given = torch.tensor(x * mask[..., None])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model(x, training=True), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given), model(given))
+
+
+def test_jit_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras' own program, as Keras compiles it, but for the code for a processor, which takes a minute.
+
+    Recurrent dropout, whose masks Keras draws between graphs, takes another: with WHORL_TEST_ALL=1 in the environment.
+    """
+    options = dict(recurrent_dropout=0.2, seed=1) if "WHORL_TEST_ALL" in os.environ else {}
+    own = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: own(function, backend="eager"))
+    targets, found = np.random.default_rng(2).standard_normal((4, 1)).astype("float32"), []
+    for jit in (False, True):
+        keras.utils.set_random_seed(4)
+        layer = whorl.keras.LSTM(3, **options)
+        model = keras.Sequential([keras.Input((5, 3)), keras.layers.Masking(), layer, keras.layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=jit)
+        losses = model.fit(x * mask[..., None], targets, epochs=2, verbose=0).history["loss"]
+        found.append([*losses, *model.predict(x * mask[..., None], verbose=0).ravel()])
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_policies(name: str, policy: str) -> None:
@@ -259,6 +298,30 @@ def test_dropout_by_gate_without_recurrent_dropout(name: str) -> None:
     z, n = projected[:, 0, 0], projected[:, 0, 2]
     lstm = torch.sigmoid(o) * torch.tanh(torch.sigmoid(i) * torch.tanh(g))
     torch.testing.assert_close(first, lstm if name == "LSTM" else (1 - torch.sigmoid(z)) * torch.tanh(n))
+
+
+@pytest.mark.parametrize("rates", [(0.3, 0.0), (0.0, 0.4), (0.3, 0.4), (1.0, 0.4)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_are_those_that_keras_draws(name: str, rates: tuple[float, float]) -> None:
+    """To the bit, call after call, and the seed goes on from where Keras would: past 32 bits, too."""
+    given = torch.tensor(x[:, 0]), [torch.zeros(4, 6)] * 2
+    for policy, seed in (("float32", 7), ("mixed_float16", 2**31 - 3)):
+        stock, ours = (
+            getattr(source, name)(6, dropout=rates[0], recurrent_dropout=rates[1], seed=seed, dtype=policy)
+            for source in (keras.layers, whorl.keras)
+        )
+        for _ in range(3):
+            found = []
+            for layer in (stock, ours):
+                layer._maybe_config_dropout_masks(
+                    layer.cell, given[0].to(getattr(torch, layer.compute_dtype)), given[1]
+                )
+                cell = layer.cell
+                found.append(
+                    (cell._dropout_mask, cell._recurrent_dropout_mask, cell.seed_generator.state.value.clone())
+                )
+                layer._maybe_reset_dropout_masks(cell)
+            torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

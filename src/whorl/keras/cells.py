@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import torch
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.cells import cell as cells
@@ -35,8 +36,22 @@ def part_of(cell: Any, engine: str = "auto") -> Part | str:
     return _part(kind, inputs, cell.units, cell.use_bias, cell.activation, recurrent_activation, reset_after, engine)
 
 
-@lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result  # a compiled graph holds what comes out, not how it is made
 def _part(
+    kind: str,
+    inputs: int,
+    units: int,
+    bias: bool,
+    activation: Any,
+    recurrent_activation: Any,
+    reset_after: bool,
+    engine: str,
+) -> Part | str:
+    return _made(kind, inputs, units, bias, activation, recurrent_activation, reset_after, engine)
+
+
+@lru_cache(maxsize=1024)
+def _made(
     kind: str,
     inputs: int,
     units: int,
@@ -74,6 +89,45 @@ def tensors_of(cell: Any, x: Any, states: tuple[Any, ...], training: Any) -> Ten
         return Tensors(weights, states)
     masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(states[0]))
     return Tensors(weights, states, *masks, cell.draw() if isinstance(cell, Cell) else None)
+
+
+def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
+    """Puts the masks of one call into a cell, with the numbers that Keras draws for its seed, all in one go.
+
+    Keras reads and writes its seed for each mask, for which a GPU waits.  Where it has no seed, and on other backends
+    than torch, its own methods draw.
+
+    Args:
+        x: [batch, inputs]: one step of its input.
+        state: [batch, units].
+    """
+    rates, likes = (cell.dropout, cell.recurrent_dropout), (x, state)
+    drawn = [0.0 < rate < 1.0 for rate in rates]
+    if BACKEND != "torch" or cell.seed_generator._initial_seed is None or not any(drawn):
+        return
+    if x.is_meta or torch.compiler.is_compiling() or _held(cell) != [None, None]:
+        return
+    count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
+    each = 1 if count is None else count
+    first, number = seed.value.tolist()
+    seed.assign(torch.tensor([first, number + each * sum(drawn)], dtype=seed.value.dtype))
+    generator = torch.Generator(x.device)
+    for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
+        if some:
+            keep, masks = torch.full(like.shape, 1.0 - rate, device=like.device), []
+            for _ in range(each):
+                generator.manual_seed((first + number) & 0xFFFFFFFF)
+                masks.append(torch.bernoulli(keep, generator=generator).to(like.dtype).div_(1.0 - rate))
+                number += 1
+            setattr(cell, name, masks[0] if count is None else masks)
+
+
+_MASKS = ("_dropout_mask", "_recurrent_dropout_mask")
+"""Where a cell of Keras holds those of the input and of the state during a call."""
+
+
+def _held(cell: Any) -> list[Any]:
+    return [getattr(cell, name, None) for name in _MASKS]
 
 
 def _variables(cell: Any) -> list[Any]:

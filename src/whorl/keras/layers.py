@@ -8,9 +8,11 @@ import inspect
 from typing import Any
 
 import keras
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.errors import InputError
 from whorl.keras import loops
+from whorl.keras.cells import draw_masks
 from whorl.keras.explanation import Explanation, explain
 from whorl.plan import check_engine
 
@@ -55,6 +57,12 @@ class Recurrent:
         """Makes the weights, and where it is stateful the states, for an input [batch, time, features]."""
         batch, *shape = sequences_shape
         super().build((self._batch if batch is None else batch, *shape), *rest)  # type: ignore[misc]
+
+    def _maybe_config_dropout_masks(self, cell: Any, input_sequence: Any, input_state: Any) -> None:
+        """Keras' hook: the cell gets the masks of a call."""
+        if isinstance(cell, DropoutRNNCell):
+            draw_masks(cell, input_sequence, input_state[0] if isinstance(input_state, list | tuple) else input_state)
+        super()._maybe_config_dropout_masks(cell, input_sequence, input_state)  # type: ignore[misc]
 
     @loops.of_whorl
     def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:

@@ -54,7 +54,11 @@ def inner_loop(
     note(layer, notes)
     if not stacked:
         return swept.last, swept.outputs, list(swept.states[0])
-    return swept.last, swept.outputs, keras.tree.pack_sequence_as(initial_state, keras.tree.flatten(swept.states))
+    finals = [
+        type(given)(ends) if isinstance(given, list | tuple) else ends[0]
+        for given, ends in zip(grouped, swept.states, strict=True)
+    ]
+    return swept.last, swept.outputs, type(initial_state)(finals)
 
 
 def is_stacked(layer: Any) -> bool:
@@ -77,7 +81,6 @@ def of_whorl(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@torch.compiler.disable  # plain values come out: a compiled graph holds them, not how they are made
 def parts_of(layer: Any, sequences: Any) -> tuple[list[Part], list[str]]:
     """What each cell is to whorl, and every reason why only Keras' own loop can run the layer."""
     if BACKEND not in ("torch", "jax"):
@@ -203,7 +206,6 @@ _MERGES: dict[str | None, Callable[[Any, Any], Any]] = {
 _CALLS = [getattr(keras.layers, name).call for name in ("RNN", "LSTM", "GRU", "SimpleRNN")]
 
 
-@torch.compiler.disable
 def _joint(layer: Any, sequences: Any) -> Part | None:
     """What both directions of a Bidirectional are, where one sweep can be both."""
     both = layer.forward_layer, layer.backward_layer

@@ -6,7 +6,6 @@ directly and other backends through a callback.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,9 @@ class Part(NamedTuple):
     kind: str
     """The class of Keras whose weights it has: "LSTM", "GRU", "SimpleRNN", or "Cell" for whorl's own."""
     form: str
-    """As `Form.to_json` writes it."""
+    """As `Form.to_json` writes it, of one direction."""
+    two_ways: str
+    """The same of both."""
     engine: str
     inputs: int
     units: int
@@ -51,7 +52,8 @@ class Tensors(NamedTuple):
 
 def part(kind: str, form: Form, engine: str) -> Part:
     """The plain values of a cell, as a layer of one direction."""
-    return Part(kind, form.to_json(), engine, form.inputs, form.units, len(form.cell.states))
+    both = replace(form, directions=2)
+    return Part(kind, form.to_json(), both.to_json(), engine, form.inputs, form.units, len(form.cell.states))
 
 
 class Swept(NamedTuple):
@@ -124,7 +126,7 @@ def both_ways(
         return _shapes([cell], x, sequences), _shapes([cell], x, sequences)
     valid = None if mask is None else mask.to(torch.bool).t()
     x = _by_time(x)
-    y, finals = _run(cell, _two_directions(cell.form), x, [forward, backward], valid, notes, run)
+    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
     rest = zero_output, sequences
@@ -227,12 +229,6 @@ def check(cell: Part, x: Tensor, own: Tensors, mask: Tensor | None, first: bool 
             raise InputError(f"initial state {place} has shape {tuple(state.shape)}, this {cell.kind} takes {wanted}.")
     if mask is not None and mask.shape != (batch, time):
         raise InputError(f"the mask has shape {tuple(mask.shape)}, this {cell.kind} takes {(batch, time)} for this x.")
-
-
-@torch.compiler.disable
-@lru_cache(maxsize=1024)
-def _two_directions(form: str) -> str:
-    return replace(Form.from_json(form), directions=2).to_json()
 
 
 def _weights(kind: str, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
