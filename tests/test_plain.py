@@ -12,7 +12,7 @@ from torch import Tensor
 import whorl
 from comparison import assert_agrees, draw, make
 from emulation import emulated
-from whorl.engines.cuda import aligned, layers
+from whorl.engines.cuda import aligned, layers, prepare
 from whorl.engines.cuda.plain import Plain
 from whorl.engines.cuda.products import Product
 
@@ -135,6 +135,16 @@ def test_no_product_for_an_x_without_gradient(monkeypatch: pytest.MonkeyPatch) -
         counts.clear()
         y.sum().backward()
         assert len(counts) == wanted
+
+
+def test_the_text_of_a_kernel_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, codes = [], prepare.codes
+    monkeypatch.setattr(
+        prepare, "codes", lambda wanted, chip: [names.append(name) or (name, code) for name, code in codes(wanted, chip)]
+    )
+    layer = make(whorl, "LSTM", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
+    layer(torch.randn(4, 5, 6, dtype=torch.bfloat16))[0].sum().backward()
+    assert len(names) == len({*names}) == 2
 
 
 def test_what_has_options_or_needs_copies_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
