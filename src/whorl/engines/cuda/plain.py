@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
-from whorl.engines.cuda import aligned
-from whorl.engines.cuda.layers import Layers, address, largest, pair, plain
+from whorl.engines.cuda.aligned import Copied
+from whorl.engines.cuda.layers import Layers, address, pair, plain
 from whorl.engines.cuda.products import Product, handle
 from whorl.engines.cuda.source import PLAIN
 from whorl.engines.cuda.staged import staged
@@ -42,17 +42,16 @@ class _OfSome(NamedTuple):
     """From one row of gradients to the next."""
     into: int
     """Where its weights begin."""
-    over: Product
+    over: Product | Copied
     """Over all steps that follow another."""
-    start: Product
+    start: Product | Copied
     """With the initial states."""
 
 
 def is_plain(problem: Problem) -> bool:
-    """No options, no vectors, a step of one stage, and no product of which operands are copied."""
+    """No options, no vectors, and a step of one stage."""
     cell = problem.form.cell
-    copies = aligned.needed(problem.dtype.itemsize, *largest(problem))
-    return not (problem.additions or problem.packed or cell.vectors or staged(cell) or copies)
+    return not (problem.additions or problem.packed or cell.vectors or staged(cell))
 
 
 class Plain(Layers):
@@ -98,12 +97,12 @@ class Plain(Layers):
             made.append(kept)
         return made, room.size
 
-    def _projection(self, inputs: int) -> Product:
+    def _projection(self, inputs: int) -> Product | Copied:
         """The product of x of every step with the weights of every gate."""
         units, batch, time, _ = self.sizes
         gates = len(self.cell.gates) * units
         sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
-        return Product(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
+        return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
 
     def _make_ready_for_backward(self) -> None:
         units, batch, time, directions = self.sizes
@@ -117,14 +116,16 @@ class Plain(Layers):
         self._summed = room.parts(directions, self._back.sums * self._sums.columns * 4)
         (self._to_below,) = room.parts(1, (form.layers > 1) * rows * directions * units * element)
         self._meanwhile = room.size
-        every_inputs = [form.layer_inputs(layer) for layer in range(form.layers)]
-        self._of_x = [Product(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
-        self._of_ih = [Product(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
+        ready, every_inputs = self._product.ready, [form.layer_inputs(layer) for layer in range(form.layers)]
+        self._of_x = [ready(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
+        self._of_ih = [ready(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
         self._of_hh: list[_OfSome] = []
         for is_apart, first, count, into in self.blocks:
             wide, step = count * units, apart if is_apart else gates
-            over = Product(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
-            start = Product(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
+            over = self._product.ready(
+                dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32
+            )
+            start = ready(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
             places = first * units * element, step * element, into * units * units * element
             self._of_hh.append(_OfSome(is_apart, *places, over, start))
 

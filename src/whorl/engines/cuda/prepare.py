@@ -56,12 +56,10 @@ class Numbers(NamedTuple):
 def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
     """The kernels on a device, from the store or compiled."""
     keys = [(*numbers, index) for numbers in wanted]
-    absent = {key: numbers for numbers, key in zip(wanted, keys, strict=True) if not is_loaded(key)}
-    found = dict(zip(absent, codes(list(absent.values()), chip), strict=True))  # what is compiled is so side by side
-    return [
-        loaded(key, partial(_load, numbers, *found.get(key, ()), index))
-        for numbers, key in zip(wanted, keys, strict=True)
-    ]
+    absent = [(key, numbers) for key, numbers in zip(keys, wanted, strict=True) if not is_loaded(key)]
+    found = codes([numbers for _, numbers in absent], chip)  # what is compiled is so side by side
+    make = {key: partial(_load, numbers, *code, index) for (key, numbers), code in zip(absent, found, strict=True)}
+    return [loaded(key, make.get(key)) for key in keys]
 
 
 def _load(numbers: Numbers, name: str, machine_code: bytes, index: int) -> Kernel:

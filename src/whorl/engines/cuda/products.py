@@ -37,8 +37,8 @@ def product(
     (rows, depth), columns = a.shape, b.shape[1]
     if out is None:
         out = torch.empty(rows, columns, dtype=torch.float32 if wide else a.dtype, device=a.device)
-    a, a_turned, a_step = _laid(a)
-    b, b_turned, b_step = _laid(b)
+    a, a_turned, a_step = laid(a)
+    b, b_turned, b_step = laid(b)
     sizes, turned, steps = (rows, depth, columns), (a_turned, b_turned), (a_step, b_step, max(columns, out.stride(0)))
     Product(a.dtype, sizes, turned, steps, tf32, out.dtype)(
         handle(a.dtype), a.data_ptr(), b.data_ptr(), out.data_ptr(), add
@@ -94,7 +94,7 @@ def handle(dtype: torch.dtype) -> int:
 _ONE_AT, _ZERO_AT = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
 
 
-def _laid(matrix: Tensor) -> tuple[Tensor, int, int]:
+def laid(matrix: Tensor) -> tuple[Tensor, int, int]:
     """The matrix, or a copy where neither rows nor columns lie in one piece; whether columns do; their distance."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     if right == 1 and (down >= columns or rows == 1):
