@@ -144,21 +144,22 @@ class Plain(Layers):
         return from_bytes(room[first : first + time * batch * width * dtype.itemsize], self._output, dtype)
 
     def forward(self, call: Call) -> Outcome:
-        _, batch, time, directions = self.sizes
+        _, batch, time, _ = self.sizes
         dtype, last = self.problem.dtype, self.form.layers - 1
         x, (_alive, at) = call.x.contiguous(), self._weights(call)
+        room = x.new_empty(self._room, dtype=torch.uint8)
+        base, entered = room.data_ptr(), x.data_ptr()
+        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
+        self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         starts = [_own(state, dtype) for state in call.states]
         y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
-        room = x.new_empty(self._room, dtype=torch.uint8)
-        base, entered, of_y = room.data_ptr(), x.data_ptr(), y.data_ptr()
-        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         for layer, kept in enumerate(self._kept):
-            gates, first = [base + place for place in kept.gates], layer * directions * self._every
-            for direction, gate in enumerate(gates):
-                self._of_gates[layer](blas, entered, at[first + direction * self._every], gate)
-            entered = base + kept.output if layer < last else of_y
+            if layer:
+                self._project(layer, blas, entered, at, base)
+            entered = base + kept.output if layer < last else y.data_ptr()
             self._ahead(
-                stream, x, *pair(gates), *[at[place] for place in self._reads[layer]], 0, 0,
+                stream, x, *pair([base + place for place in kept.gates]),
+                *[at[place] for place in self._reads[layer]], 0, 0,
                 *self._places(starts, layer), *self._places(finals, layer), entered,
                 *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
                 time, batch,
@@ -167,6 +168,11 @@ class Plain(Layers):
                 dropped = self._output_in(room, layer) * call.dropout[layer]
                 entered = dropped.data_ptr()
         return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
+
+    def _project(self, layer: int, blas: int, entered: int, at: Sequence[int], base: int) -> None:
+        """What enters a layer times its weights, for every gate at every step."""
+        for direction, gates in enumerate(self._kept[layer].gates, layer * self.form.directions):
+            self._of_gates[layer](blas, entered, at[direction * self._every], base + gates)
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
