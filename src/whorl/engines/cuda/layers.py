@@ -126,7 +126,7 @@ class Layers:
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         units, batch, time, directions = self.sizes
-        form, cell, dtype = self.form, self.cell, self.problem.dtype
+        form, cell, dtype, constants = self.form, self.cell, self.problem.dtype, self.problem.constants
         states = len(cell.states)
         grad_y, *others = (None if grad is None else plain(grad.to(dtype)) for grad in grads)
         grad_finals, grad_sequences = others[:states], others[states:]
@@ -184,7 +184,7 @@ class Layers:
                 *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
             summed = summing(stream, sums)
-            grad_x: Tensor | None = None
+            grad_x, wanted = None, layer > 0 or "x" not in constants
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
                 if entered:
@@ -195,11 +195,12 @@ class Layers:
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
                     to_ih = self._product(to_gates[direction].t(), x, tf32=self.tf32)
-                    adds = grad_x is not None
-                    grad_x = self._product(to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
+                    if wanted:
+                        adds = grad_x is not None
+                        grad_x = self._product(to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
                 else:
-                    to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
-                    grad_x = to_x if grad_x is None else grad_x + to_x
+                    to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih, wanted)
+                    grad_x = to_x if grad_x is None or to_x is None else grad_x + to_x
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
@@ -209,15 +210,14 @@ class Layers:
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
                     found.of_noise(index, operand.gradient(parts, _hidden(own)))
-            assert grad_x is not None
-            grad_x = grad_x.view(*call.x.shape[:-1], -1)
-            if layer and call.dropout:
+            if grad_x is not None:
+                grad_x = grad_x.view(*call.x.shape[:-1], -1)
+            if grad_x is not None and layer and call.dropout:
                 mask = call.dropout[layer - 1]
-                if options is None:
-                    grad_dropout[layer - 1] = grad_x * below
-                else:
-                    mask, grad_dropout[layer - 1] = options.cleaned(mask), options.cleaned(grad_x * below)
-                grad_x = grad_x * mask
+                if "dropout" not in constants:
+                    of_mask = grad_x * below
+                    grad_dropout[layer - 1] = of_mask if options is None else options.cleaned(of_mask)
+                grad_x = grad_x * (mask if options is None else options.cleaned(mask))
             grad_y = grad_x
         if found is None:
             return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout]
@@ -235,7 +235,7 @@ class Layers:
 
     def _dropped(self, layer: int, direction: int, options: Options) -> Dropped | None:
         mask = options.input_mask(layer, direction)
-        given = options.given_masks(layer, direction).input is not None
+        given = options.of_masks and options.given_masks(layer, direction).input is not None
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
     def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:

@@ -179,11 +179,11 @@ class Plain(Layers):
         grad_y, *grad_finals = [None if grad is None else _own(grad, dtype) for grad in grads]
         room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
         starts = [_own(state, dtype) for state in call.states]
-        grad_x = None if "x" in constants else torch.empty_like(x)
-        grad_starts, made = [torch.empty_like(start) for start in starts], [torch.empty_like(own) for own in weights]
+        grad_starts, grad_x = [torch.empty_like(start) for start in starts], None
+        made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         meanwhile = x.new_empty(self._meanwhile, dtype=torch.uint8)
-        base, here, into = room.data_ptr(), meanwhile.data_ptr(), [*(grad.data_ptr() for grad in made), 0]
+        base, here = room.data_ptr(), meanwhile.data_ptr()
         to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
         sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
         output, ending = y.data_ptr(), address(grad_y)
@@ -191,10 +191,7 @@ class Plain(Layers):
         for layer in reversed(range(self.form.layers)):
             kept, reads, first = self._kept[layer], self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
-            target, entered = to_below if layer else address(grad_x), below
-            if call.dropout and layer:
-                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
-                entered = dropped.data_ptr()
+            target, entered = to_below, below
             self._back(
                 stream, x, *pair([base + place for place in kept.gates]), *[at[place] for place in reads[:2]], 0, 0,
                 *self._places(starts, layer), output,
@@ -202,6 +199,15 @@ class Plain(Layers):
                 ending, *self._places(grad_finals, layer), *pair(to_gates), *pair(to_apart),
                 *self._places(grad_starts, layer), *sums, time, batch,
             )  # fmt: skip
+            for place in range(first, first + directions * self._every):  # while the kernel runs
+                made[place] = torch.empty_like(weights[place])
+                into[place] = made[place].data_ptr()
+            if not layer:
+                grad_x = None if "x" in constants else torch.empty_like(x)
+                target = address(grad_x)
+            elif call.dropout:
+                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
+                entered = dropped.data_ptr()
             if self.form.bias:
                 self._adding.launch(
                     stream, directions, self._back.sums, *sums, *[into[place] for place in reads[4:] + reads[2:4]], 0, 0
