@@ -148,8 +148,12 @@ def test_the_text_of_a_kernel_is_written_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(prepare, "codes", seen)
     layer = make(whorl, "LSTM", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
-    layer(torch.randn(4, 5, 6, dtype=torch.bfloat16))[0].sum().backward()
-    assert len(names) == len({*names}) == 2
+    x, lengths = torch.randn(4, 5, 6, dtype=torch.bfloat16), torch.tensor([4, 3, 2, 1, 4])
+    layer(x)[0].sum().backward()
+    layer(x, lengths=lengths)[0].sum().backward()
+    assert len(names) == len({*names}) + 2 == 4  # a kernel with options has the name of the plain one
+    monkeypatch.setattr(layers, "kernels", lambda *given: pytest.fail("what is there is made ready again"))
+    layer(x, lengths=lengths)[0].sum().backward()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -61,6 +61,8 @@ class Layers:
     def _load(self, wanted: Sequence[tuple[str, Features]]) -> None:
         form, problem = self.form, self.problem
         absent = [one for one in wanted if one not in self._made]
+        if not absent:
+            return
         sizes, numbers = [], []
         for kind, features in absent:
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))

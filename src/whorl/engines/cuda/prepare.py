@@ -57,7 +57,7 @@ def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
     """The kernels on a device, from the store or compiled."""
     keys = [(*numbers, index) for numbers in wanted]
     absent = [(key, numbers) for key, numbers in zip(keys, wanted, strict=True) if not is_loaded(key)]
-    found = codes([numbers for _, numbers in absent], chip)  # what is compiled is so side by side
+    found = codes([numbers for _, numbers in absent], chip) if absent else []  # what is compiled is so side by side
     make = {key: partial(_load, numbers, *code, index) for (key, numbers), code in zip(absent, found, strict=True)}
     return [loaded(key, make.get(key)) for key in keys]
 
