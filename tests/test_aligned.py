@@ -56,7 +56,8 @@ def multiplied(host: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     found, real = [], Product.__call__
 
     def multiply(own: Product, *given: int, **how: bool) -> None:
-        found.append((own._first[:2], own._first[2:5], own._of_a[1], own._of_b[1], own._last[1]))
+        first = [number.value for number in own._first]
+        found.append((first[:2], first[2:5], own._of_a[1].value, own._of_b[1].value, own._last[1].value))
         real(own, *given, **how)
 
     monkeypatch.setattr(Product, "__call__", multiply)
