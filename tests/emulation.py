@@ -115,9 +115,12 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         made = made if out is None or not add else made + out
         return made.to(torch.float32 if wide else a.dtype) if out is None else out.copy_(made)
 
-    def multiply(handle: int, *given: int) -> int:
+    def multiply(handle: int, *given: Any) -> int:
         """cublasGemmEx, which goes by columns: what it has as b.T @ a.T is a @ b."""
-        b_turned, a_turned, columns, rows, depth, _, b, kind, b_step, a, _, a_step, add, out, its, step, how, _ = given
+        numbers = [getattr(one, "value", one) for one in given]
+        b_turned, a_turned, columns, rows, depth, _, b, kind, b_step, a, _, a_step, add, out, its, step, how, _ = (
+            numbers
+        )
         if min(rows, columns) == 0 or b_step < max(1, depth if b_turned else columns) or step < columns:
             return 7
         left = _matrix(a, kind, *((depth, rows) if a_turned else (rows, depth)), a_step)

@@ -60,6 +60,13 @@ def test_contenders_take_turns_and_only_the_call_is_timed(monkeypatch: pytest.Mo
     assert found["a"].gpu is None
 
 
+def test_a_host_that_has_to_get_warm_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", type("", (), {"perf_counter": lambda: clock.now}))
+    runner = Fake("a", clock, [9.0, 5.0, 1.0, 2.0])
+    assert timing._by_the_clock(runner, CPU, 2, settle=2) == pytest.approx([1.0, 2.0])
+
+
 def test_the_spread_is_of_the_middle_half() -> None:
     assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0, 1)
     assert Spread.of([1, 2, 3, 4, 1000]) == Spread(3.0, 2.0, 4.0, 5)

@@ -17,7 +17,7 @@ from comparison import broken, error, flat, weighted
 from emulation import H200, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
-from whorl.engines.cuda import grid, spreading, store, tiling
+from whorl.engines.cuda import aligned, entering, grid, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -367,6 +367,33 @@ def test_what_is_drawn_anew_at_each_step(
     case = Drawn(kind, frozenset(on.split()), units, batch, 4, directions=2, seed=2)
     with emulated(folder):
         assert case.errors("cpu", dtype) == {}
+
+
+@pytest.mark.parametrize("mode", ["gate", "shared", "step"])
+def test_what_needs_no_gradient_is_not_computed_and_changes_no_other(mode: str, folder: Path) -> None:
+    torch.manual_seed(1)
+    layer = whorl.LSTM(8, 16, 2, recurrent_dropout_mode=mode, engine="persistent")
+    by_mode = {"gate": (4, 3, 16), "shared": (3, 16), "step": (5, 3, 16)}
+    shapes = {
+        "recurrent_dropout": [by_mode[mode]] * 2, "input_dropout": [(3, 8), (3, 16)], "zoneout_h": [(5, 3, 16)] * 2,
+        "dropout": [(5, 3, 16)],
+    }  # fmt: skip
+    masks = {name: [torch.rand(shape) for shape in own] for name, own in shapes.items()}
+    x, counts, found = torch.randn(5, 3, 8), [], []
+    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+        for module in (aligned, entering):
+            real = module.product
+            patch.setattr(module, "product", lambda *args, real=real, **how: counts.append(1) or real(*args, **how))
+        for wanted in (True, False):
+            for tensor in (x, *(mask for own in masks.values() for mask in own)):
+                tensor.requires_grad_(wanted)
+            loss = weighted(flat(layer(x, dropout_masks=masks)))
+            counts.clear()
+            found.append((torch.autograd.grad(loss, list(layer.parameters())), len(counts)))
+    (first, most), (second, least) = found
+    for got, truth in zip(second, first, strict=True):
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+    assert least < most
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -129,6 +129,12 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("cell, form", [("LSTM", {}), ("LSTM", dict(num_layers=2, bidirectional=True)), ("GRU", {})])
+def test_sizes_of_which_products_are_worth_copies(cell: str, form: dict[str, Any], precision: str) -> None:
+    assert_right(build(cell, 650, PRECISIONS[precision], inputs=653, **form), 12, 40)
+
+
 @pytest.mark.parametrize("initial", [False, True], ids=["zero states", "given states"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN tanh"])
 @pytest.mark.parametrize("form", FORMS)

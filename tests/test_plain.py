@@ -12,7 +12,7 @@ from torch import Tensor
 import whorl
 from comparison import assert_agrees, draw, make
 from emulation import emulated
-from whorl.engines.cuda import aligned, layers
+from whorl.engines.cuda import aligned, layers, prepare
 from whorl.engines.cuda.plain import Plain
 from whorl.engines.cuda.products import Product
 
@@ -137,11 +137,39 @@ def test_no_product_for_an_x_without_gradient(monkeypatch: pytest.MonkeyPatch) -
         assert len(counts) == wanted
 
 
-def test_what_has_options_or_needs_copies_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_of_a_kernel_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    codes = prepare.codes
+
+    def seen(wanted: Any, chip: Any) -> Any:
+        found = codes(wanted, chip)
+        names.extend(name for name, _ in found)
+        return found
+
+    monkeypatch.setattr(prepare, "codes", seen)
+    layer = make(whorl, "LSTM", 6, 10, 2, dtype=torch.bfloat16, engine="persistent")
+    x, lengths = torch.randn(4, 5, 6, dtype=torch.bfloat16), torch.tensor([4, 3, 2, 1, 4])
+    layer(x)[0].sum().backward()
+    layer(x, lengths=lengths)[0].sum().backward()
+    assert len(names) == len({*names}) + 2 == 4  # a kernel with options has the name of the plain one
+    monkeypatch.setattr(layers, "kernels", lambda *given: pytest.fail("what is there is made ready again"))
+    layer(x, lengths=lengths)[0].sum().backward()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cell, dtype", [("LSTM", torch.bfloat16), ("GRU", torch.float32)])
+def test_products_of_copies(cell: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aligned, "LEAST", 1)
+    torch.manual_seed(1)
+    layer = make(whorl, cell, 5, 11, dtype=dtype, engine="persistent", **FORMS[form])
+    layout = "batch first" if layer.batch_first else "time first"
+    assert_agrees(layer, *draw(cell, layout, 3, 5, 5, True, layer))
+    assert ran() == [Plain]
+
+
+def test_what_has_options_goes_another_way() -> None:
     x = torch.randn(4, 5, 6, dtype=torch.bfloat16)
     layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
     layer(x, lengths=torch.tensor([4, 3, 2, 1, 4]))
     make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent", peephole=True)(x)
-    monkeypatch.setattr(aligned, "LEAST", 1)
-    make(whorl, "LSTM", 6, 11, dtype=torch.bfloat16, engine="persistent")(x)
     assert Plain not in ran()

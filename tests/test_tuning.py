@@ -67,6 +67,11 @@ def test_other_kernels_forget_what_was_measured(monkeypatch: pytest.MonkeyPatch)
     tuned._sources.cache_clear()
 
 
+def test_where_nothing_was_kept_no_source_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "_sources", lambda: pytest.fail("the kernels' sources were read"))
+    assert grid.choose(*WHERE) == grid.estimated(*WHERE)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": 1}'])
 def test_a_damaged_file_is_as_none_and_is_replaced(text: str, folder: Path) -> None:
     tile = grid.likely(*WHERE)[1]

@@ -3,7 +3,10 @@
 GPU time is what passes on the GPU between an event before a call and one after it, while calls follow each other
 without waiting: where the host is slower than the GPU it holds the gaps between launches, as it does in a training
 loop.  Wall time is what passes on the host's clock from before a call until its results are there, with nothing else
-under way.  What changes weights and inputs between calls stands outside of both.
+under way; on a GPU, where it is mostly the host's, in a row of calls, as in a training loop: one that comes after other
+work finds the host's caches and autograd's thread cold.  On the host of an H200 a train step of one product by torch
+took 0.18 ms in a row and 0.68 ms after other work, whorl's LSTM 0.79 and 1.16, torch.nn's in bfloat16 2.32 and 2.42.
+What changes weights and inputs between calls stands outside of both.
 """
 
 import gc
@@ -16,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-_SETTLE = 2  # calls of a turn on a GPU that are not counted, where there are several: the queue fills
+_SETTLE = 2  # calls of a turn on a GPU that are not counted: the queue fills, the host's caches do
 _WAITED = 5  # the most calls of a turn that are timed by the host's clock, where events time the others
 _MOST = 200  # calls in a turn
 
@@ -82,7 +85,8 @@ def in_turns(runners: Mapping[str, Runner], device: torch.device, effort: Effort
                 if device.type == "cuda":
                     gpu[name] += _between_events(runner, count)
                     count = min(count, _WAITED)
-                wall[name] += _by_the_clock(runner, device, count)
+                settle = _SETTLE if device.type == "cuda" else 0
+                wall[name] += _by_the_clock(runner, device, count, settle)
     finally:
         if enabled:
             gc.enable()
@@ -109,9 +113,9 @@ def _between_events(runner: Runner, count: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in pairs[settle:]]
 
 
-def _by_the_clock(runner: Runner, device: torch.device, count: int) -> list[float]:
+def _by_the_clock(runner: Runner, device: torch.device, count: int, settle: int = 0) -> list[float]:
     milliseconds = []
-    for _ in range(count):
+    for _ in range(settle + count):
         runner.change()
         _finish(device)
         start = time.perf_counter()
@@ -119,7 +123,7 @@ def _by_the_clock(runner: Runner, device: torch.device, count: int) -> list[floa
         _finish(device)
         milliseconds.append(1e3 * (time.perf_counter() - start))
         del results
-    return milliseconds
+    return milliseconds[settle:]
 
 
 def _finish(device: torch.device) -> None:

@@ -6,13 +6,15 @@ sizes that count: a distance of 1504 from row to row changed nothing.  So operan
 16 bytes with zeros behind them, and the result out of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.prepare import row_copier
-from whorl.engines.cuda.products import product
+from whorl.engines.cuda.products import Product, handle, laid, product
 from whorl.engines.cuda.tiling import Chip
 
 LEAST = 1 << 29
@@ -22,82 +24,154 @@ LEAST = 1 << 29
 def words(element: int, sizes: Iterable[int], most: int) -> tuple[int, ...]:
     """Bytes of the words in which rows are copied, as `Products` takes sizes; none where no product is worth it."""
     needed = most >= LEAST and any(size % (16 // element) for size in sizes)
-    return tuple(word for word in (2, 4, 8) if word >= element) if needed else ()
+    return tuple(word for word in (8, 4, 2) if word >= element) if needed else ()
 
 
 class Products:
     """Products on one device; the kernels that copy are loaded when it is made, where they may be needed.
 
     Args:
+        index: torch's number of the device.
         sizes: of matrices, along which they lie in one piece.
         most: multiplications of the largest product.
     """
 
-    def __init__(self, chip: Chip, index: int, element: int, sizes: Iterable[int], most: int) -> None:
-        self._words = words(element, sizes, most)
-        self._copiers: dict[int, Kernel] = {word: row_copier(word, chip, index) for word in self._words}
+    def __init__(
+        self, chip: Chip, device: torch.device, index: int, element: int, sizes: Iterable[int], most: int
+    ) -> None:
+        self._copiers = {word: row_copier(word, chip, index) for word in words(element, sizes, most)}
+        self._device, self._index = device, index
+
+    def ready(
+        self, dtype: torch.dtype, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
+        tf32: bool = False, out: torch.dtype | None = None,
+    ) -> "Product | Copied":  # fmt: skip
+        """A product of fixed sizes, as `products.Product` takes them: with copies where they are worth it."""
+        bare, (rows, depth, columns) = Product(dtype, sizes, turned, steps, tf32, out), sizes
+        if not self._copiers or rows * depth * columns < LEAST:
+            return bare
+        each = 16 // dtype.itemsize
+        along = {0 if turned[0] else 1, 1 if turned[1] else 2, 2}  # the sizes that lie in one piece
+        tall, deep, wide = (_rounded(size, each) if place in along else size for place, size in enumerate(sizes))
+        pairs = [
+            (_lies(rows, depth, turned[0], steps[0]), _lies(tall, deep, turned[0])),
+            (_lies(depth, columns, turned[1], steps[1]), _lies(deep, wide, turned[1])),
+            (_lies(rows, columns, 0, steps[2]), _lies(tall, wide, 0)),
+        ]
+        copied = [given[:2] != made[:2] or given.step % each > 0 for given, made in pairs]
+        if not any(copied):
+            return bare
+        copies: list[_Copy | None] = [None] * 3
+        for place, (given, made) in enumerate(pairs):
+            if copied[place]:
+                element = dtype.itemsize if place < 2 else (out or dtype).itemsize
+                copies[place] = _Copy(self._copiers, element, *((given, made) if place < 2 else (made, given)))
+        own = [made.step if copy else given.step for (given, made), copy in zip(pairs, copied, strict=True)]
+        aligned = Product(dtype, (tall, deep, wide), turned, (own[0], own[1], own[2]), tf32, out)
+        return Copied(bare, aligned, copies, tall * wide * (out or dtype).itemsize, self._device, self._index)
 
     def __call__(
-        self, stream: int, a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False,
-        wide: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self, a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
+    ) -> Tensor:
         """a @ b, as `products.product` takes it."""
-        if add or not self._words or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
+        if not self._copiers:
             return product(a, b, out, add, tf32, wide)
-        a, b = (matrix if 1 in matrix.stride() else matrix.contiguous() for matrix in (a, b))
-        if _is_aligned(a, b):
-            return product(a, b, out, add, tf32, wide)
-        made = product(*self._operands(stream, a, b), None, False, tf32, wide)
-        return self._part(stream, made, a.shape[0], b.shape[1], out)
-
-    def _operands(self, stream: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        (rows, depth), columns, each = a.shape, b.shape[1], 16 // a.element_size()
-        across = {"columns", "rows" if a.stride(1) != 1 else "depth", "depth" if b.stride(1) != 1 else "columns"}
-        rows = _rounded(rows, each) if "rows" in across else rows
-        depth = _rounded(depth, each) if "depth" in across else depth
-        columns = _rounded(columns, each)
-        return self._laid(stream, a, rows, depth), self._laid(stream, b, depth, columns)
-
-    def _part(self, stream: int, made: Tensor, rows: int, columns: int, out: Tensor | None = None) -> Tensor:
-        """The first rows and columns of what was made, in `out` where that is given."""
+        (rows, depth), columns = a.shape, b.shape[1]
         if out is None:
-            if made.shape == (rows, columns):
-                return made
-            out = made.new_empty(rows, columns)
-        self._copy(stream, made, out)
+            out = torch.empty(rows, columns, dtype=torch.float32 if wide else a.dtype, device=a.device)
+        a, a_turned, a_step = laid(a)
+        b, b_turned, b_step = laid(b)
+        steps = a_step, b_step, max(columns, out.stride(0))
+        made = self.ready(a.dtype, (rows, depth, columns), (a_turned, b_turned), steps, tf32, out.dtype)
+        made(handle(a.dtype), a.data_ptr(), b.data_ptr(), out.data_ptr(), add)
         return out
 
-    def _laid(self, stream: int, matrix: Tensor, rows: int, columns: int) -> Tensor:
-        """The matrix with so many rows and columns, laid out as it was."""
-        if matrix.stride(1) != 1:
-            return self._laid(stream, matrix.t(), columns, rows).t()
-        if matrix.shape == (rows, columns) and matrix.stride(0) == columns:
-            return matrix
-        made = matrix.new_empty(rows, columns)
-        self._copy(stream, matrix, made)
-        return made
 
-    def _copy(self, stream: int, source: Tensor, target: Tensor) -> None:
-        """What fits of the source; zeros where the target is larger."""
-        element, (rows, columns) = source.element_size(), target.shape
-        width, height = min(columns, source.shape[1]), min(rows, source.shape[0])
-        addresses = source.data_ptr(), target.data_ptr()
-        places = [*addresses, *(element * size for size in (source.stride(0), target.stride(0), width, columns))]
-        word = next(word for word in reversed(self._words) if all(place % word == 0 for place in places))
-        from_step, to_step, wide, to_wide = (place // word for place in places[2:])
-        self._copiers[word](stream, rows, 1, *addresses, from_step, to_step, height, wide, to_wide)
+class Copied:
+    """A product that is made of copies: called as `Product` is.
+
+    Args:
+        bare: the product without copies, for what is added to something.
+        aligned: the product of copies.
+        copies: of a and b into its operands, and of its result; None where there is no need.
+        made: bytes of its result.
+    """
+
+    def __init__(
+        self, bare: Product, aligned: Product, copies: Sequence["_Copy | None"], made: int, device: torch.device,
+        index: int,
+    ) -> None:  # fmt: skip
+        self._bare, self._aligned, self._device, self._index = bare, aligned, device, index
+        self._of_a, self._of_b, self._of_result = copies
+        self._places, self._room = [], 0
+        for size in (*(0 if copy is None else copy.size for copy in copies[:2]), made if copies[2] else 0):
+            self._places.append(self._room)
+            self._room += _rounded(size, _ALIGNED)
+
+    def __call__(self, handle: int, a: int, b: int, out: int, add: bool = False) -> None:
+        """Multiply what lies at two addresses, into a third or (`add`) to what is there.
+
+        Raises:
+            KernelError: cuBLAS or the driver refuses.
+        """
+        if add:
+            self._bare(handle, a, b, out, add)
+            return
+        room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+        base, stream, result = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index), out
+        at_a, at_b, at_result = (base + place for place in self._places)
+        if self._of_a is not None:
+            self._of_a(stream, a, at_a)
+            a = at_a
+        if self._of_b is not None:
+            self._of_b(stream, b, at_b)
+            b = at_b
+        if self._of_result is not None:
+            result = at_result
+        self._aligned(handle, a, b, result)
+        if self._of_result is not None:
+            self._of_result(stream, result, out)
 
 
-def _is_aligned(a: Tensor, b: Tensor) -> bool:
-    """Whether cuBLAS has its fast kernels for a @ b."""
-    each, sizes = 16 // a.element_size(), (*_across(a), *_across(b), b.shape[1])
-    return all(size % each == 0 for size in sizes)
+_ALIGNED = 256
+"""Bytes: where operands and results begin in the room of a product."""
 
 
-def _across(matrix: Tensor) -> tuple[int, int]:
-    """The size along which a matrix lies in one piece, and the distance to what follows."""
-    (rows, columns), (down, right) = matrix.shape, matrix.stride()
-    return (columns, down) if right == 1 else (rows, right)
+class _Rows(NamedTuple):
+    """How a matrix lies."""
+
+    height: int
+    width: int
+    """Elements in one piece."""
+    step: int
+    """From one such piece to the next."""
+
+
+def _lies(rows: int, columns: int, turned: int, step: int | None = None) -> _Rows:
+    """A matrix in which rows lie in one piece, or (`turned`) columns; one behind the other without a `step`."""
+    height, width = (columns, rows) if turned else (rows, columns)
+    return _Rows(height, width, width if step is None else step)
+
+
+class _Copy:
+    """What fits of one matrix in another's rows; zeros where the target is larger."""
+
+    def __init__(self, copiers: Mapping[int, Kernel], element: int, source: _Rows, target: _Rows) -> None:
+        self.size = target.height * target.step * element
+        self._rows = target.height
+        height, width = min(source.height, target.height), min(source.width, target.width)
+        numbers = [element * size for size in (source.step, target.step, width, target.width)]
+        self._ways: list[tuple[int, Kernel, tuple[int, ...]]] = []
+        """Words of so many bytes, from the largest on, the kernel that copies them, and all sizes in words."""
+        for word, kernel in copiers.items():
+            if not any(number % word for number in numbers):
+                from_step, to_step, wide, to_wide = (number // word for number in numbers)
+                self._ways.append((word, kernel, (from_step, to_step, height, wide, to_wide)))
+
+    def __call__(self, stream: int, source: int, target: int) -> None:
+        both = source | target
+        _, kernel, sizes = next(way for way in self._ways if both % way[0] == 0)
+        kernel(stream, self._rows, 1, source, target, *sizes)
 
 
 def _rounded(size: int, each: int) -> int:

@@ -30,18 +30,24 @@ class Dropped:
         gates = zip(entered, weight.split(self._options.form.units), strict=True)
         return torch.cat([product(part, w.t(), tf32=self._tf32, wide=wide) for part, w in gates], -1)
 
-    def gradients(self, to_gates: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of x [rows, inputs], of the weight, and of the mask where it is given."""
-        entered, units = self._entered(x), self._options.form.units
-        if entered.dim() == x.dim():
-            to_entered = self._product(to_gates, weight)
-            to_weight = product(to_gates.t(), entered, tf32=self._tf32)
-        else:
-            gates = to_gates.split(units, 1)
-            pairs = zip(gates, weight.split(units), strict=True)
-            to_entered = torch.stack([self._product(part, w) for part, w in pairs])
+    def gradients(
+        self, to_gates: Tensor, x: Tensor, weight: Tensor, wanted: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Of x [rows, inputs] where it is `wanted`, of the weight, and of the mask where it has one."""
+        entered, gates = self._entered(x), to_gates.split(self._options.form.units, 1)
+        by_gate = entered.dim() > x.dim()
+        if by_gate:
             pairs = zip(gates, entered, strict=True)
             to_weight = torch.cat([product(part.t(), each, tf32=self._tf32) for part, each in pairs])
+        else:
+            to_weight = product(to_gates.t(), entered, tf32=self._tf32)
+        if not (wanted or self._given):
+            return None, to_weight, None
+        if by_gate:
+            pairs = zip(gates, weight.split(self._options.form.units), strict=True)
+            to_entered = torch.stack([self._product(part, w) for part, w in pairs])
+        else:
+            to_entered = self._product(to_gates, weight)
         if not self._given and to_entered.dim() == x.dim():
             return self._options.masked(to_entered, self._mask), to_weight, None
         to_x = to_entered * self._by_row(x)

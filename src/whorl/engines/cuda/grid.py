@@ -14,7 +14,8 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 @lru_cache(maxsize=1024)
 def fits(size: Size, chip: Chip, kind: str) -> bool:
     """Whether any tile of a kind ("forward" or "backward") fits, as `choose` would choose it."""
-    return bool(_near(size, chip, 1, 1, kind)) or spreading.fits(size, chip, kind)
+    near = tiling.fits(size, chip, kind) if size.staged is None else bool(_near(size, chip, 1, 1, kind))
+    return near or spreading.fits(size, chip, kind)
 
 
 def _near(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:

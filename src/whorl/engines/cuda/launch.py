@@ -39,12 +39,13 @@ class _Config(ctypes.Structure):
 class _Frame:
     """What one launch hands to the driver, made ready so that a launch only fills in numbers."""
 
-    __slots__ = ("_kept", "arguments", "config", "pointer", "reference", "values")
+    __slots__ = ("_kept", "arguments", "config", "grid", "reference", "values")
 
     def __init__(self, kernel: "Kernel") -> None:
         self.values = ctypes.create_string_buffer(kernel.layout.size)
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
-        self.config = _Config(block=(kernel.block, 1, 1), shared=kernel.shared)
+        self.config = _Config(grid=(1, 1, 1), block=(kernel.block, 1, 1), shared=kernel.shared)
+        self.grid = self.config.grid
         self._kept = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
         if kernel.together:
             self._kept = _Attribute(_COOPERATIVE, 0, (1,))
@@ -110,8 +111,7 @@ class Kernel:
         except IndexError:
             frame = _Frame(self)
         self.layout.pack_into(frame.values, 0, *values)
-        config = frame.config
-        config.grid[0], config.grid[1], config.grid[2], config.stream = grid, second, 1, stream
+        frame.grid[0], frame.grid[1], frame.config.stream = grid, second, stream
         status = self._launch(frame.reference, self._function, frame.arguments, None)
         if status == _INVALID_CONTEXT:  # the first that this thread asks of CUDA, as autograd's own thread may
             check(driver().cuCtxSetCurrent(self._context), "take its context")
@@ -128,7 +128,7 @@ class Kernel:
             found[name] = number.value
         if self.cluster > 1:
             frame = _Frame(self)
-            frame.config.grid[0], frame.config.grid[1], frame.config.grid[2] = self.cluster, 1, 1
+            frame.grid[0] = self.cluster
             asked = library.cuOccupancyMaxActiveClusters(ctypes.byref(number), self._function, frame.reference)
             check(asked, f"ask {self.name}")
             found["clusters"] = number.value

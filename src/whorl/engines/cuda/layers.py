@@ -52,7 +52,7 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
-        self._product = Products(self.chip, self.index, problem.dtype.itemsize, *largest(problem))
+        self._product = Products(self.chip, device, self.index, problem.dtype.itemsize, *largest(problem))
         self._sums = Sums(form, problem.dtype, self.chip, self.index) if problem.gradient else None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
@@ -69,6 +69,8 @@ class Layers:
     def _load(self, wanted: Sequence[tuple[str, Features]]) -> None:
         form, problem = self.form, self.problem
         absent = [one for one in wanted if one not in self._made]
+        if not absent:
+            return
         sizes, numbers = [], []
         for kind, features in absent:
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
@@ -110,7 +112,7 @@ class Layers:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
-            gates = self._gates(stream, x.reshape(rows, -1), weights, layer, options)
+            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -134,7 +136,7 @@ class Layers:
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         units, batch, time, directions = self.sizes
-        form, cell, dtype = self.form, self.cell, self.problem.dtype
+        form, cell, dtype, constants = self.form, self.cell, self.problem.dtype, self.problem.constants
         states = len(cell.states)
         grad_y, *others = (None if grad is None else plain(grad.to(dtype)) for grad in grads)
         grad_finals, grad_sequences = others[:states], others[states:]
@@ -192,7 +194,7 @@ class Layers:
                 *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
             summed = summing(stream, sums)
-            grad_x: Tensor | None = None
+            grad_x, wanted = None, layer > 0 or "x" not in constants
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
                 if entered:
@@ -202,30 +204,30 @@ class Layers:
                     start, operand = starts[0][index] if starts else None, hidden
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
-                    to_ih = self._product(stream, to_gates[direction].t(), x, tf32=self.tf32)
-                    adds = grad_x is not None
-                    grad_x = self._product(stream, to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
+                    to_ih = self._product(to_gates[direction].t(), x, tf32=self.tf32)
+                    if wanted:
+                        adds = grad_x is not None
+                        grad_x = self._product(to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
                 else:
-                    to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih)
-                    grad_x = to_x if grad_x is None else grad_x + to_x
+                    to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih, wanted)
+                    grad_x = to_x if grad_x is None or to_x is None else grad_x + to_x
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
-                    stream, own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
+                    own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
                     summed[direction], direction == 1, self._operands(spaces, rows, direction),
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
                     found.of_noise(index, operand.gradient(parts, _hidden(own)))
-            assert grad_x is not None
-            grad_x = grad_x.view(*call.x.shape[:-1], -1)
-            if layer and call.dropout:
+            if grad_x is not None:
+                grad_x = grad_x.view(*call.x.shape[:-1], -1)
+            if grad_x is not None and layer and call.dropout:
                 mask = call.dropout[layer - 1]
-                if options is None:
-                    grad_dropout[layer - 1] = grad_x * below
-                else:
-                    mask, grad_dropout[layer - 1] = options.cleaned(mask), options.cleaned(grad_x * below)
-                grad_x = grad_x * mask
+                if "dropout" not in constants:
+                    of_mask = grad_x * below
+                    grad_dropout[layer - 1] = of_mask if options is None else options.cleaned(of_mask)
+                grad_x = grad_x * (mask if options is None else options.cleaned(mask))
             grad_y = grad_x
         if found is None:
             return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout]
@@ -243,24 +245,22 @@ class Layers:
 
     def _dropped(self, layer: int, direction: int, options: Options) -> Dropped | None:
         mask = options.input_mask(layer, direction)
-        given = options.given_masks(layer, direction).input is not None
+        given = options.of_masks and options.given_masks(layer, direction).input is not None
         return None if mask is None else Dropped(mask, options, given, self.tf32)
 
-    def _gates(
-        self, stream: int, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None
-    ) -> list[Tensor]:
+    def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
         """x of every gate at every step, without its bias."""
         made, wide = [], self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
             if dropped is None:
-                made.append(self._product(stream, x, own.ih.t(), tf32=self.tf32, wide=wide))
+                made.append(self._product(x, own.ih.t(), tf32=self.tf32, wide=wide))
             else:
                 made.append(dropped.projected(x, own.ih, wide))
         return made
 
     def _weight_gradients(
-        self, stream: int, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
+        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
         to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool, operands: Sequence[Tensor] = (),
     ) -> LayerWeights:  # fmt: skip
         """Of one layer and direction, by products over all steps and rows.
@@ -284,7 +284,7 @@ class Layers:
             again, most_of = into in written, part.narrow(0, at, rest) if first else part
             written.add(into)
             if len(most_of):
-                self._product(stream, most_of.t(), entered, target, again, tf32=self.tf32)
+                self._product(most_of.t(), entered, target, again, tf32=self.tf32)
             elif not again:
                 target.zero_()
             if last is not None:

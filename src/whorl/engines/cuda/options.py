@@ -48,10 +48,11 @@ def expected(problem: Problem) -> Features:
     if form.zoneout and not given:
         zoneout = tuple([(AT_RANDOM if drawn else BY_SHARE) if p else 0 for p in form.zoneout])
     lengths, reset = problem.packed or "lengths" in extras, "reset" in extras
+    of_masks = given and "noise" not in problem.constants
     return Features(
         lengths=lengths, mask="mask" in extras, reset=reset, reset_to="reset_to" in extras,
         order=lengths and not problem.packed, packed=problem.packed, noise=noise, zoneout=zoneout,
-        sequences=problem.sequences, noise_gradient=given, zoneout_gradient=given,
+        sequences=problem.sequences, noise_gradient=of_masks, zoneout_gradient=of_masks,
     )  # fmt: skip
 
 
@@ -84,6 +85,8 @@ class Options:
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
         self.order = self._order() if self.lengths is not None and not self.packed and self.batch > _FEWEST else None
         self._given = given(form, call)
+        self.of_masks = "noise" not in problem.constants
+        """Those that are given have gradients."""
         self.inputs = [
             extra.to(torch.float32).expand(*extra.shape[:-1], form.units).contiguous() for extra in call.inputs
         ]
@@ -93,14 +96,14 @@ class Options:
         """What a layer's kernel has."""
         noise, _ = self.noise(layer)
         zoneout = [kind for kind, _ in self.zoneouts(layer)]
-        masks = [self._given[index] for index in self._indices(layer)]
+        masks, of_masks = [self._given[index] for index in self._indices(layer)], backward and self.of_masks
         return Features(
             lengths=self.lengths is not None, mask=self.mask is not None, reset=self.reset is not None,
             reset_to=bool(self.reset_to), order=self.order is not None, packed=self.packed, noise=noise,
             zoneout=tuple(zoneout) if any(zoneout) else (),
             sequences=self._problem.sequences and layer == self.form.layers - 1,
-            noise_gradient=backward and noise in (HELD, GIVEN) and any(mask.recurrent is not None for mask in masks),
-            zoneout_gradient=backward and BY_MASK in zoneout,
+            noise_gradient=of_masks and noise in (HELD, GIVEN) and any(mask.recurrent is not None for mask in masks),
+            zoneout_gradient=of_masks and BY_MASK in zoneout,
         )  # fmt: skip
 
     def argument(
@@ -352,8 +355,11 @@ class Gradients:
         self._noise[index * self._per] = grad
 
     def wants_noise(self, index: int) -> bool:
-        """Whether masks of recurrent dropout are given."""
-        return self._options.given_masks(*divmod(index, self._form.directions)).recurrent is not None
+        """Whether masks of recurrent dropout are given, and have gradients."""
+        return (
+            self._options.of_masks
+            and self._options.given_masks(*divmod(index, self._form.directions)).recurrent is not None
+        )
 
     def of_noise(self, index: int, grad: Tensor) -> None:
         """The gradient of masks of recurrent dropout by gate."""

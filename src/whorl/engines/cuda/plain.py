@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
-from whorl.engines.cuda import aligned
-from whorl.engines.cuda.layers import Layers, address, largest, pair, plain
+from whorl.engines.cuda.aligned import Copied
+from whorl.engines.cuda.layers import Layers, address, pair, plain
 from whorl.engines.cuda.products import Product, handle
 from whorl.engines.cuda.source import PLAIN
 from whorl.engines.cuda.staged import staged
@@ -42,17 +42,16 @@ class _OfSome(NamedTuple):
     """From one row of gradients to the next."""
     into: int
     """Where its weights begin."""
-    over: Product
+    over: Product | Copied
     """Over all steps that follow another."""
-    start: Product
+    start: Product | Copied
     """With the initial states."""
 
 
 def is_plain(problem: Problem) -> bool:
-    """No options, no vectors, a step of one stage, and no product of which operands are copied."""
+    """No options, no vectors, and a step of one stage."""
     cell = problem.form.cell
-    copies = bool(aligned.words(problem.dtype.itemsize, *largest(problem)))
-    return not (problem.additions or problem.packed or cell.vectors or staged(cell) or copies)
+    return not (problem.additions or problem.packed or cell.vectors or staged(cell))
 
 
 class Plain(Layers):
@@ -102,12 +101,12 @@ class Plain(Layers):
             made.append(kept)
         return made, room.size
 
-    def _projection(self, inputs: int) -> Product:
+    def _projection(self, inputs: int) -> Product | Copied:
         """The product of x of every step with the weights of every gate."""
         units, batch, time, _ = self.sizes
         gates = len(self.cell.gates) * units
         sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
-        return Product(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
+        return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
 
     def _make_ready_for_backward(self) -> None:
         units, batch, time, directions = self.sizes
@@ -121,14 +120,14 @@ class Plain(Layers):
         self._summed = room.parts(directions, self._back.sums * self._sums.columns * 4)
         (self._to_below,) = room.parts(1, (form.layers > 1) * rows * directions * units * element)
         self._meanwhile = room.size
-        every_inputs = [form.layer_inputs(layer) for layer in range(form.layers)]
-        self._of_x = [Product(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
-        self._of_ih = [Product(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
+        ready, every_inputs = self._product.ready, [form.layer_inputs(layer) for layer in range(form.layers)]
+        self._of_x = [ready(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
+        self._of_ih = [ready(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
         self._of_hh: list[_OfSome] = []
         for is_apart, first, count, into in self.blocks:
             wide, step = count * units, apart if is_apart else gates
-            over = Product(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
-            start = Product(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
+            over = ready(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
+            start = ready(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
             places = first * units * element, step * element, into * units * units * element
             self._of_hh.append(_OfSome(is_apart, *places, over, start))
 
@@ -149,21 +148,22 @@ class Plain(Layers):
         return from_bytes(room[first : first + time * batch * width * dtype.itemsize], self._output, dtype)
 
     def forward(self, call: Call) -> Outcome:
-        _, batch, time, directions = self.sizes
+        _, batch, time, _ = self.sizes
         dtype, last = self.problem.dtype, self.form.layers - 1
         x, (_alive, at) = call.x.contiguous(), self._weights(call)
-        starts = [plain(state.to(dtype)) for state in call.states]
-        y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
         room = x.new_empty(self._room, dtype=torch.uint8)
-        base, entered, of_y = room.data_ptr(), x.data_ptr(), y.data_ptr()
+        base, entered = room.data_ptr(), x.data_ptr()
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
+        self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
+        starts = [_own(state, dtype) for state in call.states]
+        y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
         for layer, kept in enumerate(self._kept):
-            gates, first = [base + place for place in kept.gates], layer * directions * self._every
-            for direction, gate in enumerate(gates):
-                self._of_gates[layer](blas, entered, at[first + direction * self._every], gate)
-            entered = base + kept.output if layer < last else of_y
+            if layer:
+                self._project(layer, blas, entered, at, base)
+            entered = base + kept.output if layer < last else y.data_ptr()
             self._ahead(
-                stream, x, *pair(gates), *[at[place] for place in self._reads[layer]], 0, 0,
+                stream, x, *pair([base + place for place in kept.gates]),
+                *[at[place] for place in self._reads[layer]], 0, 0,
                 *self._places(starts, layer), *self._places(finals, layer), entered,
                 *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
                 time, batch,
@@ -173,16 +173,21 @@ class Plain(Layers):
                 entered = dropped.data_ptr()
         return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
 
+    def _project(self, layer: int, blas: int, entered: int, at: Sequence[int], base: int) -> None:
+        """What enters a layer times its weights, for every gate at every step."""
+        for direction, gates in enumerate(self._kept[layer].gates, layer * self.form.directions):
+            self._of_gates[layer](blas, entered, at[direction * self._every], base + gates)
+
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
-        grad_y, *grad_finals = (None if grad is None else plain(grad.to(dtype)) for grad in grads)
+        grad_y, *grad_finals = [None if grad is None else _own(grad, dtype) for grad in grads]
         room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
-        starts = [plain(state.to(dtype)) for state in call.states]
-        grad_x = None if "x" in constants else torch.empty_like(x)
-        grad_starts, made = [torch.empty_like(start) for start in starts], [torch.empty_like(own) for own in weights]
+        starts = [_own(state, dtype) for state in call.states]
+        grad_starts, grad_x = [torch.empty_like(start) for start in starts], None
+        made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         meanwhile = x.new_empty(self._meanwhile, dtype=torch.uint8)
-        base, here, into = room.data_ptr(), meanwhile.data_ptr(), [*(grad.data_ptr() for grad in made), 0]
+        base, here = room.data_ptr(), meanwhile.data_ptr()
         to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
         sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
         output, ending = y.data_ptr(), address(grad_y)
@@ -190,10 +195,7 @@ class Plain(Layers):
         for layer in reversed(range(self.form.layers)):
             kept, reads, first = self._kept[layer], self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
-            target, entered = to_below if layer else address(grad_x), below
-            if call.dropout and layer:
-                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
-                entered = dropped.data_ptr()
+            target, entered = to_below, below
             self._back(
                 stream, x, *pair([base + place for place in kept.gates]), *[at[place] for place in reads[:2]], 0, 0,
                 *self._places(starts, layer), output,
@@ -201,6 +203,15 @@ class Plain(Layers):
                 ending, *self._places(grad_finals, layer), *pair(to_gates), *pair(to_apart),
                 *self._places(grad_starts, layer), *sums, time, batch,
             )  # fmt: skip
+            for place in range(first, first + directions * self._every):  # while the kernel runs
+                made[place] = torch.empty_like(weights[place])
+                into[place] = made[place].data_ptr()
+            if not layer:
+                grad_x = None if "x" in constants else torch.empty_like(x)
+                target = address(grad_x)
+            elif call.dropout:
+                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
+                entered = dropped.data_ptr()
             if self.form.bias:
                 self._adding.launch(
                     stream, directions, self._back.sums, *sums, *[into[place] for place in reads[4:] + reads[2:4]], 0, 0
@@ -210,7 +221,7 @@ class Plain(Layers):
                 if target:
                     self._of_x[layer](blas, to_gates[direction], at[own], target, direction > 0)
                 self._of_ih[layer](blas, to_gates[direction], entered, into[own])
-                start = starts[0][layer * directions + direction] if starts else None
+                start = self._places(starts[:1], layer)[0]
                 self._multiply_recurrent(
                     blas, direction, to_gates[direction], to_apart[direction], output, start, made[own + 1]
                 )
@@ -224,21 +235,27 @@ class Plain(Layers):
         return [grad_x, *grad_starts, *made, *grad_dropout]
 
     def _multiply_recurrent(
-        self, blas: int, direction: int, to_gates: int, to_apart: int, output: int, start: Tensor | None, into: Tensor
+        self, blas: int, direction: int, to_gates: int, to_apart: int, output: int, start: int, into: Tensor
     ) -> None:
         """The gradient of the recurrent weights of one direction: of what entered each step with that of its gates."""
         units, batch, time, directions = self.sizes
         element, made = self.problem.dtype.itemsize, into.data_ptr()
         after, of_start = (0, (time - 1) * batch) if direction else (batch, 0)  # first rows of those steps
         entered = output + direction * (batch * directions + 1) * units * element  # in reverse that of the step behind
+        start += bool(start) * direction * batch * units * element
         if time == 1:
             into.zero_()
         for some in self._of_hh:
             gradients = (to_apart if some.apart else to_gates) + some.first
             if time > 1:
                 some.over(blas, gradients + after * some.step, entered, made + some.into)
-            if start is not None:
-                some.start(blas, gradients + of_start * some.step, start.data_ptr(), made + some.into, add=True)
+            if start:
+                some.start(blas, gradients + of_start * some.step, start, made + some.into, add=True)
+
+
+def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As kernels read it; what has the dtype is not asked to take it, which would be 0.8 us."""
+    return plain(tensor if tensor.dtype is dtype else tensor.to(dtype))
 
 
 _ALIGNED = 256

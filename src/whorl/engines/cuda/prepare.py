@@ -56,19 +56,18 @@ class Numbers(NamedTuple):
 def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
     """The kernels on a device, from the store or compiled."""
     keys = [(*numbers, index) for numbers in wanted]
-    absent = [numbers for numbers, key in zip(wanted, keys, strict=True) if not is_loaded(key)]
-    if len(absent) > 1:
-        codes(absent, chip)  # side by side, before one after the other is loaded
-    return [loaded(key, partial(_load, numbers, chip, index)) for numbers, key in zip(wanted, keys, strict=True)]
+    absent = [(key, numbers) for key, numbers in zip(keys, wanted, strict=True) if not is_loaded(key)]
+    found = codes([numbers for _, numbers in absent], chip) if absent else []  # what is compiled is so side by side
+    make = {key: partial(_load, numbers, *code, index) for (key, numbers), code in zip(absent, found, strict=True)}
+    return [loaded(key, make.get(key)) for key in keys]
 
 
-def _load(numbers: Numbers, chip: Chip, index: int) -> Kernel:
+def _load(numbers: Numbers, name: str, machine_code: bytes, index: int) -> Kernel:
     kind, cell, tile, features = numbers.kind, numbers.cell, numbers.tile, numbers.features
     vectors, states = max(1, len(cell.vectors)), len(cell.states)
     together = isinstance(tile, Spread)
     count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
     count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
-    ((name, machine_code),) = codes([numbers], chip)
     fields = f"{count}Q"
     if source.has_options(cell, features):
         fields += options.layout(states, len(cell.inputs))

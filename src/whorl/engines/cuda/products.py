@@ -37,8 +37,8 @@ def product(
     (rows, depth), columns = a.shape, b.shape[1]
     if out is None:
         out = torch.empty(rows, columns, dtype=torch.float32 if wide else a.dtype, device=a.device)
-    a, a_turned, a_step = _laid(a)
-    b, b_turned, b_step = _laid(b)
+    a, a_turned, a_step = laid(a)
+    b, b_turned, b_step = laid(b)
     sizes, turned, steps = (rows, depth, columns), (a_turned, b_turned), (a_step, b_step, max(columns, out.stride(0)))
     Product(a.dtype, sizes, turned, steps, tf32, out.dtype)(
         handle(a.dtype), a.data_ptr(), b.data_ptr(), out.data_ptr(), add
@@ -65,10 +65,10 @@ class Product:
         (rows, depth, columns), kind, (a_step, b_step, step) = sizes, _TYPES[dtype], steps
         self._text = f"{rows} x {depth} with {depth} x {columns} of {dtype}"
         self._multiply = cublas().cublasGemmEx
-        # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.
-        self._first = turned[1], turned[0], columns, rows, depth, _ONE_AT
-        self._of_b, self._of_a = (kind, b_step), (kind, a_step)
-        self._last = _TYPES[out or dtype], step, _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM
+        # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.  Numbers are C's already: 1 us less.
+        self._first = *_numbers(turned[1], turned[0], columns, rows, depth), _ONE_AT
+        self._of_b, self._of_a = _numbers(kind, b_step), _numbers(kind, a_step)
+        self._last = _numbers(_TYPES[out or dtype], step, _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM)
 
     def __call__(self, handle: int, a: int, b: int, out: int, add: bool = False) -> None:
         """Multiply what lies at two addresses, into a third or (`add`) to what is there.
@@ -91,10 +91,14 @@ def handle(dtype: torch.dtype) -> int:
     return made
 
 
-_ONE_AT, _ZERO_AT = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
+_ONE_AT, _ZERO_AT = ctypes.c_void_p(ctypes.addressof(_ONE)), ctypes.c_void_p(ctypes.addressof(_ZERO))
 
 
-def _laid(matrix: Tensor) -> tuple[Tensor, int, int]:
+def _numbers(*values: int) -> tuple[ctypes.c_int, ...]:
+    return tuple(map(ctypes.c_int, values))
+
+
+def laid(matrix: Tensor) -> tuple[Tensor, int, int]:
     """The matrix, or a copy where neither rows nor columns lie in one piece; whether columns do; their distance."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     if right == 1 and (down >= columns or rows == 1):

@@ -27,7 +27,8 @@ def found(
     Args:
         candidates: all of them, of what follows.
     """
-    numbers = _read(settings.cache / "cuda" / _NAME).get(_key(size, chip, batch, directions, kind))
+    known = _read(settings.cache / "cuda" / _NAME)
+    numbers = known and known.get(_key(size, chip, batch, directions, kind))  # a key asks for the kernels' sources
     if not numbers:
         return None
     fitting = candidates(size, chip, batch, directions, kind)
