@@ -265,7 +265,7 @@ class Layers:
         self, stream: int, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None
     ) -> list[Tensor]:
         """x of every gate at every step, without its bias."""
-        made, wide = [], self.gate == torch.float32
+        made, wide = [], self.norms is not None or self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
             if dropped is None:

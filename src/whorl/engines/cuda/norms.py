@@ -1,4 +1,7 @@
-"""Layer norm of the input projection: it reads no state, so torch's own kernel computes it for all steps at once."""
+"""Layer norm of the input projection: it reads no state, so torch's own kernel computes it for all steps at once.
+
+In float32: gradients of gains are sums over all steps, which cancel.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,24 +58,24 @@ class Norms:
         """x of every gate after its norm, and what backward reads.
 
         Args:
-            x: [rows, gates x units], without its bias, which is added in place.
+            x: float32 [rows, gates x units], without its bias, which is added in place.
         """
         if own.bias_ih is not None:
             x += own.bias_ih
         gain, shift = self._scales(own)
         made, mean, scale = torch.native_layer_norm(x, self._shape, gain, shift, EPS)
-        return made, [as_bytes(part) for part in (x, mean, scale)]
+        return made.to(self._gate), [as_bytes(part) for part in (x, mean, scale)]
 
     def backward(self, grad: Tensor, own: LayerWeights, kept: Sequence[Tensor]) -> Made:
         """From the gradient of what `forward` gave and what it kept."""
         rows, dtype = len(grad), grad.dtype
-        x = from_bytes(kept[0], (rows, *self._shape), self._gate)
-        mean, scale = (from_bytes(part, (rows, 1), _statistics(self._gate, part, rows)) for part in kept[1:])
+        shapes = (rows, *self._shape), (rows, 1), (rows, 1)
+        x, mean, scale = (from_bytes(part, own, torch.float32) for part, own in zip(kept, shapes, strict=True))
         gain, shift = self._scales(own)
         made, of_gain, of_shift = torch.ops.aten.native_layer_norm_backward(
-            grad.to(self._gate), x, self._shape, mean, scale, gain, shift, [True, True, True]
+            grad.float(), x, self._shape, mean, scale, gain, shift, [True, True, True]
         )
-        bias = None if own.bias_ih is None else made.sum(0, dtype=torch.float32).to(dtype)
+        bias = None if own.bias_ih is None else made.sum(0).to(dtype)
         return Made(made.to(dtype), bias, of_gain.to(dtype), of_shift.to(dtype))
 
     def joined(self, made: Made, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -84,11 +87,6 @@ class Norms:
 
     def _scales(self, own: LayerWeights) -> tuple[Tensor, Tensor]:
         gain, shift = (
-            torch.cat([own.vectors[place] for place in places]).to(self._gate) for places in (self._gains, self._shifts)
+            torch.cat([own.vectors[place] for place in places]).float() for places in (self._gains, self._shifts)
         )
         return gain, shift
-
-
-def _statistics(gate: torch.dtype, kept: Tensor, rows: int) -> torch.dtype:
-    """In what torch keeps means: float32 on a GPU."""
-    return torch.float32 if kept.numel() == 4 * rows else gate
