@@ -49,8 +49,8 @@ def assert_right(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, folder: 
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
 
-def with_gradients(layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
-    outputs = flat(layer(x))
+def with_gradients(layer: torch.nn.Module, x: Tensor, **given: Tensor) -> dict[str, Tensor]:
+    outputs = flat(layer(x, **given))
     wanted = {"x": x, **dict(layer.named_parameters())}
     grads = torch.autograd.grad(weighted(outputs), list(wanted.values()))
     return dict(enumerate(outputs)) | dict(zip(wanted, grads, strict=True))

@@ -13,6 +13,7 @@ from torch._C import _get_fp32_precision_getter as _get_fp32_precision
 from whorl import compiler
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
+from whorl.cells.wrappers import ahead
 from whorl.errors import InputError
 
 
@@ -402,4 +403,5 @@ def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
 
 def slots(form: Form) -> int:
     """The most byte tensors that an engine saves: a number of the form alone, since a compiled graph fixes it."""
-    return 3 * form.layers * (form.directions + bool(form.projection))
+    normed = 3 * form.directions * (ahead(form.cell) is not None)
+    return form.layers * (3 * (form.directions + bool(form.projection)) + normed)

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, clip, mean, rsqrt, topological, var
 from whorl.cells.graphs import rewritten
 
+EPS = 1e-5
 
-def normal(values: Sequence[Any], eps: float = 1e-5) -> list[Any]:
+
+def normal(values: Sequence[Any], eps: float = EPS) -> list[Any]:
     """Each of `values` less their joint mean over all units, divided by their joint standard deviation.
 
     Layer norm without its gain and shift: biased variance, `eps` added to it (Ba et al. 2016, "Layer normalization").
@@ -34,9 +37,8 @@ def layer_norm(graph: Graph, parts: Sequence[str]) -> tuple[Graph, dict[str, flo
     leaves: dict[str, Expr] = {}
 
     def scaled(part: str, gate: str, value: Expr) -> Expr:
-        gain, shift = f"{part}_gain_{gate}", f"{part}_shift_{gate}"
-        vectors.update({gain: 1.0, shift: 0.0})
-        return var(f"v.{gain}") * value + var(f"v.{shift}")
+        vectors.update(zip(_scales(part, gate), (1.0, 0.0), strict=True))
+        return _scaled(part, gate, value)
 
     for part in parts:
         gates = [gate for gate in graph.gates if part == "x" or f"r.{gate}" in read]
@@ -52,6 +54,44 @@ def layer_norm(graph: Graph, parts: Sequence[str]) -> tuple[Graph, dict[str, flo
     outputs = tuple(rewritten(graph.outputs, change))
     name = graph.name if graph.name.startswith("layer_norm_") else f"layer_norm_{graph.name}"
     return replace(graph, name=name, vectors=graph.vectors + tuple(vectors), outputs=outputs), vectors
+
+
+@lru_cache(maxsize=256)
+def ahead(graph: Graph) -> Graph | None:
+    """The step that is given x after its layer norm; None where it has none, or also reads x beside it.
+
+    `layer_norm(step, ["x"])` undone: that norm reads no state, so it can be computed for all steps at once.
+    """
+    values = [var(f"x.{gate}") for gate in graph.gates]
+    normed = [_scaled("x", gate, made) for gate, made in zip(graph.gates, normal(values), strict=True)]
+    own = {node.digest: var(f"n.{gate}") for gate, node in zip(graph.gates, normed, strict=True)}
+    outputs = rewritten(graph.outputs, lambda node, made: own.get(node.digest, made))
+    taken = {name for gate in graph.gates for name in _scales("x", gate)}
+    read = {node.args[0] for node in topological(outputs) if node.op == "var"}
+    if not {f"n.{gate}" for gate in graph.gates} <= read or read & {f"x.{gate}" for gate in graph.gates}:
+        return None
+    if read & {f"v.{name}" for name in taken}:
+        return None
+    given = {var(f"n.{gate}").digest: value for gate, value in zip(graph.gates, values, strict=True)}
+    outputs = rewritten(outputs, lambda node, made: given.get(node.digest, made))
+    vectors = tuple(name for name in graph.vectors if name not in taken)
+    return replace(graph, vectors=vectors, outputs=tuple(outputs))
+
+
+def norm_vectors(graph: Graph) -> tuple[list[int], list[int]]:
+    """Where among the step's vectors the gains of x's layer norm are, and its shifts, gate by gate."""
+    names = zip(*(_scales("x", gate) for gate in graph.gates), strict=True)
+    gains, shifts = ([graph.vectors.index(name) for name in row] for row in names)
+    return gains, shifts
+
+
+def _scales(part: str, gate: str) -> tuple[str, str]:
+    return f"{part}_gain_{gate}", f"{part}_shift_{gate}"
+
+
+def _scaled(part: str, gate: str, value: Expr) -> Expr:
+    gain, shift = (var(f"v.{name}") for name in _scales(part, gate))
+    return gain * value + shift
 
 
 def clipped(graph: Graph, limits: Mapping[str, float]) -> Graph:

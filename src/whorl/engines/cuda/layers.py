@@ -12,6 +12,7 @@ from whorl.engines.cuda import grid, source
 from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
+from whorl.engines.cuda.norms import KEPT, Norms, inside
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import Numbers, kernels, size_of
 from whorl.engines.cuda.products import product
@@ -37,8 +38,10 @@ class Layers:
     def __init__(
         self, plan: Plan, device: torch.device, tiles: Mapping[str, Tile | Spread] = MappingProxyType({})
     ) -> None:
-        problem, form = plan.problem, plan.problem.form
+        problem = inside(plan.problem)
+        form = problem.form
         self.problem, self.form, self.cell, self.device = problem, form, form.cell, device
+        self.whole = plan.problem.form
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.kept(form.cell)
         self.steps = steps(form.cell) if staged(form.cell) else None
@@ -48,6 +51,7 @@ class Layers:
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
+        self.norms = None if problem is plan.problem else Norms(plan.problem, self.gate)
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
@@ -60,7 +64,8 @@ class Layers:
     @property
     def keeps(self) -> int:
         """How many tensors forward saves where a gradient is wanted."""
-        return (2 * self.form.directions + 1) * self.form.layers - 1
+        normed = 0 if self.norms is None else KEPT * self.form.directions
+        return (2 * self.form.directions + 1 + normed) * self.form.layers - 1
 
     def _ready(self, ahead: Features, back: Features) -> None:
         """Load what a call needs, forward and backward together: a capture of a CUDA graph can load nothing."""
@@ -102,8 +107,9 @@ class Layers:
         starts = [plain(state.to(dtype)) for state in call.states]
         finals = [x.new_empty(form.layers * directions, batch, units) for _ in cell.states]
         saved: list[Tensor] = []
+        normed: list[Tensor] = []
         sequences: list[Tensor] = []
-        per_layer = [_plain_weights(own) for own in split(form, call.weights)]
+        per_layer = [_plain_weights(own) for own in split(self.whole, call.weights)]
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         options, features = self._options(call, stream), PLAIN
         for layer in range(form.layers):
@@ -112,7 +118,11 @@ class Layers:
                 features = options.features(layer, backward=False)
                 self._ready(features, options.features(layer, backward=True))
             ahead = self._kernel("forward", features)
-            gates = self._gates(x.reshape(rows, -1), weights, layer, options)
+            gates = self._gates(self._entering(x, call, layer, options), weights, layer, options)
+            if self.norms is not None:
+                pairs = [self.norms.forward(gate, own) for gate, own in zip(gates, weights, strict=True)]
+                gates, normed = [made for made, _ in pairs], [*normed, *(part for _, kept in pairs for part in kept)]
+                weights = [self.norms.inner(own) for own in weights]
             y = x.new_empty(*call.x.shape[:-1], directions * units)
             spaces = [self._space(x, rows, features) for _ in weights] if keep else []
             extra: list[int | float] = []
@@ -132,7 +142,7 @@ class Layers:
                 saved += [as_bytes(gate) for gate in gates] + spaces
                 saved += [as_bytes(y)] if layer < form.layers - 1 else []
             x = _with_dropout(y, call, layer)
-        return Outcome(y, tuple(finals), tuple(saved), tuple(sequences))
+        return Outcome(y, tuple(finals), (*saved, *(normed if keep else ())), tuple(sequences))
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         units, batch, time, directions = self.sizes
@@ -142,7 +152,7 @@ class Layers:
         grad_finals, grad_sequences = others[:states], others[states:]
         starts = [plain(state.to(dtype)) for state in call.states]
         grad_starts = [torch.empty_like(state) for state in starts]
-        per_layer = [_plain_weights(own) for own in split(form, call.weights)]
+        per_layer = [_plain_weights(own) for own in split(self.whole, call.weights)]
         grad_weights: list[LayerWeights] = list(per_layer)
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
@@ -164,7 +174,9 @@ class Layers:
             x = _with_dropout(below, call, layer - 1) if layer else below
             if options is not None and (layer == 0 or call.dropout):
                 x = options.cleaned(x)
-            x = x.reshape(rows, -1)
+            x, every = x.reshape(rows, -1), weights
+            if self.norms is not None:
+                weights = [self.norms.inner(own) for own in weights]
             to_gates = [x.new_empty(rows, len(cell.gates) * units) for _ in weights]
             to_apart = to_gates  # nothing is written there
             if self.saving.apart:
@@ -197,6 +209,12 @@ class Layers:
             grad_x, wanted = None, layer > 0 or "x" not in constants
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
+                to_x, summed_here = to_gates[direction], summed[direction]
+                if self.norms is not None:
+                    first = form.layers * each - 1 + index * KEPT
+                    normed = self.norms.backward(to_x, every[direction], saved[first : first + KEPT])
+                    to_x, vectors = normed.x, self.norms.joined(normed, summed_here.vectors)
+                    summed_here = summed_here._replace(bias_ih=normed.bias, vectors=vectors)
                 if entered:
                     start, operand = None, entered[direction]
                 else:
@@ -204,18 +222,17 @@ class Layers:
                     start, operand = starts[0][index] if starts else None, hidden
                 dropped = None if options is None else self._dropped(layer, direction, options)
                 if dropped is None:
-                    to_ih = self._product(to_gates[direction].t(), x, tf32=self.tf32)
+                    to_ih = self._product(to_x.t(), x, tf32=self.tf32)
                     if wanted:
-                        adds = grad_x is not None
-                        grad_x = self._product(to_gates[direction], own.ih, grad_x, adds, tf32=self.tf32)
+                        grad_x = self._product(to_x, own.ih, grad_x, grad_x is not None, tf32=self.tf32)
                 else:
-                    to_x, to_ih, to_mask = dropped.gradients(to_gates[direction], x, own.ih, wanted)
-                    grad_x = to_x if grad_x is None or to_x is None else grad_x + to_x
+                    to_input, to_ih, to_mask = dropped.gradients(to_x, x, own.ih, wanted)
+                    grad_x = to_input if grad_x is None or to_input is None else grad_x + to_input
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
                 grad_weights[index] = self._weight_gradients(
                     own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    summed[direction], direction == 1, self._operands(spaces, rows, direction),
+                    summed_here, direction == 1, self._operands(spaces, rows, direction),
                 )  # fmt: skip
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
@@ -232,6 +249,12 @@ class Layers:
         if found is None:
             return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout]
         return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout, *found.results()]
+
+    def _entering(self, x: Tensor, call: Call, layer: int, options: Options | None) -> Tensor:
+        """x of every row; before a norm, whose gradient reads it, with zeros in the steps that do not count."""
+        if self.norms is not None and options is not None and (layer == 0 or call.dropout):
+            x = options.cleaned(x)
+        return x.reshape(call.x.shape[0] if self.problem.packed else -1, x.shape[-1])
 
     def _by_gate(self, layer: int, before: Sequence[Tensor], options: Options) -> list[ByGate]:
         scale, (_, masks) = options.noise_scale(layer), options.noise(layer)
@@ -250,7 +273,7 @@ class Layers:
 
     def _gates(self, x: Tensor, weights: Sequence[LayerWeights], layer: int, options: Options | None) -> list[Tensor]:
         """x of every gate at every step, without its bias."""
-        made, wide = [], self.gate == torch.float32
+        made, wide = [], self.norms is not None or self.gate == torch.float32
         for direction, own in enumerate(weights):
             dropped = None if options is None else self._dropped(layer, direction, options)
             if dropped is None:

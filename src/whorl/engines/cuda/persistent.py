@@ -14,6 +14,7 @@ from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import aligned, cudnn, grid, projected, source
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
+from whorl.engines.cuda.norms import inside
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
 from whorl.engines.cuda.prepare import Numbers, adding_code, codes, row_copier_code, size_of
@@ -31,6 +32,7 @@ class Persistent(Engine):
     summary = "whorl's CUDA kernels, all steps in one launch and the recurrent weights on the chip"
 
     def obstacles(self, problem: Problem) -> list[str]:
+        problem = inside(problem)
         form, device = problem.form, problem.device
         cell = form.cell
         found = []
@@ -91,9 +93,10 @@ class Persistent(Engine):
         return [f"{what} is estimated at {own:.0f} us a step, and cuDNN, with all products, at {rival:.0f}"]
 
     def numbers(self, problem: Problem) -> list[str]:
+        whole, problem = problem, inside(problem)
         form, features, chip = problem.form, expected(problem), _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-        lines = []
+        lines = ["the layer norm of x: by torch, for all steps before the first"] if problem is not whole else []
         for kind in ("forward", "backward")[: 1 + problem.gradient]:
             where = (size, chip, problem.batch, form.directions, kind)
             tile = grid.choose(*where)
@@ -138,6 +141,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     reasons = Persistent().obstacles(problem)
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
+    problem = inside(problem)
     form, features = problem.form, expected(problem)
     size, wanted = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     for kind, flag in [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient:
@@ -153,12 +157,14 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
 
 def fits(problem: Problem) -> bool:
     """Whether kernels for such a problem fit its device."""
+    problem = inside(problem)
     width = problem.dtype.itemsize, exact(problem)
     return _fits(problem.form.cell, problem.form.units, width, _chip(problem.device), expected(problem))
 
 
 def most_units(problem: Problem) -> int:
     """The most units with which kernels for such a problem fit its device."""
+    problem = inside(problem)
     width = problem.dtype.itemsize, exact(problem)
     return _most_units(problem.form.cell, width, _chip(problem.device), expected(problem))
 

@@ -102,7 +102,7 @@ class Projected:
             inner = self._call(call, layer, x, weights)
             found: list[Any] = [*self._loops[layer].backward(inner, m, kept, [to_m, *ends])]
             to_x, starts, rest = found[0], found[1 : 1 + len(call.states)], found[1 + len(call.states) :]
-            of_inner = split(self._loops[layer].form, rest[: len(inner.weights)])
+            of_inner = split(self._loops[layer].whole, rest[: len(inner.weights)])
             to_weights = [
                 self._weight_gradients(direction, own, weights[direction], to_y, to_h, m, end)
                 for direction, own in enumerate(of_inner)

@@ -8,6 +8,7 @@ import torch
 
 from whorl.engines.cuda import grid, tuned
 from whorl.engines.cuda.layers import Layers, exact
+from whorl.engines.cuda.norms import inside
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.spreading import Spread
@@ -40,8 +41,8 @@ def tune(plan: Plan, device: torch.device, timer: Callable[[Work], float] | None
     Args:
         timer: microseconds that work takes; None: its replay from a CUDA graph, the median.
     """
-    problem, form = plan.problem, plan.problem.form
-    features = expected(problem)
+    problem = inside(plan.problem)
+    form, features = problem.form, expected(problem)
     size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
     call = _call(plan, device)
     timer = timer or _replayed

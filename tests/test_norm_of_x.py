@@ -1,0 +1,104 @@
+"""Layer norm of the input projection, which `persistent` computes before the time loop."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from cells_for_tests import layer_norm_lstm
+from emulation import H200, emulated
+from test_emulated import assert_right, with_gradients
+from whorl.cells import library
+from whorl.cells.expr import var
+from whorl.cells.wrappers import ahead, clipped, layer_norm
+from whorl.engines.cuda.norms import inside
+from whorl.problem import Form, Problem, slots
+
+
+def test_what_is_left_is_the_step_without_the_norm() -> None:
+    left = ahead(layer_norm(library.gru.graph, ["x"])[0])
+    assert left is not None
+    assert left.fingerprint == library.gru.graph.fingerprint
+    both = layer_norm(library.make_lstm(layer_norm=True).graph, ["x", "r"])[0]
+    left = ahead(clipped(both, {"c": 2.0}))
+    wanted = clipped(layer_norm(library.make_lstm(layer_norm=True).graph, ["r"])[0], {"c": 2.0})
+    assert left is not None
+    assert left.fingerprint == wanted.fingerprint
+
+
+def test_a_step_that_reads_x_beside_its_norm_stays_whole() -> None:
+    normed = layer_norm(library.lstm.graph, ["x"])[0]
+    h, c = normed.outputs
+    for beside in (var("x.i"), var("v.x_gain_f")):
+        assert ahead(replace(normed, outputs=(h * beside, c))) is None
+    assert ahead(library.lstm.graph) is None
+    assert ahead(layer_norm(library.lstm.graph, ["r"])[0]) is None
+    assert ahead(layer_norm_lstm.graph) is None  # of one gate at a time
+
+
+def test_a_compiled_graph_has_room_for_what_is_kept() -> None:
+    plain = Form(library.lstm.graph, 4, 8, layers=2, directions=2)
+    assert slots(replace(plain, cell=layer_norm(plain.cell, ["x"])[0])) == slots(plain) + 3 * 4
+
+
+def test_the_plan_says_where_it_is_computed() -> None:
+    form = Form(layer_norm(library.lstm.graph, ["x"])[0], 4, 512)
+    problem = Problem(form, H200, torch.bfloat16, 30, 32, gradient=True)
+    said = whorl.engines.cuda.persistent.Persistent().numbers(problem)
+    assert said[0] == "the layer norm of x: by torch, for all steps before the first"
+    assert said[1:] == whorl.engines.cuda.persistent.Persistent().numbers(inside(problem))
+
+
+FORMS: dict[str, Any] = {
+    "LSTM": ("LSTM", dict(layer_norm="x"), torch.bfloat16),
+    "every norm, layers, directions": ("LSTM", dict(layer_norm=True, num_layers=2, bidirectional=True), torch.float32),
+    "no bias": ("GRU", dict(layer_norm="x", bias=False, num_layers=2), torch.float16),
+    "x in float32": ("RNN", dict(layer_norm="x", nonlinearity="relu"), torch.bfloat16),
+    "a projection": ("LSTM", dict(layer_norm="x", proj_size=7), torch.bfloat16),
+    "dropout of the input by gate": ("LSTM", dict(layer_norm="x", input_dropout=0.3, zoneout=0.1), torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def built(kind: str, options: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(3)
+    layer = getattr(whorl, kind)(6, 20, **options)
+    for name, parameter in layer.named_parameters():
+        if "gain" in name or "shift" in name:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return layer.to(dtype)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("form", [name for name in FORMS if "dropout" not in name])
+def test_it_is_right(form: str, folder: Path) -> None:
+    kind, options, dtype = FORMS[form]
+    assert_right(built(kind, options, dtype), torch.randn(4, 5, 6).to(dtype), dtype, folder)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("form", ["LSTM", "dropout of the input by gate"])
+def test_what_is_not_a_number_past_the_end_stays_there(form: str, folder: Path) -> None:
+    kind, options, dtype = FORMS[form]
+    layer, x = built(kind, options, dtype), torch.randn(4, 5, 6).to(dtype)
+    lengths = torch.tensor([4, 2, 0, 3, 1])
+    layer.engine = "persistent"
+    found = []
+    for there in (0.0, float("nan")):
+        given = x.clone()
+        for row, length in enumerate(lengths):
+            given[length:, row] = there
+        torch.manual_seed(7)
+        with emulated(folder):
+            found.append(with_gradients(layer, given.requires_grad_(), lengths=lengths))
+    zeros, nans = found
+    for name, wanted in zeros.items():
+        torch.testing.assert_close(nans[name], wanted, rtol=0, atol=0)
