@@ -201,7 +201,7 @@ def torchrl(theirs: nn.LSTM, x: Tensor, reset: Tensor, grad: Tensor, precision: 
     weights = [parameter.detach().float().requires_grad_() for parameter in theirs.parameters()]
     zero, begins = torch.zeros_like(leaf), reset.t().contiguous()
     wanted, outer = [leaf, *weights], grad.transpose(0, 1).float().contiguous()
-    how = dict(compute_dtype=torch.bfloat16) if precision == "bf16" else dict(input_precision="tf32")
+    how = dict(compute_dtype=torch.bfloat16 if precision == "bf16" else torch.float32, input_precision="tf32")
 
     def step() -> tuple[Tensor, ...]:
         y = lstm_triton(leaf, zero, zero, *weights, begins, **how)[0]
