@@ -50,7 +50,7 @@ class Stream(Step):
         # what enters a product, twice: read at one step and written for the next
         self._operands = torch.empty(form.layers, 2, batch, form.units, dtype=dtype, device=device)
         self.moved()
-        self._turns = torch.zeros(form.layers, 2, dtype=torch.int32, device=device)
+        self._turns = torch.zeros(form.layers, form.units, dtype=torch.int32, device=device)
         self._between = torch.empty(form.layers - 1, batch, form.units, dtype=dtype, device=device)
         self._y = torch.empty(batch, form.units, dtype=dtype, device=device)
         self._weights = [_aligned(own) for own in split(form, call.weights)]
