@@ -126,6 +126,10 @@ inline float __shfl_xor_sync(unsigned, float value, int apart) {
   return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
 }
 inline unsigned __shfl_sync(unsigned, unsigned value, int from) { return shuffle_words(value, host::lane() ^ from); }
+inline int __shfl_sync(unsigned, int value, int from) { return shuffle_words(value, host::lane() ^ from); }
+inline float __shfl_sync(unsigned, float value, int from) {
+  return __uint_as_float(shuffle_words(__float_as_uint(value), host::lane() ^ from));
+}
 
 // --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
 
