@@ -136,7 +136,10 @@ def train(layer: nn.Module, x: Tensor, grad: Tensor, options: dict[str, Any] | N
 
 
 def check(layer: nn.Module, x: Tensor, options: dict[str, Any], grad: Tensor, precision: str) -> float:
-    """How near a train step comes to the bound of the error rule, as a part of it; the layer is in float64 then."""
+    """How near a train step comes to the bound of the error rule, as a part of it; the layer is in float64 then.
+
+    The rule's baseline rounds what enters a product: to the dtype, or to TF32.
+    """
     found, own = [], layer.engine
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
         for engine, kind in ((own, x.dtype), ("reference", x.dtype), ("reference", torch.float64)):
@@ -146,7 +149,9 @@ def check(layer: nn.Module, x: Tensor, options: dict[str, Any], grad: Tensor, pr
             if "inputs" in options:
                 given["inputs"] = {name: extra.to(kind) for name, extra in options["inputs"].items()}
             leaf = x.detach().to(kind).requires_grad_()
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32" and layer.engine == "reference"
             found.append(train(layer.to(kind), leaf, grad.to(kind), given)())
+            torch.backends.cuda.matmul.allow_tf32 = False
     return of_bound(*found, precision)
 
 

@@ -188,6 +188,24 @@ def test_random_options(seed: int, folder: Path) -> None:
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
 
 
+@pytest.mark.parametrize(
+    "kind, units, batch, on, dtype",
+    [
+        ("LSTM", 16, 3, "step", torch.bfloat16),
+        ("LSTM", 40, 20, "zoneout step", torch.bfloat16),
+        ("GRU", 37, 9, "zoneout", torch.float32),
+        ("RNN", 24, 9, "zoneout step reset mask", torch.float16),
+    ],
+)
+def test_what_is_drawn_among_the_products(
+    kind: str, units: int, batch: int, on: str, dtype: torch.dtype, folder: Path
+) -> None:
+    """Backward draws in as many parts as its product has pairs of depths: few for one gate, many for four."""
+    case = Drawn(kind, frozenset(on.split()), units, batch, 4, directions=2, seed=2)
+    with emulated(folder):
+        assert case.errors("cpu", dtype) == {}
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("inputs, units", [(8, 16), (4, 24), (3, 12)])
 def test_whole_tensors_behind_masks(inputs: int, units: int, packed: bool, folder: Path) -> None:

@@ -8,7 +8,13 @@ from whorl.arguments import MEANINGS
 from whorl.options import ACTIVATIONS, Options, takes
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
-COSTS = Path(__file__).parents[1] / "benchmarks" / "results" / "options" / "h200.json"
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "options"
+SUITES = {
+    "ragged": ("Ragged batches: `lengths` uniform in 1 to `time`, beside torch.nn with a PackedSequence.", ("pass_", "dtype", "units", "batch", "time")),
+    "resets": ("Resets with probability 0.01 a step: train steps beside the loop over steps of CleanRL's PPO, sequences split at the resets and padded, and TorchRL's kernels.", ("dtype", "units", "batch", "time")),
+    "norm": ("Layer norm of x, r and c: train steps beside the same in torch.", ("dtype", "units", "batch", "time")),
+    "stream": ("A step of a stream, `layer.stepper()`, beside torch.nn's layer called for one step.", ("dtype", "layers", "units", "batch")),
+}
 LAYERS = ("LSTM", "GRU", "RNN", "Recurrent")
 
 HEAD = """\
@@ -33,10 +39,24 @@ CALLS = """
 COST = """
 ## What they cost
 
-A train step of one LSTM layer, as many inputs as units, on engine `persistent`: microseconds, and the multiple of the plain layer's.
-{gpu}, driver {driver}, torch {torch}, CUDA {cuda}, {date}, commit {commit}; `python benchmarks/options.py costs`, replayed from a CUDA graph, in
-turns with the plain layer, medians, each after a check by the error rule in the same run. `lengths` are all full: sequences that are shorter cost less.
+A train step of one LSTM layer on engine `persistent`, as many inputs as units, time {time}: in the first row microseconds of the plain layer, below it the
+multiple of that; the GRU with its reset before the product is beside the plain GRU. {how}
+`python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
+run. `lengths` are all full: sequences that are shorter cost less.
+"""
 
+CELLS = """
+## What cells cost
+
+A train step beside the LSTM's of the same size, and that by a quarter of its gates (where it has more than four) and by stage: pieces of a step between
+which units exchange something, as a mean or a product of its own needs. {how} `python benchmarks/options.py cells`.
+"""
+
+BESIDE = """
+## Beside other code
+
+Each with the same weights and marks; whorl's numbers held to the error rule, the others' compared with them, in the same run. {how}
+`python benchmarks/options_beside.py`: microseconds, and how many times as long as whorl's replay from a CUDA graph ("eager": launched from Python each time).
 """
 
 TAIL = """
@@ -83,23 +103,71 @@ def page() -> str:
     calls += [f"| `{name}` | {takes_} | {meaning} |" for name, (takes_, meaning) in MEANINGS.items()]
     activations = ", ".join(f"`{name}`" for name in ACTIVATIONS)
     return (
-        HEAD + "\n".join(rows) + "\n" + CALLS + "\n".join(calls) + "\n" + costs() + TAIL.format(activations=activations)
+        HEAD + "\n".join(rows) + "\n" + CALLS + "\n".join(calls) + "\n" + costs() + cells() + beside() + TAIL.format(activations=activations)
     )
 
 
+def found(suite: str) -> tuple[list[dict], str]:
+    """What was measured of a suite, in all its files, and where and when."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob(f"{suite}*.json"))]
+    said = [
+        f"{file['machine']['gpu']}, driver {file['machine']['driver']}, torch {file['facts']['torch']}, CUDA {file['facts']['cuda']}, "
+        f"{file['facts']['date']}, commit {file['facts']['commit']}."
+        for file in files
+    ]
+    return [row for file in files for row in file["results"]], " ".join(dict.fromkeys(said))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
 def costs() -> str:
-    """The table of what was measured."""
-    found = json.loads(COSTS.read_text(encoding="utf-8"))
-    cells: dict[str, dict[str, str]] = {}
-    for row in found["results"]:
-        shape = f"{row['units']} units, batch {row['batch']}, time {row['time']}, {row['dtype']}"
-        cells.setdefault(row["option"], {})[shape] = f"{row['microseconds']:.0f}, {row['cost']:.2f}"
-    shapes = list(dict.fromkeys(shape for row in cells.values() for shape in row))
-    lines = ["| option | " + " | ".join(shapes) + " |", "|---|" + "---|" * len(shapes)]
-    lines += [f"| {name} | " + " | ".join(row.get(shape, "") for shape in shapes) + " |" for name, row in cells.items()]
-    machine, facts = found["machine"], found["facts"]
-    said = {name: facts[name] for name in ("torch", "cuda", "date", "commit")}
-    return COST.format(gpu=machine["gpu"], driver=machine["driver"], **said) + "\n".join(lines) + "\n"
+    """A table for each dtype: options by shapes."""
+    rows, how = found("costs")
+    text = COST.format(time=rows[0]["time"], how=how)
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        cells: dict[str, dict[tuple[int, int], str]] = {}
+        for row in rows:
+            if row["dtype"] == dtype and row["option"] != "GRU":
+                plain = row["option"] == "plain"
+                value = f"{row['microseconds']:.0f} us" if plain else f"{row['cost']:.2f}"
+                cells.setdefault(row["option"], {})[row["units"], row["batch"]] = value
+        shapes = sorted({shape for row in cells.values() for shape in row})
+        head = [dtype, *(f"{units} units, batch {batch}" for units, batch in shapes)]
+        text += table(head, [[name, *(row.get(shape, "") for shape in shapes)] for name, row in cells.items()])
+    return text
+
+
+def cells() -> str:
+    rows, how = found("cells")
+    made = []
+    for row in rows:
+        if "gates" in row:
+            share = row["cost"] / max(1, row["gates"] / 4) / row["stages"]
+            made.append([row["option"], str(row["gates"]), str(row["stages"]), f"{row['microseconds']:.0f}", f"{row['cost']:.2f}", f"{share:.2f}"])
+    shape = f"{rows[0]['units']} units, batch {rows[0]['batch']}, time {rows[0]['time']}, {rows[0]['dtype']}"
+    return CELLS.format(how=how) + table([shape, "gates", "stages", "us", "of LSTM's", "by gates and stages"], made)
+
+
+def beside() -> str:
+    """Of each suite a table: a problem in each row, a contender in each column."""
+    how = " ".join(dict.fromkeys(found(suite)[1] for suite in SUITES))
+    text = BESIDE.format(how=how)
+    for suite, (title, keys) in SUITES.items():
+        rows = [row for row in found(suite)[0] if "contender" in row]
+        problems: dict[tuple, dict[str, float]] = {}
+        for row in rows:
+            problems.setdefault(tuple(row[key] for key in keys), {})[row["contender"]] = row["microseconds"]
+        names = list(dict.fromkeys(name for times in problems.values() for name in times))
+        lines = []
+        for problem, times in problems.items():
+            own = next(taken for name, taken in times.items() if name.startswith("whorl"))
+            values = [f"{times[name]:,.{0 if own > 100 else 1}f} ({times[name] / own:.1f})" if name in times else "" for name in names]
+            lines.append([", ".join(map(str, problem)), *values])
+        text += f"\n{title}\n" + table([", ".join(keys).replace("pass_", "pass"), *names], lines)
+    return text
 
 
 if __name__ == "__main__":

@@ -153,6 +153,11 @@ def draw() -> str:
     return _text("draw.cu").replace(_MARK, "#define KERNEL draw_masks\n" + _text("noise.cu"), 1)
 
 
+def draw_bits() -> str:
+    """The source of the kernel that draws what is new at each step."""
+    return _text("draw_bits.cu").replace(_MARK, "#define KERNEL draw_bits\n" + _text("noise.cu"), 1)
+
+
 def order() -> str:
     """The source of the kernel that sorts sequences by their lengths."""
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
@@ -235,7 +240,7 @@ def _source(
         *inside,
         _text("ptx.cu"),
         _text("weights.cu"),
-        *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
+        *map(_text, ("options.cu",) + ("exchange.cu",) * isinstance(tile, Spread)),
         *([_text("means.cu")] if inside else []),
         step,
     ]

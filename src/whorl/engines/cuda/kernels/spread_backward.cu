@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* y_gradient_at = a.y_gradient + row_first * width + direction * UNITS + unit;
   Element* gate_gradients_at = a.gate_gradients[direction] + row_first * GATES * UNITS + unit;
   Element* apart_gradients_at = a.apart_gradients[direction] + row_first * APART * UNITS + unit;
-  const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
+  const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse};
 
   float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
   Item item[SUBS][OWN];
