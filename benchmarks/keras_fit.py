@@ -2,10 +2,12 @@
 
     python benchmarks/keras_fit.py --jax PYTHON --tensorflow PYTHON --out FILE      every case and contender
     python benchmarks/keras_fit.py --cases 'plain;masked' --sizes 64               some, on torch alone
+    python benchmarks/keras_fit.py --torch none --jax PYTHON                       on JAX alone
 
 Each contender is a process of its own, with the Python that is named for its backend (this one for torch), and they
 take turns.  First the numbers: all hold the same weights, `predict` must give the same, and the loss of the first epoch
-too (with dropout only on the same backend, whose random masks are the same).  Then the times, after that first epoch.
+too (with dropout only on the same backend, whose random masks are the same); a case that differs is not timed, and the
+others are.  All is float32, without TF32 on a GPU.  Then the times, after that first epoch.
 Beside them runs Keras without the layer: the same model and weights, whose recurrent layer is next to nothing.  What it
 takes is what no recurrent layer can save.
 """
@@ -103,6 +105,10 @@ def work(side: str, shape: Shape) -> None:
     import keras
 
     source, facts = keras.layers, {"keras": keras.__version__, keras.backend.backend(): _version()}
+    if keras.backend.backend() == "torch" or side == "whorl":
+        import torch
+
+        torch.backends.cudnn.allow_tf32 = False
     if side == "whorl":
         import whorl.keras
 
@@ -169,6 +175,10 @@ class Contender:
         self._process.wait()
 
 
+class Differs(SystemExit):
+    """Two contenders whose numbers are not the same."""
+
+
 @contextmanager
 def started(pythons: dict[str, str], shape: Shape) -> Iterator[list[Contender]]:
     """All contenders whose backend has a Python."""
@@ -184,7 +194,7 @@ def check(contenders: list[Contender], case: str, units: int) -> None:
     """Builds the model in each, and compares what they predict and the loss of an epoch, but for those without a layer.
 
     Raises:
-        SystemExit: two that differ.
+        Differs: two whose numbers are not the same.
     """
     for one in contenders:
         if one.side == "nothing":
@@ -195,13 +205,13 @@ def check(contenders: list[Contender], case: str, units: int) -> None:
     for one, values in zip(contenders, predicted, strict=True):
         apart = max(abs(a - b) for a, b in zip(values, predicted[0], strict=True))
         if not apart < 1e-5:
-            raise SystemExit(f"{case}: {one.name} predicts {apart} apart from {contenders[0].name}")
+            raise Differs(f"{case}: {one.name} predicts {apart} apart from {contenders[0].name}")
     losses = [one.ask("loss") for one in contenders]
     for one, loss in zip(contenders, losses, strict=True):
         alike = [other for other in contenders if other.backend == one.backend] if "dropout" in case else contenders
         wanted = losses[contenders.index(alike[0])]
         if not abs(loss - wanted) < 1e-4 * abs(wanted):
-            raise SystemExit(f"{case}: {one.name} has loss {loss} after an epoch, {alike[0].name} {wanted}")
+            raise Differs(f"{case}: {one.name} has loss {loss} after an epoch, {alike[0].name} {wanted}")
 
 
 def measure(contenders: list[Contender], case: str, units: int, rounds: int) -> list[dict[str, Any]]:
@@ -226,7 +236,7 @@ def main() -> None:
     """Measures, prints, and writes what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help="'none' leaves torch out")
     parser.add_argument("--jax", metavar="PYTHON", help="one that has Keras, torch and JAX")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="one that has Keras and TensorFlow")
     parser.add_argument("--cases", default=";".join(CASES), help="with semicolons between them")
@@ -243,15 +253,24 @@ def main() -> None:
     if given.worker:
         return work(given.worker, Shape(*given.shape))
     pythons = {
-        backend: getattr(given, backend) for backend in ("torch", "jax", "tensorflow") if getattr(given, backend)
+        backend: python
+        for backend in ("torch", "jax", "tensorflow")
+        if (python := getattr(given, backend)) not in (None, "none")
     }
+    different: list[str] = []
     with started(pythons, Shape(*given.shape)) as contenders:
         facts = {one.name: one.ask("facts") for one in contenders}
         for units in given.sizes:
             for case in given.cases.split(";"):
-                rows = measure(contenders, case, units, given.rounds)
+                try:
+                    rows = measure(contenders, case, units, given.rounds)
+                except Differs as found:
+                    different.append(str(found))
+                    continue
                 if given.out:
                     write(given.out, facts, rows, Shape(*given.shape))
+    if different:
+        raise SystemExit("\n".join(different))
     return None
 
 

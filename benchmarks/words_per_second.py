@@ -290,6 +290,18 @@ def profile(preset: str, options: Options, tokens: int, name: str, device: torch
     return "\n".join([f"{preset}, {name}: {total:.0f} us of kernels a step", *lines[:32]])
 
 
+def figures(device: torch.device, tables: list[Table]) -> Figures:
+    """What was measured so far."""
+    text = (
+        "The language models of Zaremba et al. (2014) on a text that is drawn, trained by whorl's program: only "
+        "the recurrent layers differ, and whether a step's kernels are launched one by one (eager) or as one CUDA "
+        "graph; torch's eager rows train under autocast, the others on a copy of the parameters in bfloat16. "
+        "Before any time is taken, the gradients of every parameter are compared with float64. Medians of "
+        f"{TURNS} turns, host work included.",
+    )
+    return Figures.now(device, "words-per-second", "Words per second of a language model's training", text, tables)
+
+
 def main() -> None:
     """Measure, print the tables, and write them where --figures says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -314,16 +326,8 @@ def main() -> None:
                 continue
             tables.append(table(preset, options, tokens, measure(options, tokens, names, device)))
             print(tables[-1].text() + "\n", flush=True)
-    if asked.figures:
-        text = (
-            "The language models of Zaremba et al. (2014) on a text that is drawn, trained by whorl's program: only "
-            "the recurrent layers differ, and whether a step's kernels are launched one by one (eager) or as one CUDA "
-            "graph; torch's eager rows train under autocast, the others on a copy of the parameters in bfloat16. "
-            "Before any time is taken, the gradients of every parameter are compared with float64. Medians of "
-            f"{TURNS} turns, host work included.",
-        )
-        title = "Words per second of a language model's training"
-        Figures.now(device, "words-per-second", title, text, tables).save(asked.figures)
+            if asked.figures:
+                figures(device, tables).save(asked.figures)  # at once: a later one may not fit
 
 
 if __name__ == "__main__":

@@ -113,10 +113,12 @@ def sweeps(layer: torch.nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTM with layer norm"])
 def test_the_number_of_threads_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
     """Nor does what lies beside a sequence in its batch."""
-    layer = getattr(whorl, kind)(40, 65, bidirectional=True, zoneout=0.1, dtype=dtype, engine="cpu")
+    name, _, normed = kind.partition(" with ")
+    options = {"layer_norm": True} if normed else {"zoneout": 0.1}
+    layer = getattr(whorl, name)(40, 65, bidirectional=True, **options, dtype=dtype, engine="cpu")
     x, lengths = torch.randn(9, 13, 40, dtype=dtype), torch.randint(0, 10, (13,))
     found = []
     for count in (1, 2, 3):
@@ -335,12 +337,17 @@ def test_without_a_compiler_the_plan_says_so_and_what_runs_instead() -> None:
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("kind, time, batch, inputs, units", [
     ("LSTM", 1, 1, 1, 1), ("LSTM", 5, 7, 64, 33), ("GRU", 4, 1, 3, 65), ("RNN", 6, 2, 17, 16), ("GRU", 1, 3, 5, 7),
+    ("LSTM with layer_norm", 5, 7, 64, 33), ("GRU with layer_norm", 2, 70, 3, 5), ("LSTM with layer_norm", 3, 1, 2, 65),
+    ("LSTM with peephole", 4, 37, 3, 17),
 ])  # fmt: skip
 def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
     kind: str, time: int, batch: int, inputs: int, units: int, initial: bool, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    layer = getattr(whorl, kind)(inputs, units, 2, bidirectional=True, bias=batch != 7, engine="cpu", dtype=dtype)
+    kind, _, option = kind.partition(" with ")
+    options = {option: True} if option else {}
+    options |= {"engine": "cpu", "dtype": dtype, "bidirectional": True, "bias": batch != 7}
+    layer = getattr(whorl, kind)(inputs, units, 2, **options)
     x = torch.randn(time, batch, inputs, dtype=dtype, requires_grad=True)
     states = [torch.randn(4, batch, units, dtype=dtype, requires_grad=True) for _ in range(1 + (kind == "LSTM"))]
     hx = (states[0] if len(states) == 1 else tuple(states)) if initial else None

@@ -4,6 +4,8 @@ import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,30 @@ def test_what_differs_is_not_timed() -> None:
     for wrong in (other, worse):
         with pytest.raises(SystemExit, match=f"plain: {wrong.name} "):
             names["check"]([same, wrong], "plain", 2)
+
+
+def test_what_differs_ends_the_program_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = runpy.run_path(str(PROGRAM))
+    main, measured = names["main"].__globals__, []
+
+    @contextmanager
+    def started(pythons: dict[str, str], shape: object) -> Iterator[list[object]]:
+        assert pythons == {"jax": "python"}
+        yield []
+
+    def measure(contenders: object, case: str, units: int, rounds: int) -> list[object]:
+        if case == "plain":
+            raise main["Differs"]("plain: not the same")
+        measured.append(case)
+        return []
+
+    monkeypatch.setitem(main, "started", started)
+    monkeypatch.setitem(main, "measure", measure)
+    arguments = ["keras_fit.py", "--torch", "none", "--jax", "python", "--cases", "plain;relu", "--sizes", "2"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="plain: not the same"):
+        names["main"]()
+    assert measured == ["relu"]
 
 
 def test_the_guide_has_the_results() -> None:

@@ -82,20 +82,23 @@ def test_rows_of_a_table(device: str, width: int, wide: int) -> None:
     assert not got[..., width:].any()
 
 
-@pytest.mark.parametrize("rows, width, wide", [(1, 1, 1), (13, 5, 8), (70, 300, 304)])
+@pytest.mark.parametrize("rows, width, wide", [(1, 1, 1), (13, 5, 8), (70, 300, 304), (523, 256, 256)])
 def test_equal_rows_are_added_and_move_the_table_once(device: str, rows: int, width: int, wide: int) -> None:
     table = drawn(9, width).to(device)
     tokens = (torch.arange(rows, device=device) ** 2) % 9
     grads = drawn(rows, wide, seed=1).to(device, torch.bfloat16)
     truth = torch.zeros(9, width, dtype=torch.double).index_add_(0, tokens.cpu(), grads[:, :width].double().cpu())
-    sums, first = passes.sum_rows(grads, tokens, width, torch.float32)
+    order = passes.order_rows(tokens)
+    assert order.order.tolist() == tokens.argsort(stable=True).tolist()
+    first = order.counts > 0
+    sums = passes.sum_rows(grads, order, width, torch.float32)
     places = {int(token): place for place, token in reversed(list(enumerate(tokens.tolist())))}
     assert {place for place in range(rows) if first[place]} == set(places.values())
     for place in range(rows):
         expected = truth[tokens[place]] if first[place] else torch.zeros(width)
         assert torch.allclose(sums[place].double().cpu(), expected.double(), rtol=1e-5, atol=1e-5)
     moved = table.double().cpu() - 0.5 * truth
-    passes.move_rows(table, tokens, sums, first, torch.tensor(0.5, device=device))
+    passes.move_rows(table, tokens, sums, order, torch.tensor(0.5, device=device))
     assert error(table.cpu(), moved) <= 4 * torch.finfo(torch.float32).eps
 
 
@@ -129,9 +132,24 @@ def test_a_sum_of_squares(device: str, counts: tuple[int, ...], dtype: torch.dty
     tensors = [drawn(count, seed=count).to(device, dtype) for count in counts]
     tensors[-1] = drawn(counts[-1] + 1).to(device, dtype)[1:]  # at an odd place
     truth = sum(tensor.double().square().sum().item() for tensor in tensors)
-    got = passes.sum_of_squares(tensors)
+    got = passes.squares(tensors)
     assert got.dtype == torch.float32
-    assert got.item() == pytest.approx(truth, rel=1e-5)
+    assert got.sum().item() == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("most", [1e9, 2.5, math.nan])
+def test_the_rate_falls_as_the_norm_is_too_large(device: str, count: int, most: float) -> None:
+    parts = [(drawn(700 * index + 3, seed=index).abs().to(device), 1 + 3 * index) for index in range(count)]
+    if math.isnan(most):  # a gradient that is no number is seen in the parameters
+        parts[0][0][1], most = math.nan, 2.5
+    norm = math.sqrt(sum(part.double().sum().item() / share for part, share in parts))
+    rate = torch.tensor(0.75, device=device)
+    passes.clip(rate, most, parts)
+    if math.isnan(norm):
+        assert rate.isnan()
+    else:
+        assert rate.item() == pytest.approx(0.75 * min(1.0, most / (norm + 1e-6)), rel=1e-6)
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

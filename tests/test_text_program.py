@@ -84,8 +84,11 @@ def test_the_test_text_is_scored_in_one_row(text: Path, monkeypatch: pytest.Monk
     text.with_name("test").write_bytes(b"not to be, that is the question" * 5)
     made = train(make(text, test=text.with_name("test")))
     assert made.corpus.test is not None
-    assert made.outcome().test == score(made.trainer.model, made.corpus.test, rows=1)
-    assert made.outcome().test != score(made.trainer.model, made.corpus.test)
+    expected = score(made.trainer.model, made.corpus.test, rows=1)
+    assert made.outcome().test == made.outcome().test == expected
+    assert expected != score(made.trainer.model, made.corpus.test)
+    noted = [line for line in metrics.lines(made.folder.path / METRICS) if line["kind"] == "test"]
+    assert [(line["step"], line["nats"], line["tokens"]) for line in noted] == [(made.trainer.step, *expected)]
 
 
 def test_an_initial_range_replaces_every_draw(text: Path) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from comparison import error
+from whorl.text import working as working_module
 from whorl.text.checkpoint import capture, restore
 from whorl.text.data import Source
-from whorl.text.group import ALONE
+from whorl.text.group import ALONE, Group
 from whorl.text.model import Architecture, LanguageModel
 from whorl.text.recipe import Recipe
 from whorl.text.streams import Streams
@@ -177,6 +179,29 @@ def test_a_captured_step_on_a_copy_is_the_eager_one(kind: str) -> None:
     assert differences(trainers[0].model, trainers[1].model) == dict.fromkeys(
         dict(trainers[0].model.named_parameters()), 0.0
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("small", [4, 1 << 16])
+def test_a_step_that_exchanges_is_captured(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(working_module, "_SMALL", small)  # above it gradients travel alone
+    own = torch.device("cuda", torch.cuda.current_device())
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1, device_id=own)
+    trainers = []
+    for eager in (False, True):
+        recipe = replace(RECIPE, eager=eager, clip_rows=True)
+        trainers.append(Trainer(model("cuda", dropout=0.3), Streams(text(200, "cuda"), 3), recipe, Group(joined=True)))
+    try:
+        for _ in range(25):
+            one, other = (trainer.advance().item() for trainer in trainers)
+            assert one == other
+        assert trainers[0]._graph is not None
+        assert differences(trainers[0].model, trainers[1].model) == dict.fromkeys(
+            dict(trainers[0].model.named_parameters()), 0.0
+        )
+    finally:
+        trainers[0].close()
+        distributed.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -108,14 +108,17 @@ SPELLINGS: dict[str, tuple[str, str]] = {
 }
 
 
-def stages(outputs: Mapping[str, Expr], target: Target) -> list[Stage]:
+def stages(outputs: Mapping[str, Expr], target: Target, again: frozenset[str] = frozenset()) -> list[Stage]:
     """The statements that compute `outputs`, each written to the variable of its name, in as few stages as can be.
 
     Args:
         outputs: an expression for each name; a dot in a name becomes an underscore.
         target: `HOST` or `CUDA`.
+        again: digests of values that each stage computes for itself, where others are handed from stage to stage;
+            what a collective reads is handed to it in any case.
     """
     order = topological(outputs.values())
+    again -= {arg.digest for node in order if node.op in COLLECTIVES for arg in node.args if isinstance(arg, Expr)}
     level = _levels(order)
     name: dict[str, str] = {}
     for node in order:
@@ -129,7 +132,8 @@ def stages(outputs: Mapping[str, Expr], target: Target) -> list[Stage]:
         f"a leaf or temporary has one of these names: {[*outputs]}"
     )
     count = 1 + max((level[node.digest] for node in order), default=0)
-    return [_stage(index, outputs, order, level, name, target) for index in range(count)]
+    computed = [_computed(index, outputs, order, level, again) for index in range(count)]
+    return [_stage(index, outputs, order, level, name, computed, again, target) for index in range(count)]
 
 
 def identifier(name: str) -> str:
@@ -146,19 +150,30 @@ def _levels(order: list[Expr]) -> dict[str, int]:
     return level
 
 
+def _computed(
+    index: int, outputs: Mapping[str, Expr], order: list[Expr], level: dict[str, int], again: frozenset[str]
+) -> list[Expr]:
+    """What a stage computes: what is known from it on, and what it needs of `again`."""
+    own = [node for node in order if node.op not in COLLECTIVES and node.op not in ("var", "const")]
+    wanted = {node.digest for node in own if level[node.digest] == index and node.digest not in again}
+    wanted |= {node.digest for node in outputs.values() if level[node.digest] == index}
+    for node in reversed(own):
+        if node.digest in wanted:
+            wanted |= again.intersection(arg.digest for arg in node.args if isinstance(arg, Expr))
+    return [node for node in own if node.digest in wanted]
+
+
 def _stage(
     index: int,
     outputs: Mapping[str, Expr],
     order: list[Expr],
     level: dict[str, int],
     name: dict[str, str],
+    every: list[list[Expr]],
+    again: frozenset[str],
     target: Target,
 ) -> Stage:
-    computed = [
-        node
-        for node in order
-        if level[node.digest] == index and node.op not in COLLECTIVES and node.op not in ("var", "const")
-    ]
+    computed = every[index]
     made = {node.digest for node in computed}
     used: dict[str, Expr] = {}  # what this stage needs and does not compute
     lines = []
@@ -172,8 +187,9 @@ def _stage(
         lines.append(f"const {kind} {name[node.digest]} = {spelling};")
 
     writes: dict[str, Value] = {}
-    later = [node for node in order if level[node.digest] > index]
-    read_later = {arg.digest for node in later for arg in node.args if isinstance(arg, Expr)}
+    later = [node for node in order if level[node.digest] > index and node.op in COLLECTIVES]
+    later += [node for stage in every[index + 1 :] for node in stage]
+    read_later = {arg.digest for node in later for arg in node.args if isinstance(arg, Expr)} - again
     for node in computed:  # temporaries that a later stage, or a collective, reads
         if node.digest in read_later:
             writes[name[node.digest]] = Value(name[node.digest], node.is_condition)

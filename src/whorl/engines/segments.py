@@ -2,7 +2,7 @@
 
 A segment is what lies between two products with the recurrent weights.  Its lines work on one row, unit by unit, in
 loops over the units of a thread; `row` is where they read and write, `team` the threads that share a row.  The kernels
-of a processor and of a GPU say what these are, and what `put`, `sum_of` and EACH_ALONE do.
+of a processor and of a GPU say what these are, and what `put`, `sum_of`, `mean_of`, `variance_of` and EACH_ALONE do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from whorl.cells.cell import Graph
-from whorl.cells.expr import Expr, topological, var
-from whorl.cells.graphs import rewritten
+from whorl.cells.expr import COLLECTIVES, Expr, topological, var
+from whorl.cells.graphs import merged, rewritten
 from whorl.cells.lower import HOST, Collective, Stage, Target, Value, identifier, stages
 
-_DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus mean product".split())
+_MEANS = frozenset({"mean", "variance"})
+_DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus product".split()) | _MEANS
 """Operations whose result is kept for backward; what is cheaper is computed again from what is kept."""
+_SLOW = _DEAR | {"div", "sqrt", "rsqrt"}
+_MOST_AGAIN = 4
+"""Quick operations of a value that is computed again in another segment's loop, rather than written and read."""
 
 
 class Link(NamedTuple):
@@ -64,15 +68,21 @@ class Segments:
     """For each recurrent gate whether the step reads `r.gate`."""
     products: tuple[int, ...]
     """The recurrent gate of each `r.gate(a)`."""
+    sums: tuple[int, ...]
+    """Of each vector the one whose gradient is written for it: itself, or where `near` one with the same gradient."""
 
 
 @lru_cache(maxsize=256)
-def segments(graph: Graph, infinity: str = HOST.infinity, nan: str = HOST.nan) -> Segments:
+def segments(graph: Graph, near: bool = False, infinity: str = HOST.infinity, nan: str = HOST.nan) -> Segments:
     """The C++ of a cell, for every dtype and size.
 
     Args:
+        near: a row is in the first cache of who computes it: it is read twice for a mean and a variance at once, where
+            it lies, and what is quick to compute is computed again rather than handed from loop to loop.
         infinity, nan: how the compiler spells them.
     """
+    if near:
+        graph = replace(graph, outputs=tuple(merged(graph.outputs)))
     target = replace(HOST, functions=frozenset({"sigmoid"}), infinity=infinity, nan=nan)
     kept = _kept(graph)
     place = {node.digest: index for index, node in enumerate(kept.units)}
@@ -92,12 +102,16 @@ def segments(graph: Graph, infinity: str = HOST.infinity, nan: str = HOST.nan) -
     same = same and all(dx[gate].digest == dr[gate].digest for gate in graph.gates)
     if same:
         backward = {name: node for name, node in backward.items() if not name.startswith("dr.")}
+    written = {node.digest: index for index, node in reversed([*enumerate(graph.backward.v.values())])} if near else {}
+    sums = tuple(written.get(node.digest, index) for index, node in enumerate(graph.backward.v.values()))
+    unwritten = {f"dv.{name}" for index, name in enumerate(graph.vectors) if sums[index] != index}
+    backward = {name: node for name, node in backward.items() if name not in unwritten}
     forward = graph.named() | {f"keep.{index}": node for index, node in enumerate(kept.units)}
     return Segments(
-        _Printer(graph, "forward", forward, kept.means, target).printed(),
-        _Printer(graph, "backward", backward, (), target).printed(),
+        _Printer(graph, "forward", forward, kept.means, target, near).printed(),
+        _Printer(graph, "backward", backward, (), target, near).printed(),
         len(kept.units), len(kept.means), kept.reads_x, same, leaves,
-        tuple(graph.recurrent.index(node.args[0]) for node in graph.products),
+        tuple(graph.recurrent.index(node.args[0]) for node in graph.products), sums,
     )  # fmt: skip
 
 
@@ -122,9 +136,9 @@ def _kept(graph: Graph) -> _Kept:
         kind = node.args[0].partition(".")[0] if node.op == "var" else ""
         if kind == "x":
             kept.reads_x = True
-        elif kind in ("r", "s") or (node.digest in known and node.op in _DEAR - {"mean"}) or _is_seen(node):
+        elif kind in ("r", "s") or (node.digest in known and node.op in _DEAR - _MEANS) or _is_seen(node):
             kept.units.append(node)
-        elif node.op == "mean" and node.digest in known:
+        elif node.op in _MEANS and node.digest in known:
             kept.means.append(node)
         else:
             pending.extend(arg for arg in reversed(node.args) if isinstance(arg, Expr))
@@ -143,14 +157,15 @@ class _Printer:
     Args:
         outputs: an expression by the name of its place: after.h, keep.0, dx.i, ...
         levels: means whose results are kept too.
+        near: as `segments` has it.
     """
 
     def __init__(
-        self, graph: Graph, name: str, outputs: Mapping[str, Expr], levels: Sequence[Expr], target: Target
+        self, graph: Graph, name: str, outputs: Mapping[str, Expr], levels: Sequence[Expr], target: Target, near: bool
     ) -> None:
-        self._name, self._recurrent = name, graph.recurrent
+        self._name, self._recurrent, self._near = name, graph.recurrent, near
         together = dict(outputs) | {f"level.{index}": node for index, node in enumerate(levels)}
-        self._stages = stages(together, target)
+        self._stages = stages(together, target, _quick(together) if near else frozenset())
         self._reads, self._writes = _leaves(graph), _places(graph)
         made = [collective for stage in self._stages for collective in stage.collectives]
         # results are numbered as they stand in the graph, and so are the graph's products
@@ -165,7 +180,7 @@ class _Printer:
         segments: list[list[str]] = [[]]
         for stage in self._stages:
             segments[-1] += self._stage(stage)
-            multiplied = [made for made in stage.collectives if made.kind != "mean"]
+            multiplied = [made for made in stage.collectives if made.kind not in _MEANS]
             for made in multiplied:
                 self._link(len(segments) - 1, made)
             if multiplied:
@@ -192,7 +207,7 @@ class _Printer:
         reads, writes = list(stage.reads), [value for value in stage.writes if not _is_level(value.name)]
         for collective in stage.collectives:  # an operand that is no temporary gets a place like one
             for operand in collective.operands:
-                if operand not in self._slots and all(operand != value.name for value in writes):
+                if self._at(collective, operand) is None and all(operand != value.name for value in writes):
                     writes.append(Value(operand))
                     reads += [] if any(operand == value.name for value in reads) else [Value(operand)]
         before, loads, stores, lines = [], [], [], []
@@ -217,13 +232,36 @@ class _Printer:
         for line in levels:  # const real level_0 = t5;
             level, result = line.removeprefix("const real level_").rstrip(";").split(" = ")
             lines.append(f"if (team.member == 0) row.saved[row.means_at + {level}] = {self._scalar(result)};")
-        means = [collective for collective in stage.collectives if collective.kind == "mean"]
+        means = [collective for collective in stage.collectives if collective.kind in _MEANS]
         lines += ["team.wait();"] if means else []
+        return lines + (self._near_means(means) if self._near else self._sums(means))
+
+    def _sums(self, means: Sequence[Collective]) -> list[str]:
+        lines = []
         for mean in means:
-            place = self._means[mean.result] = len(self._means)
             sums = " + ".join(f"sum_of({self._slot(operand)}, units)" for operand in mean.operands)
-            lines.append(f"row.means[{place}] = ({sums}) / real({len(mean.operands)} * units);")
+            lines.append(f"{self._mean(mean)} = ({sums}) / real({len(mean.operands)} * units);")
         return lines
+
+    def _near_means(self, means: Sequence[Collective]) -> list[str]:
+        """Means, and the variances of the same rows after them."""
+        lines = []
+        for mean in sorted(means, key=lambda made: made.kind):
+            rows = ", ".join(self._at(mean, operand) or self._slot(operand) for operand in mean.operands)
+            middle = next(self._mean(made) for made in means if made.operands == mean.operands)
+            arguments = f"({{{rows}}}, units{'' if mean.kind == 'mean' else f', {middle}'})"
+            lines.append(f"{self._mean(mean)} = {mean.kind}_of{arguments};")
+        return lines
+
+    def _mean(self, made: Collective) -> str:
+        return f"row.means[{self._means.setdefault(made.result, len(self._means))}]"
+
+    def _at(self, made: Collective, operand: str) -> str | None:
+        """Where an operand lies already, for all units of the row."""
+        if operand in self._slots:
+            return self._slot(operand)
+        lies = self._near and made.kind in _MEANS and operand.startswith(("x_", "r_", "saved_"))
+        return self._reads[operand][0] if lies else None
 
     def _link(self, segment: int, made: Collective) -> None:
         gate, (operand,) = self._recurrent.index(made.gate), made.operands
@@ -240,6 +278,27 @@ class _Printer:
         if name in self._means:
             return f"row.means[{self._means[name]}]"
         return f"row.saved[row.means_at + {name.removeprefix('level_')}]" if _is_level(name) else None
+
+
+def _quick(outputs: Mapping[str, Expr]) -> frozenset[str]:
+    """What takes a few quick operations from what lies in memory, or is one number for the whole row."""
+    cost: dict[str, int] = {}
+    numbers: set[str] = set()
+    quick: set[str] = set()
+    for node in topological(outputs.values()):
+        args = [arg.digest for arg in node.args if isinstance(arg, Expr)]
+        cost[node.digest] = 0
+        if node.op in (*_MEANS, "const") or (node.op == "var" and node.args[0].startswith("level.")):
+            numbers.add(node.digest)
+        elif node.op != "var" and node.op not in COLLECTIVES:
+            of_row = numbers.issuperset(args)
+            taken = 0 if of_row else 1 + sum(cost[arg] for arg in args)
+            if of_row or (node.op not in _SLOW and taken <= _MOST_AGAIN):
+                cost[node.digest] = taken
+                quick.add(node.digest)
+            if of_row:
+                numbers.add(node.digest)
+    return frozenset(quick)
 
 
 def _is_level(name: str) -> bool:

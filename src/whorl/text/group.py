@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from whorl.errors import InputError
 
+# torch 2.13 renamed it.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets
 
 
@@ -84,9 +86,9 @@ class Group:
         """The parts of all processes as one tensor, joined along `axis` in the order of their ranks."""
         if not self.joined:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        distributed.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts, axis)
+        whole = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        _gather(whole, tensor.contiguous())
+        return torch.cat(whole.chunk(self.size), axis) if axis else whole
 
     def told(self, value: Any) -> Any:
         """What the first process says, which every process gets; it is a text, a number or None."""

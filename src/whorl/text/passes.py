@@ -18,14 +18,15 @@ from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.tiling import Chip
 
 _KERNELS = Path(__file__).parent / "kernels"
-_THREADS = {"loss": 512, "loss_backward": 512}
+_THREADS = {"loss": 512, "loss_backward": 512, "clip": 512}
 _LAYOUTS = {
-    "loss": "4Qq", "loss_backward": "5Q2q", "take": "3Q2q", "sum_rows": "4Q3q", "move_rows": "5Qq", "move": "128QQ",
-    "squares": "16Q16qQ",
+    "loss": "4Qq", "loss_backward": "5Q2q", "take": "3Q2q", "order_rows": "4Qq", "sum_rows": "5Q2q", "move_rows": "5Qq",
+    "move": "128QQ", "squares": "16Q16qQ", "clip": "4Q8qQd",
 }  # fmt: skip
 _AT_ONCE = 16  # parameters of one launch of move.cu
 _BLOCKS = 528  # of each of them: four on each multiprocessor of an H200
-MOST_ROWS = 1 << 15  # of `sum_rows`: a byte of shared memory each
+_SUMS = 4  # of squares that clip.cu adds
+MOST_ROWS = 1 << 15  # of `order_rows`, whose blocks read all of them
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -75,49 +76,88 @@ def take(table: Tensor, tokens: Tensor, width: int, dtype: torch.dtype) -> Tenso
     return F.pad(F.embedding(tokens, table).to(dtype), (0, width - table.shape[1]))
 
 
-def sum_rows(grads: Tensor, tokens: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients of rows, those of equal tokens added: at the first of them the sum, at the others zero.
+class Order(NamedTuple):
+    """Rows [rows] in the order of their numbers, those of one number in their own order: int32 [rows] each.
+
+    Attributes:
+        order: the rows.
+        starts: where in it those of a row's number begin.
+        counts: how many they are, at the first of them; at the others 0.
+    """
+
+    order: Tensor
+    starts: Tensor
+    counts: Tensor
+
+
+def order_rows(tokens: Tensor) -> Order:
+    """The order of rows by their numbers, int64 [rows]."""
+    rows = len(tokens)
+    if runs_kernels(tokens.device):
+        made = Order(*(tokens.new_empty(rows, dtype=torch.int32) for _ in Order._fields))
+        _run("order_rows", tokens, rows, 1, 1024, tokens.contiguous(), *made, rows)
+        return made
+    order = tokens.argsort(stable=True)
+    starts, ends = (torch.searchsorted(tokens[order], tokens, right=right) for right in (False, True))
+    first = order[starts] == torch.arange(rows, device=tokens.device)
+    return Order(*(each.to(torch.int32) for each in (order, starts, torch.where(first, ends - starts, 0))))
+
+
+def sum_rows(grads: Tensor, order: Order, width: int, dtype: torch.dtype) -> Tensor:
+    """The gradients of rows [rows, width] in `dtype`, those of equal numbers added: at the first the sum, then zeros.
 
     Args:
-        grads: [rows, width or more]; tokens: int64 [rows].
-
-    Returns:
-        [rows, width] in `dtype`, and int32 [rows]: whether a row is the first of its token.
+        grads: [rows, width or more].
+        order: of the rows.
     """
-    rows = len(tokens)
+    rows = len(grads)
     if grads.dtype == torch.bfloat16 and runs_kernels(grads.device):
-        made = grads.new_empty(rows, width, dtype=torch.float32)
-        first = tokens.new_empty(rows, dtype=torch.int32)
-        space = (rows + 15) // 16 * 16 + 4
-        wide = grads.shape[1]
-        _run("sum_rows", grads, rows, 1, space, grads.contiguous(), tokens, made, first, rows, width, wide)
-        return made, first
-    alike = tokens.unsqueeze(0) == tokens.unsqueeze(1)
-    first = alike.to(torch.int32).argmax(1) == torch.arange(rows, device=tokens.device)
-    made = torch.where(first.unsqueeze(1), alike.to(dtype) @ grads[:, :width].to(dtype), 0)
-    return made, first.to(torch.int32)
+        made, wide = grads.new_empty(rows, width, dtype=torch.float32), grads.shape[1]
+        _run("sum_rows", grads, rows, -(-width // 256), 0, grads.contiguous(), *order, made, width, wide)
+        return made
+    sums = grads.new_zeros(rows, width, dtype=dtype)
+    sums.index_add_(0, order.starts.long(), grads[:, :width].to(dtype))
+    return torch.where(order.counts.unsqueeze(1) > 0, sums[order.starts.long()], 0)
 
 
-def move_rows(table: Tensor, tokens: Tensor, grads: Tensor, first: Tensor, rate: Tensor) -> None:
-    """table[token] -= rate * grad, for the rows that are the first of their token; arguments as `sum_rows` has them."""
+def move_rows(table: Tensor, tokens: Tensor, grads: Tensor, order: Order, rate: Tensor) -> None:
+    """table[token] -= rate * grad, with the gradients that `sum_rows` gave and the order of the tokens."""
     if table.dtype == torch.float32 and runs_kernels(table.device):
-        _run("move_rows", table, len(tokens), 1, 0, table, tokens, grads, first, rate, table.shape[1])
+        _run(
+            "move_rows", table, len(tokens), 1, 0, table, tokens.contiguous(), grads, order.counts, rate, table.shape[1]
+        )
         return
-    table.index_add_(0, tokens, torch.where(first.bool().unsqueeze(1), -rate * grads, 0))
+    table.index_add_(0, tokens, -rate * grads)
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all numbers of all tensors together, [] in float32 or wider."""
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all numbers of all tensors together, in parts that are yet to be added, [parts]."""
     like = tensors[0]
     if not (runs_kernels(like.device) and all(tensor.dtype == torch.bfloat16 for tensor in tensors)):
         wide = torch.promote_types(like.dtype, torch.float32)
-        return torch.stack([tensor.to(wide).square().sum() for tensor in tensors]).sum()
+        return torch.stack([tensor.to(wide).square().sum() for tensor in tensors])
     sums = like.new_empty(len(tensors), _BLOCKS, dtype=torch.float32)
     for at in range(0, len(tensors), _AT_ONCE):
         part = [tensor.contiguous() for tensor in tensors[at : at + _AT_ONCE]]
         rest = [0] * (_AT_ONCE - len(part))
         _run("squares", like, _BLOCKS, len(part), 1024, *part, *rest, *[each.numel() for each in part], *rest, sums[at])
-    return sums.sum()
+    return sums.flatten()
+
+
+def clip(rate: Tensor, most: float, sums: Sequence[tuple[Tensor, int]]) -> None:
+    """Make `rate` [] smaller by as much as the norm of gradients is larger than `most`.
+
+    Args:
+        sums: at most four: what `squares` gave of some of them, and what it is divided by.
+    """
+    if runs_kernels(rate.device) and {rate.dtype, *(part.dtype for part, _ in sums)} == {torch.float32}:
+        rest = [0] * (_SUMS - len(sums))
+        parts, shares = zip(*sums, strict=True)
+        counts, ones = [part.numel() for part in parts], [1] * len(rest)
+        _run("clip", rate, 1, 1, 2048, *parts, *rest, *counts, *rest, *shares, *ones, rate, most)
+        return
+    norm = torch.stack([part.sum() / share for part, share in sums]).sum().sqrt()
+    rate.mul_(torch.clamp(most / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
 
 
 class Moved(NamedTuple):
@@ -151,7 +191,7 @@ def move(parameters: Sequence[Moved], grads: Sequence[Tensor], rate: Tensor) -> 
         _run("move", rate, _BLOCKS, count, 0, *values, rate)
 
 
-def _run(kind: str, like: Tensor, blocks: int, second: int, shared: int, *values: Tensor | int) -> None:
+def _run(kind: str, like: Tensor, blocks: int, second: int, shared: int, *values: Tensor | float) -> None:
     """Launch a kernel on the current stream of the device of `like`."""
     device = like.device
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -194,6 +194,9 @@ class Program:
         test = None
         if self.corpus.test is not None:
             test = score(model, self.corpus.test.to(model.device), recipe.precision, rows=1)
+            noted = [line["kind"] for line in metrics.lines(self.folder.path / METRICS)]
+            if "test" not in noted:  # a run that is over tells its outcome again
+                self._note("test", nats=test.nats, tokens=test.tokens)
         written = sample(model, vocabulary.start, self.options.sample, seed=recipe.seed)
         return Outcome(valid, test, vocabulary.decode(written))
 

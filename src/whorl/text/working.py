@@ -9,8 +9,9 @@ The embedding has no copy: a step reads the rows of its window, and moves those 
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from whorl.layer import Layer
 from whorl.text import passes
 from whorl.text.group import Group
 from whorl.text.model import LAYERS, Architecture, LanguageModel, States
-from whorl.text.passes import Moved
+from whorl.text.passes import Moved, Order
 from whorl.text.recipe import Recipe
 
 _MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
@@ -84,13 +85,20 @@ class Working:
         for parameter in model.parameters():
             group.same(parameter.detach())
         self.refresh()
-        self._exchanges: list[Callable[[], None]] = []
-        self._small: list[Tensor] = []
-        alone = model.device.type == "cuda" and not group.joined  # else a gradient has to be there when it is exchanged
-        self._beside = torch.cuda.Stream(model.device) if alone else None
+        self._beside = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self._early = [*self._before_the_end()]
+        self._exchanges: list[Callable[[], None]] = []  # of these gradients, that are on their way
         if group.joined:
-            for parameter in self._copies:
-                parameter.register_post_accumulate_grad_hook(self._exchange)
+            for made in [self._copies[place] for place in self._early]:
+                if made is not self.head or self._beside is None:
+                    made.register_post_accumulate_grad_hook(self._exchange)
+
+    def _before_the_end(self) -> Iterator[int]:
+        """Which of `_copies` have a gradient while backward still runs, of those that are exchanged alone."""
+        for place, (name, made) in enumerate([*self.recurrent.named_parameters(), ("head", self.head)]):
+            above = name == "head" or (isinstance(self.recurrent, _Apart) and not name.startswith("layers.0."))
+            if above and (made.numel() > _SMALL or not self.group.joined):
+                yield place
 
     def refresh(self) -> None:
         """Make the copies those of the parameters."""
@@ -111,50 +119,79 @@ class Working:
             rate: [], float32; it is scaled as the gradients are clipped.
             recipe: how gradients are clipped.
         """
-        loss, after, grads, tokens, to_rows = self._backward(inputs, targets, states)
-        summed, first = passes.sum_rows(to_rows, tokens, self._embedding.shape[1], self._embedding.dtype)
+        found, sums = self._backward(inputs, targets, states), []
+        with self._aside():
+            early = self._arrived()
+            if recipe.clip and early:
+                sums.append((passes.squares(early), 1))
+        self._join()
+        summed = passes.sum_rows(found.to_rows, found.order, self._embedding.shape[1], self._embedding.dtype)
         if self.group.size > 1:
             summed = summed / self.group.size
         if recipe.clip:
-            if recipe.clip_rows:
-                squares = passes.sum_of_squares([to_rows]) / self.group.size**2
-            else:
-                squares = passes.sum_of_squares([summed])
-            norm = (passes.sum_of_squares(grads) + squares).sqrt()
-            rate = rate.mul_(torch.clamp(recipe.clip / (norm + 1e-6), max=1.0))  # 1e-6 as in clip_grad_norm_
+            rows, share = (found.to_rows, self.group.size**2) if recipe.clip_rows else (summed, 1)
+            sums.append((passes.squares([rows]), share))
+        found.finish()
+        grads = [_gradient(parameter) for parameter in self._copies]
+        if recipe.clip:
+            late = [grad for place, grad in enumerate(grads) if place not in self._early]
+            passes.clip(rate, recipe.clip, [*sums, (passes.squares(late), 1)])
         with torch.no_grad():
-            passes.move_rows(self._embedding, tokens, summed, first, rate)
+            passes.move_rows(self._embedding, found.tokens, summed, found.order, rate)
             passes.move([each for each, _ in self._moved], [each.within(grads[of]) for each, of in self._moved], rate)
-        return loss, after
+        return found.loss, found.states
 
     def gradients(self, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The loss on a window, and the gradient of each parameter of the model by its name, which stays as it is."""
-        loss, _, grads, tokens, to_rows = self._backward(inputs, targets, None)
+        made = self._backward(inputs, targets, None)
+        self._arrived()
+        self._join()
+        made.finish()
+        grads = [_gradient(parameter) for parameter in self._copies]
         table = torch.zeros_like(self._embedding)
-        table.index_add_(0, tokens, to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
+        table.index_add_(0, made.tokens, made.to_rows[:, : table.shape[1]].to(table.dtype) / self.group.size)
         own = {each.own.data_ptr(): each.within(grads[of]) for each, of in self._moved}
-        found = {"loss": loss}
+        found = {"loss": made.loss}
         for name, parameter in self.model.named_parameters():
             found[name] = own.get(parameter.data_ptr(), table).reshape(parameter.shape)
         return found
 
-    def _backward(
-        self, inputs: Tensor, targets: Tensor, states: States | None
-    ) -> tuple[Tensor, States, list[Tensor], Tensor, Tensor]:
-        """The loss, the states after it, the copies' gradients, the embedding's tokens and rows' gradients."""
+    def _backward(self, inputs: Tensor, targets: Tensor, states: States | None) -> "_Found":
+        """What a window gives; the gradients of the copies are theirs."""
         for parameter in self._copies:
             parameter.grad = None
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(inputs.device))
+        with self._aside():
+            tokens = self.group.joint(inputs.flatten(), 0)
+            order = passes.order_rows(tokens)
         rows = passes.take(self._embedding, inputs, self.embedding, self.dtype).requires_grad_()
         loss, after = self._loss(rows, targets, states)
         loss.backward()
         assert rows.grad is not None
-        tokens = self.group.joint(inputs.flatten(), 0)
-        to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)
-        self._end_exchanges()
+        to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)  # ahead of the last exchange: there is work on it
+        return _Found(loss.detach(), after, tokens, order, to_rows, self._exchange_late())
+
+    def _arrived(self) -> list[Tensor]:
+        """The early gradients; the current stream waits for their exchange."""
+        for finish in self._exchanges:
+            finish()
+        self._exchanges.clear()
+        return [_gradient(self._copies[place]) for place in self._early]
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Work that a step needs later, on a GPU beside what the step computes meanwhile."""
+        if self._beside is None:
+            yield
+            return
+        with torch.cuda.stream(self._beside):
+            yield
+
+    def _join(self) -> None:
+        """Wait for what runs beside."""
         if self._beside is not None:
-            torch.cuda.current_stream(rows.device).wait_stream(self._beside)
-        grads = [_gradient(parameter) for parameter in self._copies]
-        return loss.detach(), after, grads, tokens, to_rows
+            torch.cuda.current_stream(self.model.device).wait_stream(self._beside)
 
     @property
     def _embedding(self) -> Tensor:
@@ -172,7 +209,7 @@ class Working:
         finals = finals if isinstance(finals, tuple) else (finals,)
         outputs = F.dropout(outputs, dropout)
         x = _WithOne.apply(outputs, self._one, self.width).flatten(0, 1)
-        logits = x @ self.head.t() if self._beside is None else _Product.apply(x, self.head, self._beside)
+        logits = x @ self.head.t() if self._beside is None else _Product.apply(x, self.head, self._beside, self._made)
         loss = passes.cross_entropy(logits, targets.flatten())
         return loss, tuple(state.detach() for state in finals)
 
@@ -192,52 +229,80 @@ class Working:
         yield Moved(weight.unsqueeze(0), head[None, :, : self.width]), len(self._copies) - 1
         yield Moved(bias.view(1, -1, 1), head[None, :, self.width : self.width + 1], self.width), len(self._copies) - 1
 
-    def _exchange(self, parameter: Tensor) -> None:
-        """Send a gradient on its way; the small ones wait for each other."""
-        assert parameter.grad is not None
-        if parameter.numel() > _SMALL:
-            self._exchanges.append(self.group.averaging(parameter.grad))
-        else:
-            self._small.append(parameter.grad)
+    def _made(self) -> None:
+        """The head's gradient is there, in the order of the stream beside."""
+        if self.group.joined and len(self._copies) - 1 in self._early:
+            self._exchange(self.head)
 
-    def _end_exchanges(self) -> None:
-        if self._small:
-            joined = torch.cat([grad.flatten() for grad in self._small])
-            self._exchanges.append(self.group.averaging(joined))
-        for finish in self._exchanges:
-            finish()
-        if self._small:
-            sizes = [grad.numel() for grad in self._small]
-            for grad, part in zip(self._small, joined.split(sizes), strict=True):
-                grad.copy_(part.view_as(grad))
-        self._exchanges.clear()
-        self._small.clear()
+    def _exchange(self, parameter: Tensor) -> None:
+        """Send a gradient on its way."""
+        assert parameter.grad is not None
+        self._exchanges.append(self.group.averaging(parameter.grad))
+
+    def _exchange_late(self) -> Callable[[], None]:
+        """Send the other gradients on their way, the small ones together; what is given waits for them."""
+        if not self.group.joined:
+            return lambda: None
+        self._join()  # a small head's gradient is among them
+        grads = [_gradient(made) for place, made in enumerate(self._copies) if place not in self._early]
+        small = [grad for grad in grads if grad.numel() <= _SMALL]
+        together = torch.cat([grad.flatten() for grad in small]) if small else None
+        ways = [self.group.averaging(grad) for grad in grads if grad.numel() > _SMALL]
+        ways += [] if together is None else [self.group.averaging(together)]
+
+        def finish() -> None:
+            for way in ways:
+                way()
+            if together is not None:
+                for grad, part in zip(small, together.split([grad.numel() for grad in small]), strict=True):
+                    grad.copy_(part.view_as(grad))
+
+        return finish
+
+
+class _Found(NamedTuple):
+    """What came of a window.
+
+    Attributes:
+        states: after it.
+        tokens, order: of the embedding's rows that were read, in all processes; they are there after `_join`.
+        to_rows: the gradients of these rows.
+        finish: makes the late gradients of the copies those of all processes.
+    """
+
+    loss: Tensor
+    states: States
+    tokens: Tensor
+    order: Order
+    to_rows: Tensor
+    finish: Callable[[], None]
 
 
 class _Product(torch.autograd.Function):
     """x @ weight.T, of which the weight's gradient is computed on another stream and put in its place.
 
-    The layers' backward leaves some multiprocessors idle. Who reads the gradient waits for the stream.
+    The layers' backward leaves some multiprocessors idle. Who reads the gradient waits for the stream; `made` is called
+    in its order.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, beside: torch.cuda.Stream) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, beside: torch.cuda.Stream, made: Callable[[], None]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.beside, ctx.weight = beside, weight
+        ctx.beside, ctx.weight, ctx.made = beside, weight, made
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         here = torch.cuda.current_stream(x.device)
         ctx.beside.wait_stream(here)
         with torch.cuda.stream(ctx.beside):
-            made = grads[0].t() @ x
+            ctx.weight.grad = grads[0].t() @ x
+            ctx.made()
         for used in (grads[0], x):
             used.record_stream(ctx.beside)
-        made.record_stream(here)
-        ctx.weight.grad = made
-        return grads[0] @ weight, None, None
+        ctx.weight.grad.record_stream(here)
+        return grads[0] @ weight, None, None, None
 
 
 class _WithOne(torch.autograd.Function):

@@ -308,7 +308,7 @@ class _One:
         dx = borrowed(rows.compact, len(cell.gates) * units, dtype=made.dtype)
         dr = dx if source.dr_is_dx else borrowed(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
         dp = [borrowed(rows.compact, units, dtype=made.dtype) for _ in source.products]
-        dv = [torch.zeros(rows.batch, units, dtype=made.wide) for _ in cell.vectors]
+        dv = torch.empty(len(cell.vectors), rows.batch, units, dtype=made.wide)
         dprojected = borrowed(rows.compact, form.width, dtype=made.dtype) if form.projection else None
         dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
@@ -324,7 +324,7 @@ class _One:
             parts, strides = self._sides(to_sequences)
             fields.set_lists(dsequences=parts)
             fields.set_numbers("dsequence_strides", strides)
-        fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, dv=dv, de=to_extras)
+        fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, dv=dv.unbind(), de=to_extras)
         made.kernel.backward(fields.sweep)
 
         has_bias = self._weights.bias_ih is not None
@@ -340,7 +340,8 @@ class _One:
         to_hr = None
         if dprojected is not None:
             to_hr = made.products.outer(dprojected, kept["unprojected"])
-        vectors = tuple(vector.sum(0) for vector in dv)
+        sums = dv.sum(1)
+        vectors = tuple(sums[index].clone() for index in source.sums)
         return (
             to_x,
             LayerWeights(to_ih, to_hh, to_bias, to_bias_hh, to_hr, vectors),

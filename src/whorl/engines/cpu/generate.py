@@ -28,7 +28,7 @@ class Source(Segments):
 @lru_cache(maxsize=256)
 def source(graph: Graph) -> Source:
     """The C++ of a cell, for every dtype and size."""
-    made = segments(graph)
+    made = segments(graph, near=True)
     numbers = [len(names) for names in (graph.gates, graph.recurrent, graph.states, graph.vectors, graph.inputs)]
     numbers += [len(made.products), made.saved, made.saved_means]
     lines = [made.forward.text, _links("FORWARD", made.forward), made.backward.text, _links("BACKWARD", made.backward)]

@@ -1,46 +1,28 @@
 // Gradients of rows of a table, those of equal numbers added: at the first of them stands the sum, at the others zero.
 //
-// A block for each row. The sum goes by the order of the rows, so that it is the same each time.
+// blockIdx.x is the row, blockIdx.y a part of its columns. The sum goes by the order of the rows, so that it is the
+// same each time; several rows are on their way at once, for a frequent number has many.
 
 // @numbers
 
 struct Arguments {
-  const Half* grads;        // [rows, wide_width]
-  const long long* tokens;  // [rows]
-  float* to;                // [rows, width]
-  int* first;               // [rows]: whether a row is the first of its number
-  long long rows, width, wide_width;
+  const Half* grads;  // [rows, wide_width]
+  const int* order;   // [rows], and the others as `order_rows.cu` wrote them
+  const int* starts;
+  const int* counts;
+  float* to;  // [rows, width]
+  long long width, wide_width;
 };
 
 #define THREADS 256
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ Arguments a) {
-  // a byte for each row, in whole 16: whether it has our number; behind them, whether one before us has
-  extern __shared__ __align__(16) unsigned memory[];
-  const long long row = blockIdx.x, mine = a.tokens[row], packs = (a.rows + 15) / 16;
-  if (threadIdx.x == 0) memory[4 * packs] = 0;
-  __syncthreads();
-  for (long long at = threadIdx.x; at < 4 * packs; at += THREADS) {
-    unsigned found = 0;
-    for (int i = 0; i < 4; ++i)
-      if (4 * at + i < a.rows && a.tokens[4 * at + i] == mine) {
-        found |= 1u << 8 * i;
-        if (4 * at + i < row) memory[4 * packs] = 1;
-      }
-    memory[at] = found;
-  }
-  __syncthreads();
-  const bool first = memory[4 * packs] == 0;
-  if (threadIdx.x == 0) a.first[row] = first;
-  for (long long column = threadIdx.x; column < a.width; column += THREADS) {
-    float sum = 0.f;
-    for (long long at = row / 16; first && at < packs; ++at) {
-      const uint4 sixteen = ((const uint4*)memory)[at];
-      if ((sixteen.x | sixteen.y | sixteen.z | sixteen.w) == 0) continue;
-      const unsigned words[4] = {sixteen.x, sixteen.y, sixteen.z, sixteen.w};
-      for (int i = 0; i < 16; ++i)
-        if (words[i / 4] >> 8 * (i % 4) & 1u) sum += wide(a.grads[(16 * at + i) * a.wide_width + column]);
-    }
-    a.to[row * a.width + column] = sum;
-  }
+  const long long row = blockIdx.x, column = blockIdx.y * (long long)THREADS + threadIdx.x;
+  if (column >= a.width) return;
+  const int* alike = a.order + a.starts[row];
+  const int count = a.counts[row];
+  float sum = 0.f;
+#pragma unroll 8
+  for (int at = 0; at < count; ++at) sum += wide(a.grads[alike[at] * a.wide_width + column]);
+  a.to[row * a.width + column] = sum;
 }

@@ -171,17 +171,41 @@ INLINE float sigmoid(float x) {
   return most - most * (z / (1.0f + z));
 }
 
-// The sum of a row, in an order that its length alone decides.
-static inline real sum_of(const real* values, int64_t count) {
-  real parts[32] = {};
-  int64_t u = 0;
-  for (; u + 32 <= count; u += 32)
-    for (int lane = 0; lane < 32; ++lane) parts[lane] += values[u + lane];
-  for (int half = 16; half; half /= 2)
-    for (int lane = 0; lane < half; ++lane) parts[lane] += parts[lane + half];
-  real total = parts[0];
-  for (; u < count; ++u) total += values[u];
-  return total;
+// Means over the units of some rows, in an order that their length alone decides.
+typedef real lanes __attribute__((vector_size(64)));
+typedef real loose_lanes __attribute__((vector_size(64), aligned(sizeof(real)), may_alias));
+constexpr int64_t WIDE = 64 / int64_t(sizeof(real));
+
+// By halves: no long chain of sums.
+template <int64_t COUNT>
+INLINE real sum_of(const real* values) {
+  if constexpr (COUNT == 1) {
+    return values[0];
+  } else {
+    real halves[COUNT / 2];
+    for (int64_t lane = 0; lane < COUNT / 2; ++lane) halves[lane] = values[lane] + values[lane + COUNT / 2];
+    return sum_of<COUNT / 2>(halves);
+  }
+}
+template <int N, typename Each>
+INLINE real mean_of_each(const real* const (&rows)[N], int64_t count, Each each) {
+  lanes parts[N] = {};
+  const int64_t whole = count / WIDE * WIDE;
+  for (int64_t u = 0; u < whole; u += WIDE)
+    for (int row = 0; row < N; ++row) parts[row] += each(*(const loose_lanes*)(rows[row] + u));
+  for (int row = 0; row < N; ++row)
+    for (int64_t u = whole; u < count; ++u) parts[row][u - whole] += each(rows[row][u]);
+  for (int row = 1; row < N; ++row) parts[0] += parts[row];
+  return sum_of<WIDE>((const real*)&parts[0]) / real(N * count);
+}
+template <int N>
+static inline real mean_of(const real* const (&rows)[N], int64_t count) {
+  const real mean = mean_of_each(rows, count, [](auto value) { return value; });
+  return mean + mean_of_each(rows, count, [=](auto value) { return value - mean; });  // what was rounded away
+}
+template <int N>
+static inline real variance_of(const real* const (&rows)[N], int64_t count, real mean) {
+  return mean_of_each(rows, count, [=](auto value) { return (value - mean) * (value - mean); });
 }
 
 //: generated
