@@ -10,10 +10,19 @@ from whorl.options import ACTIVATIONS, Options, takes
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "results" / "options"
 SUITES = {
-    "ragged": ("Ragged batches: `lengths` uniform in 1 to `time`, beside torch.nn with a PackedSequence.", ("pass_", "dtype", "units", "batch", "time")),
-    "resets": ("Resets with probability 0.01 a step: train steps beside the loop over steps of CleanRL's PPO, sequences split at the resets and padded, and TorchRL's kernels.", ("dtype", "units", "batch", "time")),
+    "ragged": (
+        "Ragged batches: `lengths` uniform in 1 to `time`, beside torch.nn with a PackedSequence.",
+        ("pass_", "dtype", "units", "batch", "time"),
+    ),
+    "resets": (
+        "Resets with probability 0.01 a step: train steps beside the loop over steps of CleanRL's PPO, sequences split at the resets and padded, and TorchRL's kernels.",
+        ("dtype", "units", "batch", "time"),
+    ),
     "norm": ("Layer norm of x, r and c: train steps beside the same in torch.", ("dtype", "units", "batch", "time")),
-    "stream": ("A step of a stream, `layer.stepper()`, beside torch.nn's layer called for one step.", ("dtype", "layers", "units", "batch")),
+    "stream": (
+        "A step of a stream, `layer.stepper()`, beside torch.nn's layer called for one step.",
+        ("dtype", "layers", "units", "batch"),
+    ),
 }
 LAYERS = ("LSTM", "GRU", "RNN", "Recurrent")
 
@@ -56,7 +65,7 @@ BESIDE = """
 ## Beside other code
 
 Each with the same weights and marks; whorl's numbers held to the error rule, the others' compared with them, in the same run. {how}
-`python benchmarks/options_beside.py`: microseconds, and how many times as long as whorl's replay from a CUDA graph ("eager": launched from Python each time).
+`python benchmarks/options_beside.py`: microseconds, and how many times as long as whorl's replay from a CUDA graph (without "CUDA graph": called from Python).
 """
 
 TAIL = """
@@ -103,7 +112,16 @@ def page() -> str:
     calls += [f"| `{name}` | {takes_} | {meaning} |" for name, (takes_, meaning) in MEANINGS.items()]
     activations = ", ".join(f"`{name}`" for name in ACTIVATIONS)
     return (
-        HEAD + "\n".join(rows) + "\n" + CALLS + "\n".join(calls) + "\n" + costs() + cells() + beside() + TAIL.format(activations=activations)
+        HEAD
+        + "\n".join(rows)
+        + "\n"
+        + CALLS
+        + "\n".join(calls)
+        + "\n"
+        + costs()
+        + cells()
+        + beside()
+        + TAIL.format(activations=activations)
     )
 
 
@@ -141,22 +159,36 @@ def costs() -> str:
 
 
 def cells() -> str:
+    """A row for each cell."""
     rows, how = found("cells")
+    if not rows:
+        return ""
     made = []
     for row in rows:
         if "gates" in row:
             share = row["cost"] / max(1, row["gates"] / 4) / row["stages"]
-            made.append([row["option"], str(row["gates"]), str(row["stages"]), f"{row['microseconds']:.0f}", f"{row['cost']:.2f}", f"{share:.2f}"])
+            made.append(
+                [
+                    row["option"],
+                    str(row["gates"]),
+                    str(row["stages"]),
+                    f"{row['microseconds']:.0f}",
+                    f"{row['cost']:.2f}",
+                    f"{share:.2f}",
+                ]
+            )
     shape = f"{rows[0]['units']} units, batch {rows[0]['batch']}, time {rows[0]['time']}, {rows[0]['dtype']}"
     return CELLS.format(how=how) + table([shape, "gates", "stages", "us", "of LSTM's", "by gates and stages"], made)
 
 
 def beside() -> str:
     """Of each suite a table: a problem in each row, a contender in each column."""
-    how = " ".join(dict.fromkeys(found(suite)[1] for suite in SUITES))
+    how = " ".join(dict.fromkeys(found(suite)[1] for suite in SUITES if found(suite)[1]))
     text = BESIDE.format(how=how)
     for suite, (title, keys) in SUITES.items():
         rows = [row for row in found(suite)[0] if "contender" in row]
+        if not rows:
+            continue
         problems: dict[tuple, dict[str, float]] = {}
         for row in rows:
             problems.setdefault(tuple(row[key] for key in keys), {})[row["contender"]] = row["microseconds"]
@@ -164,7 +196,10 @@ def beside() -> str:
         lines = []
         for problem, times in problems.items():
             own = next(taken for name, taken in times.items() if name.startswith("whorl"))
-            values = [f"{times[name]:,.{0 if own > 100 else 1}f} ({times[name] / own:.1f})" if name in times else "" for name in names]
+            values = [
+                f"{times[name]:,.{0 if own > 100 else 1}f} ({times[name] / own:.1f})" if name in times else ""
+                for name in names
+            ]
             lines.append([", ".join(map(str, problem)), *values])
         text += f"\n{title}\n" + table([", ".join(keys).replace("pass_", "pass"), *names], lines)
     return text
