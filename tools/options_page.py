@@ -202,7 +202,36 @@ def beside() -> str:
             ]
             lines.append([", ".join(map(str, problem)), *values])
         text += f"\n{title}\n" + table([", ".join(keys).replace("pass_", "pass"), *names], lines)
+        if suite == "ragged":
+            text += ragged_kernels()
     return text
+
+
+def ragged_kernels() -> str:
+    """The recurrent kernels of a train step, beside those of a run in which every sequence is as long as the longest."""
+    runs = {(row["units"], row["batch"], row["kernels"]): row for row in found("ragged")[0] if "kernels" in row}
+    lines = []
+    for (units, batch, kind), row in runs.items():
+        if kind != "padded":
+            for name, taken in row["microseconds"].items():
+                padded = runs[units, batch, "padded"]["microseconds"][name]
+                way = "forward" if "_forward_" in name else "backward"
+                lines.append(
+                    [
+                        str(units),
+                        str(batch),
+                        f"{row['share']:.2f}",
+                        way,
+                        f"{taken:,.0f}",
+                        f"{padded:,.0f}",
+                        f"{taken / padded:.2f}",
+                    ]
+                )
+    head = ["units", "batch", "share of real steps", "kernel", "ragged", "all as long as the longest", "ratio"]
+    return (
+        "\nTheir recurrent kernels alone. A batch that runs all at once takes as long as its longest sequence; one that takes turns, as its share of steps.\n"
+        + table(head, lines)
+    )
 
 
 if __name__ == "__main__":
