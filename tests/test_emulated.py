@@ -195,12 +195,12 @@ def test_random_options(seed: int, folder: Path) -> None:
         ("LSTM", 40, 20, "zoneout step", torch.bfloat16),
         ("GRU", 37, 9, "zoneout", torch.float32),
         ("RNN", 24, 9, "zoneout step reset mask", torch.float16),
+        ("LSTM", 13, 6, "zoneout step packed", torch.bfloat16),  # sequences are counted in another order
     ],
 )
-def test_what_is_drawn_among_the_products(
+def test_what_is_drawn_anew_at_each_step(
     kind: str, units: int, batch: int, on: str, dtype: torch.dtype, folder: Path
 ) -> None:
-    """Backward draws in as many parts as its product has pairs of depths: few for one gate, many for four."""
     case = Drawn(kind, frozenset(on.split()), units, batch, 4, directions=2, seed=2)
     with emulated(folder):
         assert case.errors("cpu", dtype) == {}
