@@ -76,7 +76,7 @@ __device__ __forceinline__ int longest(const Arguments& a, int first, int count 
   return (int)(most < a.time ? most : a.time);
 }
 
-// What is drawn for two units of a sequence at a step, from an even unit on; it may be any other sequence, or step.
+// What is drawn for two units of a sequence at a step, from an even unit on; zero where there is no such sequence or step.
 template <class Arguments>
 __device__ __forceinline__ unsigned drawn_bits(
     const Arguments& a, int unit, int step, long long sequence, int direction) {
