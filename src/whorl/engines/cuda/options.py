@@ -24,7 +24,8 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
 from whorl.problem import Call, Form, Problem
 
-_DRAW, _ORDER, _MASKED = "3Q6q2d", "2Qq", "6Q4q"  # the arguments of kernels/draw.cu, order.cu and masked.cu
+# the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q11q", "2Qq", "6Q4q"
 _THREADS = 256
 _FEWEST = 8
 
@@ -32,7 +33,7 @@ _FEWEST = 8
 def layout(states: int, inputs: int) -> str:
     """The fields of `Options` in kernels/options.cu."""
     inputs = max(1, inputs)
-    return f"{7 + 3 * inputs + 7 * states + 8}Q{2 + states}q{1 + states}d"
+    return f"{7 + 3 * inputs + 7 * states + 8}Q{1 + states}d"
 
 
 def expected(problem: Problem) -> Features:
@@ -84,6 +85,7 @@ class Options:
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
         self.order = self._order() if self.lengths is not None and not self.packed and self.batch > _FEWEST else None
         self._given = given(form, call)
+        self._bits: list[Tensor] = []
         self.inputs = [
             extra.to(torch.float32).expand(*extra.shape[:-1], form.units).contiguous() for extra in call.inputs
         ]
@@ -115,12 +117,13 @@ class Options:
         (_, noise), zoneouts = self.noise(layer), self.zoneouts(layer)
         by_direction = [[masks[d] for _, masks in zoneouts] for d in range(form.directions)]
         offset = layer * form.directions * self.batch * form.units * self._call.x.element_size()
-        dropout, scale = form.recurrent_dropout, self.noise_scale(layer)
+        self._bits = self._drawn(layer)  # kept until the next layer's are drawn, which is after this one's launch
         return [
-            *_addresses((self.lengths, self.mask, self.reset, self.order, self.starts, self.ids, self.seed), 7),
+            *_addresses((self.lengths, self.mask, self.reset, self.order, self.starts), 5),
             *_addresses(self.inputs, inputs),
             *_addresses(self.reset_to, states, offset),
             *_addresses(noise, 2),
+            *_addresses(self._bits, 2),
             *_pairs(by_direction, states),
             *_addresses(before, 2),
             *_addresses(sequences, states),
@@ -129,7 +132,7 @@ class Options:
             *_pairs(input_gradients, inputs),
             *_addresses(noise_gradients, 2),
             *_pairs(zoneout_gradients, states),
-            layer, threshold(dropout), *map(threshold, probabilities), scale, *probabilities,
+            self.noise_scale(layer), *probabilities,
         ]  # fmt: skip
 
     # --- masks --------------------------------------------------------------------------------------------------------
@@ -283,6 +286,26 @@ class Options:
         numbers = prod(count), self.count, self.batch, width
         kernel(self._stream, blocks, 1, *_addresses(tensors, 6), *numbers)
         return made
+
+    def _drawn(self, layer: int) -> list[Tensor]:
+        """What a layer draws anew at each step, for each direction [time, batch, pairs of units]; empty for nothing."""
+        form, zones = self.form, any(kind == AT_RANDOM for kind, _ in self.zoneouts(layer))
+        noise = self.noise(layer)[0] == DRAWN
+        if not zones and not noise:
+            return []
+        pairs, below = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)]
+        kernel = _small("draw_bits", source.draw_bits, _DRAW_BITS, self._chip, self._index)
+        blocks, found = max(1, min(1024, -(-self.batch * pairs // _THREADS))), []
+        for direction in range(form.directions):
+            made = torch.empty(self.time, self.batch, pairs, dtype=torch.int16, device=self._call.x.device)
+            kernel(
+                self._stream, blocks, max(1, min(self.time, 4096)), made.data_ptr(),
+                *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs, len(form.cell.states),
+                tag(ZONEOUT, layer, direction) if zones else -1, *below, *[0] * (4 - len(below)),
+                tag(RECURRENT, layer, direction) if noise else -1, threshold(form.recurrent_dropout),
+            )  # fmt: skip
+            found.append(made)
+        return found
 
     def _order(self) -> Tensor:
         made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)

@@ -271,7 +271,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned drawn[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
   float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
-  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
   const auto counts = [&](int j, int step, long long at) {
     return within(j, step) ? loaded<MASK>(a.o.mask, at + sequence[j], 1) : 0;
@@ -281,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return may ? loaded<RESET>(a.o.reset, (reverse ? after : at) + sequence[j], 0) : 0;
   };
   const auto draw = [&](int j, int zone_step, int operand_step) {
-    drawn[j] = drawn_bits(a, unit, zone_step, operand_step, sequence[j], direction, key);
+    drawn[j] = drawn_for(a, unit, zone_step, operand_step, sequence[j], direction);
   };
   const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
     const bool first = within(j, step), second = first && has_second;

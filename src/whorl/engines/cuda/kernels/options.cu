@@ -20,6 +20,7 @@ constexpr bool BEFORE = MARKED || RESET || NOISE;
 constexpr bool ZONES_DRAWN = zoneout(0) == AT_RANDOM || zoneout(1) == AT_RANDOM || zoneout(2) == AT_RANDOM ||
                              zoneout(3) == AT_RANDOM;
 constexpr bool DRAWS = NOISE == DRAWN || ZONES_DRAWN;
+constexpr int DRAWN_PAIRS = (UNITS + 1) / 2;
 
 // Addresses are null where a kernel has no use for them.  Rows: [time, batch], or those of a PackedSequence.
 struct Options {
@@ -28,11 +29,10 @@ struct Options {
   const bool* reset;               // [rows]
   const long long* order;          // [batch]: the sequence in each place
   const long long* starts;         // [time + 1]: the first row of each step of a PackedSequence
-  const long long* ids;            // [batch]: what noise counts a sequence as
-  const long long* seed;
   const float* inputs[MOST(INPUTS)];     // [rows, UNITS]
   const Element* reset_to[STATES];       // [directions, batch, UNITS]
   const float* noise[2];  // [batch, UNITS] where it is held, [RECURRENT, batch, UNITS] by gate, else [rows, UNITS]
+  const unsigned short* drawn[2];        // [time, batch, DRAWN_PAIRS]: as draw_bits.cu has it
   const float* zoneout[2][STATES];       // [rows, UNITS]
   Element* before[2];                    // [rows, UNITS]: the first state before each step
   Element* sequences[STATES];            // [rows, directions x UNITS], or null: states after each step; their gradients
@@ -41,7 +41,6 @@ struct Options {
   float* input_gradients[2][MOST(INPUTS)];  // [rows, UNITS]
   float* noise_gradients[2];                // as noise
   float* zoneout_gradients[2][STATES];      // [rows, UNITS]
-  long long layer, noise_below, zoneout_below[STATES];
   double noise_scale, zoneout_share[STATES];
 };
 
@@ -77,6 +76,14 @@ __device__ __forceinline__ int longest(const Arguments& a, int first, int count 
   return (int)(most < a.time ? most : a.time);
 }
 
+// What is drawn for two units of a sequence at a step, from an even unit on; zero where there is no such sequence or step.
+template <class Arguments>
+__device__ __forceinline__ unsigned drawn_bits(
+    const Arguments& a, int unit, int step, long long sequence, int direction) {
+  const bool there = unit < UNITS && sequence < a.batch && step >= 0 && step < a.time;
+  return there ? a.o.drawn[direction][(step * a.batch + sequence) * DRAWN_PAIRS + unit / 2] : 0;
+}
+
 // The operand of a sequence and unit at the first step; it is computed where it is read.
 template <class Arguments>
 __device__ __forceinline__ Element first_operand(
@@ -93,40 +100,20 @@ __device__ __forceinline__ Element first_operand(
     const long long row = rows_of(a, step) + sequence;
     float factor = 0.f;
     if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
-    if constexpr (NOISE == DRAWN) {
-      const unsigned id = (unsigned)(a.o.ids != nullptr ? a.o.ids[sequence] : sequence);
-      const uint4 words =
-          philox((unsigned)unit, (unsigned)step, id, tag_of(FOR_RECURRENT, a.o.layer, direction), key_of(a.o.seed));
-      factor = is_event(words.x, a.o.noise_below) ? 0.f : (float)a.o.noise_scale;
-    }
+    if constexpr (NOISE == DRAWN)
+      factor = drawn_bits(a, unit, step, sequence, direction) >> (8 + unit % 2) & 1 ? (float)a.o.noise_scale : 0.f;
     value = narrow(wide(value) * factor);
   }
   return value;
 }
 
-// What is drawn for two units of a sequence: from bit 4 x unit on whether zoneout keeps each state, at one step, and
-// from bit 8 on whether each unit enters the product, at another.
+// Whether zoneout keeps states at one step and whether units enter the product at another.
 template <class Arguments>
-__device__ __forceinline__ unsigned drawn_bits(
-    const Arguments& a, int unit, int zone_step, int operand_step, long long sequence, int direction, uint2 key) {
-  const unsigned id = (unsigned)(a.o.ids != nullptr && sequence < a.batch ? a.o.ids[sequence] : sequence);
-  unsigned bits = 0;
-#pragma unroll
-  for (int u = 0; u < 2; ++u) {
-    if constexpr (ZONES_DRAWN) {
-      const unsigned tag = tag_of(FOR_ZONEOUT, a.o.layer, direction);
-      const uint4 words = philox((unsigned)(unit + u), (unsigned)zone_step, id, tag, key);
-#pragma unroll
-      for (int s = 0; s < STATES; ++s)
-        if (is_event(word_of(words, s), a.o.zoneout_below[s])) bits |= 1u << (u * 4 + s);
-    }
-    if constexpr (NOISE == DRAWN) {
-      const unsigned tag = tag_of(FOR_RECURRENT, a.o.layer, direction);
-      const uint4 words = philox((unsigned)(unit + u), (unsigned)operand_step, id, tag, key);
-      if (!is_event(words.x, a.o.noise_below)) bits |= 256u << u;
-    }
-  }
-  return bits;
+__device__ __forceinline__ unsigned drawn_for(
+    const Arguments& a, int unit, int zone_step, int operand_step, long long sequence, int direction) {
+  const unsigned zones = ZONES_DRAWN ? drawn_bits(a, unit, zone_step, sequence, direction) : 0;
+  const unsigned entering = NOISE == DRAWN ? drawn_bits(a, unit, operand_step, sequence, direction) : 0;
+  return ZONES_DRAWN && NOISE == DRAWN ? zones & 0xff | entering & 0x300 : zones | entering;
 }
 
 // A mark as a number: were it a truth value, its load would be awaited where it begins.
@@ -153,7 +140,6 @@ struct Forwards {
   const Arguments& a;
   const int unit, direction, time;  // steps of the longest sequence
   const bool has_second, reverse;
-  const uint2 key;
 
   __device__ __forceinline__ bool within(const Ahead& i, int step) const {
     return i.there && (!LENGTHS || step < i.ends);
@@ -188,7 +174,7 @@ struct Forwards {
     i.noise[0] = value.x, i.noise[1] = value.y;
   }
   __device__ __forceinline__ void draw(Ahead& i, int zone_step, int operand_step) const {
-    i.drawn = drawn_bits(a, unit, zone_step, operand_step, i.sequence, direction, key);
+    i.drawn = drawn_for(a, unit, zone_step, operand_step, i.sequence, direction);
   }
 
   // before the first step; `next` is the one after it, which may be none
@@ -267,7 +253,6 @@ struct Backwards {
   const int unit, direction;
   const long long width;  // of a row of outputs
   const bool has_second, reverse;
-  const uint2 key;
 
   __device__ __forceinline__ long long start_of(const Back& own) const {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * a.batch + own.sequence) * UNITS + unit;
@@ -294,7 +279,7 @@ struct Backwards {
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, step, own.sequence, direction, key);
+    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, own.sequence, direction);
   }
 
   // What arrived of a step's product, which is behind its mask and its reset; the step's rows begin at `at`.

@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   long long row_step = PACKED ? next_rows - rows : reverse ? -(long long)batch : batch;
   const long long width = a.directions * UNITS, begin = rows;
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
-  const Forwards<Arguments> stepper = {a, unit, direction, time, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
+  const Forwards<Arguments> stepper = {a, unit, direction, time, has_second, reverse};
   Ahead items[SUBS][OWN];
 #pragma unroll
   for (int sub = 0; sub < SUBS; ++sub)

@@ -165,7 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float2 operand_before[OWN][PER];
   bool was_cut[OWN][PER];
   unsigned drawn[OWN][PER];
-  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
@@ -199,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, step, sequence[j][b], direction, key);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, sequence[j][b], direction);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
