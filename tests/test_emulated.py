@@ -329,6 +329,35 @@ def test_sub_tiles_that_travel_while_others_are_computed(
     assert_right(layer, x, dtype, folder)
 
 
+@pytest.mark.parametrize(
+    "kind, units, batch, clusters, dtype, ahead, back, on, directions",
+    [  # sequences are dealt out to clusters that run at once, or come in turns; sub-tiles end, or begin, one by one
+        ("LSTM", 40, 38, 4, torch.bfloat16, (2, 2, 2, 2), (2, 2, 4, 2), "lengths initial", 2),
+        ("LSTM", 40, 38, 4, torch.bfloat16, (2, 2, 4, 2, 2), (2, 2, 4, 2), "lengths step zoneout initial", 2),
+        ("LSTM", 40, 45, 2, torch.float16, (2, 3, 4, 3, 2), (2, 3, 8, 3), "lengths mask reset states", 1),
+        ("GRU", 33, 27, 1, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), "lengths reset reset_to initial", 2),
+        ("RNN", 33, 26, 2, torch.bfloat16, (2, 2, 4, 2, 2), (2, 2, 4, 2), "lengths given step zoneout initial", 2),
+        ("LSTM", 70, 33, 2, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), "lengths gate", 2),
+        ("LSTM", 20, 21, 3, torch.bfloat16, (2, 1, 4, 1, 2), (2, 1, 4, 1), "lengths", 2),
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_sequences_of_many_lengths_in_sub_tiles(
+    kind: str, units: int, batch: int, clusters: int, dtype: torch.dtype, ahead: tuple[int, ...],
+    back: tuple[int, ...], on: str, directions: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
+        if way == "backward":
+            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
+        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
+    case = Drawn(kind, frozenset(on.split()), units, batch, 7, directions=directions, seed=seed)
+    with emulated(folder):
+        assert case.errors("cpu", dtype) == {}
+
+
 @pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])
 def test_each_way_may_be_of_another_regime(
     kind: str, units: int, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given,
 from whorl.problem import Call, Form, Problem
 
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
-_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q11q", "2Qq", "6Q4q"
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q11q", "2Q2q", "6Q4q"
 _THREADS = 256
 _FEWEST = 8
 
@@ -83,7 +83,8 @@ class Options:
             both = torch.cat([ends - sizes, ends[-1:], (sizes[:, None] > torch.arange(self.batch)).sum(0)])
             both = both.to(device, non_blocking=True)
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
-        self.order = self._order() if self.lengths is not None and not self.packed and self.batch > _FEWEST else None
+        self._is_ordered = self.lengths is not None and not self.packed and self.batch > _FEWEST
+        self._orders: dict[int, Tensor] = {}
         self._given = given(form, call)
         self._bits: list[Tensor] = []
         self.inputs = [
@@ -98,7 +99,7 @@ class Options:
         masks = [self._given[index] for index in self._indices(layer)]
         return Features(
             lengths=self.lengths is not None, mask=self.mask is not None, reset=self.reset is not None,
-            reset_to=bool(self.reset_to), order=self.order is not None, packed=self.packed, noise=noise,
+            reset_to=bool(self.reset_to), order=self._is_ordered, packed=self.packed, noise=noise,
             zoneout=tuple(zoneout) if any(zoneout) else (),
             sequences=self._problem.sequences and layer == self.form.layers - 1,
             noise_gradient=backward and noise in (HELD, GIVEN) and any(mask.recurrent is not None for mask in masks),
@@ -106,12 +107,16 @@ class Options:
         )  # fmt: skip
 
     def argument(
-        self, layer: int, *, before: Sequence[Tensor] = (), sequences: Sequence[Tensor | None] = (),
+        self, layer: int, parts: int, *, before: Sequence[Tensor] = (), sequences: Sequence[Tensor | None] = (),
         entered: Sequence[Tensor] = (), reset_gradients: Sequence[Tensor] = (),
         input_gradients: Sequence[Sequence[Tensor]] = (), noise_gradients: Sequence[Tensor | None] = (),
         zoneout_gradients: Sequence[Sequence[Tensor | None]] = (),
     ) -> list[int | float]:  # fmt: skip
-        """The fields of `Options` in kernels/options.cu; a list of two is by direction."""
+        """The fields of `Options` in kernels/options.cu; a list of two is by direction.
+
+        Args:
+            parts: as `Grid` has them together.
+        """
         form, states = self.form, len(self.form.cell.states)
         inputs, probabilities = max(1, len(self.inputs)), form.zoneout or (0.0,) * states
         (_, noise), zoneouts = self.noise(layer), self.zoneouts(layer)
@@ -119,7 +124,7 @@ class Options:
         offset = layer * form.directions * self.batch * form.units * self._call.x.element_size()
         self._bits = self._drawn(layer)  # kept until the next layer's are drawn, which is after this one's launch
         return [
-            *_addresses((self.lengths, self.mask, self.reset, self.order, self.starts), 5),
+            *_addresses((self.lengths, self.mask, self.reset, self._order(parts), self.starts), 5),
             *_addresses(self.inputs, inputs),
             *_addresses(self.reset_to, states, offset),
             *_addresses(noise, 2),
@@ -307,12 +312,16 @@ class Options:
             found.append(made)
         return found
 
-    def _order(self) -> Tensor:
-        made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
-        assert self.lengths is not None
-        kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
-        kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch)
-        return made
+    def _order(self, parts: int) -> Tensor | None:
+        """The sequence in each place of clusters that share the batch."""
+        if self.lengths is None or not self._is_ordered:
+            return None
+        if parts not in self._orders:
+            made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
+            kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
+            kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch, parts)
+            self._orders[parts] = made
+        return self._orders[parts]
 
     def _draw(
         self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float
@@ -338,12 +347,13 @@ class Gradients:
         self._inputs: list[list[Tensor]] = []
 
     def argument(
-        self, layer: int, features: Features, before: Sequence[Tensor], entered: Sequence[Tensor],
+        self, layer: int, parts: int, features: Features, before: Sequence[Tensor], entered: Sequence[Tensor],
         sequences: Sequence[Tensor | None],
     ) -> list[int | float]:  # fmt: skip
         """`Options.argument` of a backward kernel.
 
         Args:
+            parts: as there.
             before: the first state before each step, in each direction.
             entered: where the operands of the recurrent product go.
             sequences: gradients of the states of each step of the last layer, or none.
@@ -366,7 +376,7 @@ class Gradients:
             )
         self._inputs += inputs
         return options.argument(
-            layer, before=before, entered=entered, sequences=sequences if features.sequences else (),
+            layer, parts, before=before, entered=entered, sequences=sequences if features.sequences else (),
             reset_gradients=self._reset_to, input_gradients=inputs, noise_gradients=noise, zoneout_gradients=zoneout,
         )  # fmt: skip
 

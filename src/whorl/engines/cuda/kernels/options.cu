@@ -69,6 +69,7 @@ __device__ __forceinline__ long long rows_of(const Arguments& a, int step) {
 template <class Arguments>
 __device__ __forceinline__ int longest(const Arguments& a, int first, int count = 8 * TILES) {
   long long most = 0;
+  if constexpr (ORDER) count = min(count, 1);
   for (int place = first; place < first + count && place < a.batch; ++place) {
     const long long length = a.o.lengths[sequence_at(a, place)];
     most = length > most ? length : most;
