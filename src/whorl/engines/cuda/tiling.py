@@ -4,9 +4,10 @@ The regime of this page: one cluster of blocks, or one block, owns some rows of 
 weights of a layer and direction in its registers and shared memory.
 """
 
+import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Size(NamedTuple):
     """float32 may be multiplied as float16, scaled, or (where products are exact) as two float16."""
     bounded: bool = False
     """The first state is in [-1, 1] after a step."""
+    ragged: bool = False
+    """Sequences have lengths of their own."""
 
     def scaled(self, kind: str) -> bool:
         """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
@@ -315,6 +318,33 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+    """Microseconds of a step of the whole batch, estimated.
+
+    Of a ragged batch the mean of one whose lengths are spread evenly and of one without a short sequence.
+    """
+    full = _full_time(size, chip, batch, directions, kind, tile)
+    return (full + _ragged_time(size, chip, batch, directions, kind, tile)) / 2 if size.ragged else full
+
+
+def _ragged_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+    """The same for each step of the longest sequence, of lengths from none to the longest, spread evenly."""
+    taken, count = rounds(chip, batch, directions, tile), parts(chip, batch, directions, tile, kind)
+    if taken > 1:  # where a cluster has left, that of the next longest sequences begins
+        ends = [0.0] * max(1, chip.resident(tile.cluster) // directions)
+        for part in range(count):
+            heapq.heapreplace(ends, ends[0] + 1 - part / count)
+        return _full_time(size, chip, batch, directions, kind, tile) * max(ends) / taken
+    share, lines, time = -(-batch // count), tile.rows // tile.subs, 0.0
+    used = -(-share // lines)
+    for subs in range(used, 0, -1):  # as long as so many sub-tiles last
+        left = replace(tile, tiles=tile.tiles // tile.subs * subs, subs=subs) if used == tile.subs else tile
+        last = min(1.0, 1 - (subs - 1) * lines / share)
+        first = max(0.0, 1 - subs * lines / share)
+        time += (last - first) * _full_time(size, chip, min(batch, count * left.rows), directions, kind, left)
+    return time
+
+
+def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
