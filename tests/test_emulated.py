@@ -1,5 +1,6 @@
 """The kernels of engine `persistent`, run on the host by `emulation`: the numbers of `reference` in float64."""
 
+import itertools
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,10 +15,10 @@ from torch.nn import functional as F
 import option_draws
 import whorl
 from comparison import broken, error, flat, weighted
-from emulation import H200, emulated
+from emulation import CHIP, H200, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
-from whorl.engines.cuda import grid, spreading, store, tiling
+from whorl.engines.cuda import grid, options, source, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -356,6 +357,19 @@ def test_sequences_of_many_lengths_in_sub_tiles(
     case = Drawn(kind, frozenset(on.split()), units, batch, 7, directions=directions, seed=seed)
     with emulated(folder):
         assert case.errors("cpu", dtype) == {}
+
+
+@pytest.mark.parametrize("batch, parts", [(38, 4), (9, 1), (13, 5), (64, 7)])
+def test_each_cluster_is_dealt_the_longest_sequence_that_is_left(batch: int, parts: int, folder: Path) -> None:
+    lengths, made = torch.randint(0, 9, (batch,)), torch.full((batch,), -1)
+    with emulated(folder):
+        kernel = options._small("order_by_length", source.order, options._ORDER, CHIP, 0)
+        kernel(0, -(-batch // 8), 1, made.data_ptr(), lengths.data_ptr(), batch, parts)
+    assert sorted(made.tolist()) == list(range(batch))
+    clusters = [lengths[places].tolist() for places in made.split(-(-batch // parts))]
+    assert len(clusters) == parts
+    rounds = [[own[line] for own in clusters if line < len(own)] for line in range(len(clusters[0]))]
+    assert all(min(one) >= max(after) for one, after in itertools.pairwise(rounds))
 
 
 @pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])

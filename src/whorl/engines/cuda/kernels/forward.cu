@@ -325,6 +325,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   Element *y_at, *before_at;
   float* states_at;
   GatePair x[OWN][GATES];
+  // Where an item's values lie, `more` rows after those of the step.  Of sequences in another order: from the rows of the
+  // step, which takes fewer registers than an address that goes from step to step.
+  const auto gates_of = [&](int j, long long more) {
+    return ORDER ? a.gates[direction] + (rows + more + sequence[j]) * GATES * UNITS + unit
+                 : gates_at + (more + further(j)) * GATES * UNITS;
+  };
+  const auto apart_of = [&](int j) {
+    return ORDER ? a.apart[direction] + (rows + sequence[j]) * APART * UNITS + unit : apart_at + further(j) * APART * UNITS;
+  };
+  const auto y_of = [&](int j) {
+    return ORDER ? a.y + (rows + sequence[j]) * width + direction * UNITS + unit : y_at + further(j) * width;
+  };
+  const auto before_of = [&](int j, long long more) {
+    return ORDER ? a.o.before[direction] + (rows + more + sequence[j]) * UNITS + unit
+                 : before_at + (more + further(j)) * UNITS;
+  };
+  const auto states_of = [&](int j, int s, long long more) {
+    return (ORDER ? a.states[direction] + (rows + more + sequence[j]) * UNITS + unit
+                  : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
+  };
   const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
 #pragma unroll
     for (int j = 0; j < OWN; ++j) sequence[j] = is_line(j) ? (int)sequence_at(a, place + beyond(j)) : place + beyond(j);
@@ -373,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const bool read = within(j, its_first), also = read && has_second;
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
-        x[j][g] = load_gates(gates_at + ((shift + further(j)) * GATES + g) * UNITS, read, also);
+        x[j][g] = load_gates(gates_of(j, shift) + g * UNITS, read, also);
       if constexpr (OPTIONS) {
         const int next = PARTED && reverse ? its_first - 1 : reverse ? time - 2 : 1;
         const long long its_next = PARTED ? rows_of(a, max(0, next)) : next_rows;
@@ -389,11 +409,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if constexpr (DRAWS) draw(j, its_first, next);
         if constexpr (BEFORE && SAVED) {
           const bool stored = PACKED ? read : first;
-          const long long at = (shift + further(j)) * UNITS;
-          store_pair(before_at + at, state[j][0][0], state[j][0][1], stored, stored && has_second);
+          store_pair(before_of(j, shift), state[j][0][0], state[j][0][1], stored, stored && has_second);
 #pragma unroll
           for (int s = 1; s < STATES; ++s)
-            store_wide_pair(states_at + (s - 1) * state_stride + at, state[j][s][0], state[j][s][1], stored,
+            store_wide_pair(states_of(j, s, shift), state[j][s][0], state[j][s][1], stored,
                             stored && has_second);
         }
       }
@@ -719,7 +738,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int j = first_item; j < last_item; ++j) {
         const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
-        Gate* const now_at = gates_at + further(j) * GATES * UNITS;
+        Gate* const now_at = gates_of(j, 0);
         if (t + 1 < time) {
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
@@ -729,13 +748,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
         }
-        store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
+        store_pair(y_of(j), output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {
           const bool shown = !LENGTHS || step_now < ends[j];
 #pragma unroll
           for (int s = 0; s < STATES; ++s)
             if (a.o.sequences[s] != nullptr)
-              store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
+              store_pair(a.o.sequences[s] + (y_of(j) - a.y), shown ? after[j][0][s] : 0.f,
                          shown ? after[j][1][s] : 0.f, first, second);
         }
         if constexpr (SAVED) {
@@ -748,21 +767,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
-            store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
+            store_gates(apart_of(j) + i * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
                        second);
           if constexpr (BEFORE) {
             if (t + 1 < time) {
               const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
-              store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
+              store_pair(before_of(j, row_step), state[j][0][0], state[j][0][1], stored, also);
 #pragma unroll
               for (int s = 1; s < STATES; ++s)
-                store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
+                store_wide_pair(states_of(j, s, row_step), state[j][s][0],
                                 state[j][s][1], stored, also);
             }
           } else {
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
-              store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
+              store_wide_pair(states_of(j, s, 0), after[j][0][s],
                               after[j][1][s], first, second);
           }
         }
