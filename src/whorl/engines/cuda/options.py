@@ -27,13 +27,14 @@ from whorl.problem import Call, Form, Problem
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
 _DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q11q", "2Q2q", "6Q4q"
 _THREADS = 256
+_FULL = 1056  # blocks of so many threads that run at once on 132 multiprocessors
 _FEWEST = 8
 
 
 def layout(states: int, inputs: int) -> str:
     """The fields of `Options` in kernels/options.cu."""
     inputs = max(1, inputs)
-    return f"{7 + 3 * inputs + 7 * states + 8}Q{1 + states}d"
+    return f"{7 + 3 * inputs + 7 * states + 8}Q{1 + states}f{(1 + states) % 2 * 4}x"
 
 
 def expected(problem: Problem) -> Features:
@@ -301,10 +302,11 @@ class Options:
         pairs, below = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)]
         kernel = _small("draw_bits", source.draw_bits, _DRAW_BITS, self._chip, self._index)
         blocks, found = max(1, min(1024, -(-self.batch * pairs // _THREADS))), []
+        steps = max(1, min(self.time, 2 * _FULL // blocks))
         for direction in range(form.directions):
             made = torch.empty(self.time, self.batch, pairs, dtype=torch.int16, device=self._call.x.device)
             kernel(
-                self._stream, blocks, max(1, min(self.time, 4096)), made.data_ptr(),
+                self._stream, blocks, steps, made.data_ptr(),
                 *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs, len(form.cell.states),
                 tag(ZONEOUT, layer, direction) if zones else -1, *below, *[0] * (4 - len(below)),
                 tag(RECURRENT, layer, direction) if noise else -1, threshold(form.recurrent_dropout),

@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, sequence[j][b], direction);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, there);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
@@ -371,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          const float scale = GATEWISE ? (float)a.o.noise_scale : factor[j][b][u];
+          const float scale = GATEWISE ? a.o.noise_scale : factor[j][b][u];
           carried[j][0][b][u] += NOISE ? scale * sums[b][u] : sums[b][u];
           if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
           if (RESET && was_cut[j][b])
@@ -533,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               stayed[s] = 0.f;
               if constexpr (OPTIONS) {
                 const float share =
-                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : a.o.zoneout_share[s];
                 const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
                 if (u == 0) to_zones[j][b][s].x = d[s];
                 if (u == 1) to_zones[j][b][s].y = d[s];
@@ -565,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (u == 1) to_inputs[j][b][i].y = valid ? to_e[i] : 0.f;
             }
             if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
-            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g) {
               const float value = there ? to_r[g] : 0.f;

@@ -18,7 +18,7 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
   const uint2 key = key_of(a.seed);
   for (long long i = blockIdx.x * 256ll + threadIdx.x; i < a.batch * a.pairs; i += gridDim.x * 256ll) {
-    const long long row = i / a.pairs;
+    const long long row = i / a.pairs;  // once for many steps: a division takes as long as a draw
     const unsigned id = (unsigned)(a.ids != nullptr ? a.ids[row] : row), unit = (unsigned)(i - row * a.pairs) * 2;
     for (long long step = blockIdx.y; step < a.time; step += gridDim.y) {
       unsigned bits = 0;

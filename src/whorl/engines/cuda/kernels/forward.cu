@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long begin = rows;
   int ends[OWN];  // steps of each item's sequence
   unsigned valid[OWN], cut[OWN];  // the step counts; no state comes into the next: as loaded, to be awaited at their use
-  unsigned drawn[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
+  unsigned drawn[OWN], enters[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
   float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
@@ -296,8 +296,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool may = is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) : within(j, step));
     return may ? loaded<RESET>(a.o.reset, (reverse ? after : at) + sequence[j], 0) : 0;
   };
-  const auto draw = [&](int j, int zone_step, int operand_step) {
-    drawn[j] = drawn_for(a, unit, zone_step, operand_step, sequence[j], direction);
+  // of a step, and of the one after it what enters, where there is such a one
+  const auto draw = [&](int j, int step, long long at, bool goes_on, int later, long long later_at) {
+    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, at, sequence[j], direction, is_there(j));
+    if constexpr (NOISE == DRAWN)
+      enters[j] = drawn_bits(a, unit, later, later_at, sequence[j], direction, is_there(j) && goes_on);
   };
   const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
     const bool first = within(j, step), second = first && has_second;
@@ -327,22 +330,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   GatePair x[OWN][GATES];
   // Where an item's values lie, `more` rows after those of the step.  Of sequences in another order: from the rows of the
   // step, which takes fewer registers than an address that goes from step to step.
+  const auto row_of = [&](int j, long long more) { return (long long)((Row)(rows + more) + (Row)sequence[j]); };
   const auto gates_of = [&](int j, long long more) {
-    return ORDER ? a.gates[direction] + (rows + more + sequence[j]) * GATES * UNITS + unit
+    return ORDER ? a.gates[direction] + row_of(j, more) * (GATES * UNITS) + unit
                  : gates_at + (more + further(j)) * GATES * UNITS;
   };
   const auto apart_of = [&](int j) {
-    return ORDER ? a.apart[direction] + (rows + sequence[j]) * APART * UNITS + unit : apart_at + further(j) * APART * UNITS;
+    return ORDER ? a.apart[direction] + row_of(j, 0) * (APART * UNITS) + unit
+                 : apart_at + further(j) * APART * UNITS;
   };
   const auto y_of = [&](int j) {
-    return ORDER ? a.y + (rows + sequence[j]) * width + direction * UNITS + unit : y_at + further(j) * width;
+    return ORDER ? a.y + (long long)(Row)(row_of(j, 0) * gridDim.y + direction) * UNITS + unit
+                 : y_at + further(j) * width;
   };
   const auto before_of = [&](int j, long long more) {
-    return ORDER ? a.o.before[direction] + (rows + more + sequence[j]) * UNITS + unit
+    return ORDER ? a.o.before[direction] + row_of(j, more) * UNITS + unit
                  : before_at + (more + further(j)) * UNITS;
   };
   const auto states_of = [&](int j, int s, long long more) {
-    return (ORDER ? a.states[direction] + (rows + more + sequence[j]) * UNITS + unit
+    return (ORDER ? a.states[direction] + row_of(j, more) * UNITS + unit
                   : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
   };
   const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
@@ -406,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         load_options(j, its_first, its_rows);
         if constexpr (NOISE == HELD) load_noise(j, its_first, 0);
         if constexpr (NOISE == GIVEN) load_noise(j, next, its_next);
-        if constexpr (DRAWS) draw(j, its_first, next);
+        if constexpr (DRAWS) draw(j, its_first, its_rows, next >= 0 && next < time, next, its_next);
         if constexpr (BEFORE && SAVED) {
           const bool stored = PACKED ? read : first;
           store_pair(before_of(j, shift), state[j][0][0], state[j][0][1], stored, stored && has_second);
@@ -646,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
             for (int u = 0; u < 2; ++u)
-              r[j][u][g] = (GATEWISE ? (float)a.o.noise_scale : 1.f) * r[j][u][g] + bias[g][u];
+              r[j][u][g] = (GATEWISE ? a.o.noise_scale : 1.f) * r[j][u][g] + bias[g][u];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float2 value = wide_gates(x[j][g]);
@@ -666,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int s = 0; s < STATES; ++s) {
             if constexpr (OPTIONS) {
-              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
+              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : a.o.zoneout_share[s];
               after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
               if (MARKED && !valid[j]) after[j][u][s] = before[s];
             }
@@ -678,7 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
           entering[j][u] = state[j][0][u];
           if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
-          if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+          if constexpr (NOISE == DRAWN) entering[j][u] *= enters[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
         }
       }
 
@@ -742,11 +748,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (t + 1 < time) {
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
+          for (int g = 0; g < GATES; ++g)
+            x[j][g] = load_gates((ORDER ? gates_of(j, row_step) : now_at + row_step * GATES * UNITS) + g * UNITS, read, also);
         }
         if (t + AHEAD < time && is_there(j) && !PACKED) {
+          const Gate* const far = ORDER ? gates_of(j, AHEAD * row_step) : now_at + AHEAD * row_step * GATES * UNITS;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
+          for (int g = 0; g < GATES; ++g) prefetch(far + g * UNITS);
         }
         store_pair(y_of(j), output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {
@@ -803,7 +811,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
             load_options(j, next, next_rows);
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, later);
+            if constexpr (DRAWS) draw(j, next, next_rows, goes_on, later, later_rows);
           }
         }
       }

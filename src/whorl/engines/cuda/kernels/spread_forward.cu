@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-              for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
+              for (int u = 0; u < 2; ++u) r[j][u][g] = a.o.noise_scale * r[j][u][g] + bias[g][u];
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const float2 value = wide_gates(x[sub][j][g]);
