@@ -128,6 +128,12 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, int apart) { return sh
 inline float __shfl_xor_sync(unsigned, float value, int apart) {
   return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
 }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned __ballot_sync(unsigned, bool value) {
+  unsigned bits = value ? 1u << host::lane() : 0u;
+  for (int apart = 16; apart > 0; apart /= 2) bits |= shuffle_words(bits, apart);
+  return bits;
+}
 inline bool __all_sync(unsigned, bool value) {
   const unsigned word = value;
   const bool result = host::together(&word, 1, [](host::Warp& w) {

@@ -1,5 +1,6 @@
 """The kernels of engine `persistent`, run on the host by `emulation`: the numbers of `reference` in float64."""
 
+import itertools
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,10 +15,10 @@ from torch.nn import functional as F
 import option_draws
 import whorl
 from comparison import broken, error, flat, weighted
-from emulation import H200, emulated
+from emulation import CHIP, H200, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
-from whorl.engines.cuda import aligned, entering, grid, spreading, store, tiling
+from whorl.engines.cuda import aligned, entering, grid, options, source, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -327,6 +328,48 @@ def test_sub_tiles_that_travel_while_others_are_computed(
     torch.manual_seed(1)
     layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
     assert_right(layer, x, dtype, folder)
+
+
+@pytest.mark.parametrize(
+    "kind, units, batch, clusters, dtype, ahead, back, on, directions",
+    [  # sequences are dealt out to clusters that run at once, or come in turns; sub-tiles end, or begin, one by one
+        ("LSTM", 40, 38, 4, torch.bfloat16, (2, 2, 2, 2), (2, 2, 4, 2), "lengths initial", 2),
+        ("LSTM", 40, 38, 4, torch.bfloat16, (2, 2, 4, 2, 2), (2, 2, 4, 2), "lengths step zoneout initial", 2),
+        ("LSTM", 40, 45, 2, torch.float16, (2, 3, 4, 3, 2), (2, 3, 8, 3), "lengths mask reset states", 1),
+        ("GRU", 33, 27, 1, torch.float32, (2, 2, 2, 2), (2, 2, 4, 2), "lengths reset reset_to initial", 2),
+        ("RNN", 33, 26, 2, torch.bfloat16, (2, 2, 4, 2, 2), (2, 2, 4, 2), "lengths given step zoneout initial", 2),
+        ("LSTM", 70, 33, 2, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), "lengths gate", 2),
+        ("LSTM", 20, 21, 3, torch.bfloat16, (2, 1, 4, 1, 2), (2, 1, 4, 1), "lengths", 2),
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_sequences_of_many_lengths_in_sub_tiles(
+    kind: str, units: int, batch: int, clusters: int, dtype: torch.dtype, ahead: tuple[int, ...],
+    back: tuple[int, ...], on: str, directions: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
+        if way == "backward":
+            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
+        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
+    case = Drawn(kind, frozenset(on.split()), units, batch, 7, directions=directions, seed=seed)
+    with emulated(folder):
+        assert case.errors("cpu", dtype) == {}
+
+
+@pytest.mark.parametrize("batch, parts", [(38, 4), (9, 1), (13, 5), (64, 7)])
+def test_each_cluster_is_dealt_the_longest_sequence_that_is_left(batch: int, parts: int, folder: Path) -> None:
+    lengths, made = torch.randint(0, 9, (batch,)), torch.full((batch,), -1)
+    with emulated(folder):
+        kernel = options._small("order_by_length", source.order, options._ORDER, CHIP, 0)
+        kernel(0, -(-batch // 8), 1, made.data_ptr(), lengths.data_ptr(), batch, parts)
+    assert sorted(made.tolist()) == list(range(batch))
+    clusters = [lengths[places].tolist() for places in made.split(-(-batch // parts))]
+    assert len(clusters) == parts
+    rounds = [[own[line] for own in clusters if line < len(own)] for line in range(len(clusters[0]))]
+    assert all(min(one) >= max(after) for one, after in itertools.pairwise(rounds))
 
 
 @pytest.mark.parametrize("kind, units", [("LSTM", 37), ("GRU", 30)])

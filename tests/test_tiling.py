@@ -96,6 +96,26 @@ def test_clusters_share_a_batch_evenly(
     assert tuple(tiling.parts(H200, batch, directions, tile, kind) for kind in KINDS) == wanted
 
 
+def test_ragged_batches_get_sub_tiles_that_end_and_clusters_that_take_turns() -> None:
+    ragged = LSTM._replace(units=512, ragged=True)
+    for kind in KINDS:
+        tile = tiling.choose(ragged, H200, 128, 1, kind)
+        assert tile is not None
+        assert (tile.subs, tile.rows) == (3, 24)
+        one, whole = (
+            tiling.step_time(size, H200, 128, 1, kind, tile) for size in (ragged, ragged._replace(ragged=False))
+        )
+        assert 0.7 * whole < one < 0.95 * whole
+    turns = Tile(16, 32, 1, 8, 0, 8, splits=4, depths=8)  # 64 clusters of which 7 run at once
+    one, whole = (
+        tiling.step_time(size, H200, 512, 1, "forward", turns) for size in (ragged, ragged._replace(ragged=False))
+    )
+    assert 0.7 * whole < one < 0.8 * whole  # half of it, and the mean with the whole
+    single = tiling.choose(ragged, H200, 8, 1, "forward")
+    assert single is not None
+    assert single.subs == 1  # a sub-tile without a sequence brings nothing
+
+
 def test_no_cluster_has_more_sequences_than_its_tile_or_none() -> None:
     for cluster, tiles in ((2, 3), (8, 1), (16, 1), (16, 3)):
         tile = Tile(cluster, 32, tiles, 1, 1, 8)

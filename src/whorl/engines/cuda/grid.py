@@ -117,6 +117,7 @@ class Grid:
         self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str
     ) -> None:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
+        self.chip, self.staged = chip, size.staged is not None
         self.parts, self.words = -(-batch // tile.rows), 0
         if isinstance(tile, Tile) and size.staged is None:
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
@@ -125,6 +126,16 @@ class Grid:
             at_once = tile.at_once(chip)
             self.beside = min(directions, at_once)  # directions in one launch
             self.each = at_once // self.beside  # groups of rows in one launch
+
+    @property
+    def together(self) -> int:
+        """Clusters that share a batch all at once, and are dealt sequences of all lengths; 1 where they come in turns.
+
+        In turns those of the longest sequences begin, and each leaves when its own have ended.
+        """
+        if not isinstance(self.tile, Tile) or self.staged:
+            return 1
+        return self.parts if self.parts * self.directions <= self.chip.resident(self.tile.cluster) else 1
 
     @property
     def sums(self) -> int:

@@ -131,7 +131,7 @@ class Layers:
                     sequences = [torch.empty_like(y) for _ in cell.states]
                 before = self._before(spaces, rows, features) if keep else []
                 if source.has_options(cell, features):
-                    extra = options.argument(layer, before=before, sequences=sequences)
+                    extra = options.argument(layer, ahead.together, before=before, sequences=sequences)
             ahead(
                 stream, x,
                 *pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
@@ -194,7 +194,7 @@ class Layers:
                 if features.noise >= BY_GATE:
                     entered = self._by_gate(layer, before, options)
                 if source.has_options(cell, features):
-                    extra = found.argument(layer, features, before, operands, grad_sequences)
+                    extra = found.argument(layer, back.together, features, before, operands, grad_sequences)
             back(
                 stream, x,
                 *pair([gate.data_ptr() for gate in kept[:directions]]),

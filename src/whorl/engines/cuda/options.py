@@ -24,15 +24,17 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
 from whorl.problem import Call, Form, Problem
 
-_DRAW, _ORDER, _MASKED = "3Q6q2d", "2Qq", "6Q4q"  # the arguments of kernels/draw.cu, order.cu and masked.cu
+# the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q11q", "2Q2q", "6Q4q"
 _THREADS = 256
+_FULL = 1056  # blocks of so many threads that run at once on 132 multiprocessors
 _FEWEST = 8
 
 
 def layout(states: int, inputs: int) -> str:
     """The fields of `Options` in kernels/options.cu."""
     inputs = max(1, inputs)
-    return f"{7 + 3 * inputs + 7 * states + 8}Q{2 + states}q{1 + states}d"
+    return f"{7 + 3 * inputs + 7 * states + 8}Q{1 + states}f{(1 + states) % 2 * 4}x"
 
 
 def expected(problem: Problem) -> Features:
@@ -83,10 +85,12 @@ class Options:
             both = torch.cat([ends - sizes, ends[-1:], (sizes[:, None] > torch.arange(self.batch)).sum(0)])
             both = both.to(device, non_blocking=True)
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
-        self.order = self._order() if self.lengths is not None and not self.packed and self.batch > _FEWEST else None
+        self._is_ordered = self.lengths is not None and not self.packed and self.batch > _FEWEST
+        self._orders: dict[int, Tensor] = {}
         self._given = given(form, call)
         self.of_masks = "noise" not in problem.constants
         """Those that are given have gradients."""
+        self._bits: list[Tensor] = []
         self.inputs = [
             extra.to(torch.float32).expand(*extra.shape[:-1], form.units).contiguous() for extra in call.inputs
         ]
@@ -99,7 +103,7 @@ class Options:
         masks, of_masks = [self._given[index] for index in self._indices(layer)], backward and self.of_masks
         return Features(
             lengths=self.lengths is not None, mask=self.mask is not None, reset=self.reset is not None,
-            reset_to=bool(self.reset_to), order=self.order is not None, packed=self.packed, noise=noise,
+            reset_to=bool(self.reset_to), order=self._is_ordered, packed=self.packed, noise=noise,
             zoneout=tuple(zoneout) if any(zoneout) else (),
             sequences=self._problem.sequences and layer == self.form.layers - 1,
             noise_gradient=of_masks and noise in (HELD, GIVEN) and any(mask.recurrent is not None for mask in masks),
@@ -107,23 +111,28 @@ class Options:
         )  # fmt: skip
 
     def argument(
-        self, layer: int, *, before: Sequence[Tensor] = (), sequences: Sequence[Tensor | None] = (),
+        self, layer: int, parts: int, *, before: Sequence[Tensor] = (), sequences: Sequence[Tensor | None] = (),
         entered: Sequence[Tensor] = (), reset_gradients: Sequence[Tensor] = (),
         input_gradients: Sequence[Sequence[Tensor]] = (), noise_gradients: Sequence[Tensor | None] = (),
         zoneout_gradients: Sequence[Sequence[Tensor | None]] = (),
     ) -> list[int | float]:  # fmt: skip
-        """The fields of `Options` in kernels/options.cu; a list of two is by direction."""
+        """The fields of `Options` in kernels/options.cu; a list of two is by direction.
+
+        Args:
+            parts: as `Grid` has them together.
+        """
         form, states = self.form, len(self.form.cell.states)
         inputs, probabilities = max(1, len(self.inputs)), form.zoneout or (0.0,) * states
         (_, noise), zoneouts = self.noise(layer), self.zoneouts(layer)
         by_direction = [[masks[d] for _, masks in zoneouts] for d in range(form.directions)]
         offset = layer * form.directions * self.batch * form.units * self._call.x.element_size()
-        dropout, scale = form.recurrent_dropout, self.noise_scale(layer)
+        self._bits = self._drawn(layer)  # kept until the next layer's are drawn, which is after this one's launch
         return [
-            *_addresses((self.lengths, self.mask, self.reset, self.order, self.starts, self.ids, self.seed), 7),
+            *_addresses((self.lengths, self.mask, self.reset, self._order(parts), self.starts), 5),
             *_addresses(self.inputs, inputs),
             *_addresses(self.reset_to, states, offset),
             *_addresses(noise, 2),
+            *_addresses(self._bits, 2),
             *_pairs(by_direction, states),
             *_addresses(before, 2),
             *_addresses(sequences, states),
@@ -132,7 +141,7 @@ class Options:
             *_pairs(input_gradients, inputs),
             *_addresses(noise_gradients, 2),
             *_pairs(zoneout_gradients, states),
-            layer, threshold(dropout), *map(threshold, probabilities), scale, *probabilities,
+            self.noise_scale(layer), *probabilities,
         ]  # fmt: skip
 
     # --- masks --------------------------------------------------------------------------------------------------------
@@ -287,12 +296,37 @@ class Options:
         kernel(self._stream, blocks, 1, *_addresses(tensors, 6), *numbers)
         return made
 
-    def _order(self) -> Tensor:
-        made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
-        assert self.lengths is not None
-        kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
-        kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch)
-        return made
+    def _drawn(self, layer: int) -> list[Tensor]:
+        """What a layer draws anew at each step, for each direction [time, batch, pairs of units]; empty for nothing."""
+        form, zones = self.form, any(kind == AT_RANDOM for kind, _ in self.zoneouts(layer))
+        noise = self.noise(layer)[0] == DRAWN
+        if not zones and not noise:
+            return []
+        pairs, below = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)]
+        kernel = _small("draw_bits", source.draw_bits, _DRAW_BITS, self._chip, self._index)
+        blocks, found = max(1, min(1024, -(-self.batch * pairs // _THREADS))), []
+        steps = max(1, min(self.time, 2 * _FULL // blocks))
+        for direction in range(form.directions):
+            made = torch.empty(self.time, self.batch, pairs, dtype=torch.int16, device=self._call.x.device)
+            kernel(
+                self._stream, blocks, steps, made.data_ptr(),
+                *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs, len(form.cell.states),
+                tag(ZONEOUT, layer, direction) if zones else -1, *below, *[0] * (4 - len(below)),
+                tag(RECURRENT, layer, direction) if noise else -1, threshold(form.recurrent_dropout),
+            )  # fmt: skip
+            found.append(made)
+        return found
+
+    def _order(self, parts: int) -> Tensor | None:
+        """The sequence in each place of clusters that share the batch."""
+        if self.lengths is None or not self._is_ordered:
+            return None
+        if parts not in self._orders:
+            made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
+            kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
+            kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch, parts)
+            self._orders[parts] = made
+        return self._orders[parts]
 
     def _draw(
         self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float
@@ -318,12 +352,13 @@ class Gradients:
         self._inputs: list[list[Tensor]] = []
 
     def argument(
-        self, layer: int, features: Features, before: Sequence[Tensor], entered: Sequence[Tensor],
+        self, layer: int, parts: int, features: Features, before: Sequence[Tensor], entered: Sequence[Tensor],
         sequences: Sequence[Tensor | None],
     ) -> list[int | float]:  # fmt: skip
         """`Options.argument` of a backward kernel.
 
         Args:
+            parts: as there.
             before: the first state before each step, in each direction.
             entered: where the operands of the recurrent product go.
             sequences: gradients of the states of each step of the last layer, or none.
@@ -346,7 +381,7 @@ class Gradients:
             )
         self._inputs += inputs
         return options.argument(
-            layer, before=before, entered=entered, sequences=sequences if features.sequences else (),
+            layer, parts, before=before, entered=entered, sequences=sequences if features.sequences else (),
             reset_gradients=self._reset_to, input_gradients=inputs, noise_gradients=noise, zoneout_gradients=zoneout,
         )  # fmt: skip
 

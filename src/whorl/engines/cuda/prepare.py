@@ -36,7 +36,19 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     halves = own is None and element == 4 and not source.has_options(cell, features)
     scales = halves, halves and source.bounded(cell)
-    return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own, *scales)
+    return Size(
+        units,
+        *counts,
+        apart,
+        element,
+        gate,
+        *source.registers(cell, features),
+        *masks,
+        exact,
+        own,
+        *scales,
+        features.lengths,
+    )
 
 
 class Numbers(NamedTuple):

@@ -190,6 +190,11 @@ def draw() -> str:
     return _text("draw.cu").replace(_MARK, "#define KERNEL draw_masks\n" + _text("noise.cu"), 1)
 
 
+def draw_bits() -> str:
+    """The source of the kernel that draws what is new at each step."""
+    return _text("draw_bits.cu").replace(_MARK, "#define KERNEL draw_bits\n" + _text("noise.cu"), 1)
+
+
 def order() -> str:
     """The source of the kernel that sorts sequences by their lengths."""
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
@@ -278,7 +283,7 @@ def _source(
         _text("ptx.cu"),
         _text("weights.cu"),
         *([_text("warpgroup.cu")] if wide else []),
-        *map(_text, ("noise.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
+        *map(_text, ("options.cu",) + ("exchange.cu",) * isinstance(tile, Spread)),
         *(map(_text, ("means.cu", f"{beside}_means.cu")) if inside else []),
         "typedef float real;",
         step,

@@ -4,9 +4,10 @@ The regime of this page: one cluster of blocks, or one block, owns some rows of 
 weights of a layer and direction in its registers and shared memory.
 """
 
+import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Size(NamedTuple):
     """float32 may be multiplied as float16, scaled, or (where products are exact) as two float16."""
     bounded: bool = False
     """The first state is in [-1, 1] after a step."""
+    ragged: bool = False
+    """Sequences have lengths of their own."""
 
     def scaled(self, kind: str) -> bool:
         """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
@@ -315,6 +318,33 @@ def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+    """Microseconds of a step of the whole batch, estimated.
+
+    Of a ragged batch the mean of one whose lengths are spread evenly and of one without a short sequence.
+    """
+    full = _full_time(size, chip, batch, directions, kind, tile)
+    return (full + _ragged_time(size, chip, batch, directions, kind, tile)) / 2 if size.ragged else full
+
+
+def _ragged_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+    """The same for each step of the longest sequence, of lengths from none to the longest, spread evenly."""
+    taken, count = rounds(chip, batch, directions, tile), parts(chip, batch, directions, tile, kind)
+    if taken > 1:  # where a cluster has left, that of the next longest sequences begins
+        ends = [0.0] * max(1, chip.resident(tile.cluster) // directions)
+        for part in range(count):
+            heapq.heapreplace(ends, ends[0] + 1 - part / count)
+        return _full_time(size, chip, batch, directions, kind, tile) * max(ends) / taken
+    share, lines, time = -(-batch // count), tile.rows // tile.subs, 0.0
+    used = -(-share // lines)
+    for subs in range(used, 0, -1):  # as long as so many sub-tiles last
+        left = replace(tile, tiles=tile.tiles // tile.subs * subs, subs=subs) if used == tile.subs else tile
+        last = min(1.0, 1 - (subs - 1) * lines / share)
+        first = max(0.0, 1 - subs * lines / share)
+        time += (last - first) * _full_time(size, chip, min(batch, count * left.rows), directions, kind, left)
+    return time
+
+
+def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
@@ -342,6 +372,10 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         step += 0.037 * -(-2 * tile.tiles // takers) + 0.0985 * planes * arriving * share / tile.rows
         if tile.pointwise:
             step *= (0.77 if tile.cluster == LARGEST_CLUSTER else 0.84) * (0.97 if tile.subs > 1 else 1.0)
+        if tile.pointwise and size.ragged:  # they fall behind: 0.05, 0.3 and 1.25 us more with 1, 2 and 3 sub-tiles
+            step += 0.025 * size.ahead * (tile.subs - 1) ** 2
+        if tile.subs > 1 and not tile.pointwise and size.ahead and tile.cluster == LARGEST_CLUSTER:
+            step *= 0.88  # 2.12 us with 512 units at batch 128
         step *= 1.15 if size.element == 4 else 1.0
         step *= {1: 0.75, 2: 0.9}.get(tile.cluster, 1.0)  # none or one to exchange with
         return begin + taken * (step + 0.0025 * read * multiplying / tile.warps * tile.subs)
@@ -349,7 +383,10 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     again = 0.003 * read * tile.subs * tile.halves
     items = groups * tile.tiles / 4
     step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
-    return begin + taken * (step + 0.04 * arriving + again)
+    step = step + 0.04 * arriving + again
+    # of full lengths, 512 units: 2.24 us with 16 sequences and 3.47 with 32, but 3.28 with 24 in three sub-tiles
+    quick = size.ragged and tile.subs == 2 and tile.cluster == LARGEST_CLUSTER
+    return begin + taken * step * (0.87 if quick else 1.0)
 
 
 _FOUR_BYTES = {

@@ -49,6 +49,7 @@ constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STRIPS * TILES * 128 / WORD_ELEMENTS
                                                     : 0;
+constexpr bool PARTED = ORDER && SUBS > 1;  // sub-tiles are done without where all their sequences have ended
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS) + (SUBS > 1 ? 32 * SUBS : 16) == SHARED,
               "tiling and kernel disagree");
@@ -177,9 +178,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time, width = gridDim.y * UNITS;
   const bool reverse = direction == 1;
   const int first_step = reverse || time == 0 ? 0 : time - 1;
+  int lasting[SUBS];  // and of each sub-tile, which is its first
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub)
+    lasting[sub] = PARTED ? longest(a, first_place + sub * 8 * PART, min(8 * PART, share - sub * 8 * PART)) : time;
+  const auto lasting_of = [&](int item) {  // the sub-tile of an item of a warp
+    int steps = lasting[0];
+#pragma unroll
+    for (int i = 1; i < SUBS; ++i)
+      if (PARTED && (warp + item * WARPS) / PART_CELLS == i) steps = lasting[i];
+    return steps;
+  };
   long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? 1 : time - 2 : first_step);
   long long row_step = PACKED ? next_rows - rows : reverse ? batch : -(long long)batch;
-  const long long begin = rows, state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
+  const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   const bool has_output_gradient = a.y_gradient != nullptr;
 
   float carried[OWN][STATES][2][2], vectors[OWN][MOST(VECTORS)][2], summed[OWN][MOST(SUMMED)][2] = {};
@@ -192,7 +204,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float2 operand_before[OWN][2];
   unsigned was_cut[OWN][2];
   unsigned drawn[OWN][2];
-  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
@@ -223,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, step, sequence[j][b], direction, key);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, there);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
@@ -273,6 +284,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       ends[j][b] = LENGTHS && place + b < last_place ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
     const long long row = sequence[j][0];
+    const int its_first = PARTED ? reverse ? 0 : max(0, lasting_of(j) - 1) : first_step;
+    const long long begin = PARTED ? rows_of(a, its_first) : rows;
     gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
     gradients_at[j] = a.gate_gradients[direction] + (begin + row) * GATES * UNITS + unit;
     apart_gradients_at[j] = a.apart_gradients[direction] + (begin + row) * APART * UNITS + unit;
@@ -297,11 +310,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         carried[j][s][b][1] = value.y;
       }
     }
-    load(j, first_step, time == 1);
+    load(j, its_first, time == 1);
     if constexpr (OPTIONS)
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        load_options(j, b, first_step, rows);
+        load_options(j, b, its_first, begin);
         if constexpr (NOISE == HELD)
           item[j].noise[b] = load_wide_pair(a.o.noise[direction] + sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
       }
@@ -314,6 +327,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return (OWN * WARPS == CELLS || warp + j * WARPS < CELLS) && (SUBS == 1 || (warp + j * WARPS) / PART_CELLS == sub);
   };
   const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
+  const auto late = [&](int sub) { return PARTED && !reverse ? time - lasting[sub] : 0; };  // steps before its first
+  const auto lasts = [&](int t, int sub) {
+    return PARTED ? reverse ? t < lasting[sub] : t >= time - lasting[sub] : has_lines(sub);
+  };
 #if CLUSTER > 1
   const unsigned made = barriers + 16 * SUBS;  // of sub-tiles: whether their gradients are in shared memory
   const auto arriving = [&](int sub) {  // bytes at a step: of each pair of lines of which one is there
@@ -329,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   cluster_barrier();
 #endif
 
-  const auto arrive = [&](int sub, int t, long long was) {  // t: steps done before; the last one's rows begin at `was`
+  const auto arrive = [&](int sub, int t, long long was) {  // t: its steps done before; the last one's rows begin at `was`
 #if CLUSTER > 1
     const unsigned barrier = barriers + 8 * (2 * sub + t % 2);
     if (SUBS == 1 || warp == sub * PART_CELLS % WARPS || (warp + WARPS - sub * PART_CELLS % WARPS) % WARPS < PART_CELLS) {
@@ -354,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          const float scale = GATEWISE ? (float)a.o.noise_scale : factor[j][b][u];
+          const float scale = GATEWISE ? a.o.noise_scale : factor[j][b][u];
           carried[j][0][b][u] += NOISE ? scale * sums[b][u] : sums[b][u];
           if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
           if (RESET && was_cut[j][b])
@@ -387,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
     float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT], to_inputs[OWN][2][MOST(INPUTS)], to_zones[OWN][2][STATES];
     Pair entered[OWN][2];
-    const bool goes_on = t + 1 < time || wants_initial;
+    const auto goes_on = [&](int sub) { return t - late(sub) + 1 < lasting[sub] || wants_initial; };
     const auto read_on = [&](int sub) {  // what the next step needs
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
@@ -400,6 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     };
     const auto leave = [&](int sub) {  // what nobody waits for
+      const int its = t - late(sub);
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
@@ -429,9 +447,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int i = 0; i < INPUTS; ++i)
               store_wide_pair(a.o.input_gradients[direction][i] + from, to_inputs[j][b][i].x, to_inputs[j][b][i].y,
                               first, second);
-            if (t + 1 < time) load_options(j, b, next, next_rows);
+            if (its + 1 < lasting[sub]) load_options(j, b, next, next_rows);
           }
-          if (t + 1 + AHEAD < time && first && !PACKED) {
+          if (its + 1 + AHEAD < lasting[sub] && first && !PACKED) {
             const auto far = AHEAD * row_step + beyond;
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
@@ -467,6 +485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < INPUTS; ++i) e[i] = half_of(item[j].inputs[b][i], u);
     };
     const auto compute = [&](int sub) {  // the gradients of a sub-tile's items, into shared memory too
+      const int its = t - late(sub);  // its own step
       Known ahead[OWN][2][2];
       const auto look_ahead = [&] {
 #pragma unroll
@@ -483,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       };
       if constexpr (ROOMY) look_ahead();  // while the sums travel
-      if (t > 0) arrive(sub, t, rows_arriving);
+      if (its > 0) arrive(sub, its, rows_arriving);
       if constexpr (EXACT) look_ahead();  // for each unit at its place the compiler spills
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
@@ -514,7 +533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               stayed[s] = 0.f;
               if constexpr (OPTIONS) {
                 const float share =
-                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : a.o.zoneout_share[s];
                 const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
                 if (u == 0) to_zones[j][b][s].x = d[s];
                 if (u == 1) to_zones[j][b][s].y = d[s];
@@ -546,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (u == 1) to_inputs[j][b][i].y = valid ? to_e[i] : 0.f;
             }
             if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
-            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g) {
               const float value = there ? to_r[g] : 0.f;
@@ -576,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const int group = (warp + j * WARPS) % GROUPS, tile = (warp + j * WARPS) / GROUPS;
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          unsigned* const line = gradients + t % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE;
+          unsigned* const line = gradients + its % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE;
 #if HALVES
           float most = 0.f;  // of the group's gradients of this sequence
 #pragma unroll
@@ -606,14 +625,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         __syncwarp();
 #pragma unroll
         for (int j = first_item(sub); j < last_item(sub); ++j)
-          if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + t % 2));
-        if (t + 1 < time) read_on(sub);
+          if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + its % 2));
+        if (its + 1 < lasting[sub]) read_on(sub);
         leave(sub);
       }
 #endif
     };
 
     const auto multiply_and_send = [&](int sub) {
+      const int its = t - late(sub);
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
         float sums[CHAINS][CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
@@ -627,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int p = 0; p < PLANES; ++p)
 #pragma unroll
               for (int n = 0; n < PART; ++n) {
-                const unsigned at = columns_of_two + (t % 2 * GRADIENT_WORDS + p * PLANE_WORDS +
+                const unsigned at = columns_of_two + (its % 2 * GRADIENT_WORDS + p * PLANE_WORDS +
                                                       (sub * PART + n) * 8 * STRIDE + (g * GROUPS + group) * 8) * 4;
                 b[p][n] = g + 1 < RECURRENT ? load_columns(at) : load_half_columns(at);
               }
@@ -655,7 +675,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int n = 0; n < PART; ++n) {
-            const unsigned* const at = gradients + t % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
+            const unsigned* const at = gradients + its % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
                                        ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
             const float factors[2] = {__uint_as_float(at[0]), __uint_as_float(at[STRIDE])};
 #pragma unroll
@@ -679,7 +699,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           uint4 b[PART];
 #pragma unroll
           for (int n = 0; n < PART; ++n) {
-            const unsigned at = columns + (unsigned)(t % 2) * GRADIENT_WORDS * 4 +
+            const unsigned at = columns + (unsigned)(its % 2) * GRADIENT_WORDS * 4 +
                                 ((sub * PART + n) * 8 * STRIDE + d * 8) * 4;
             b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
           }
@@ -733,12 +753,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
               for (int e = 0; e < 4; ++e) sum[e] += sums[CHAINS - 1][c][n][e];
             const int cell = (sub * PART + n) * GROUPS + strip % GROUPS;
-            const int slot = (((t + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
+            const int slot = (((its + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                                 __float_as_uint(sum[3])};
             if (WHOLE || (sub * PART + n) * 8 + lane % 4 * 2 < share)
-              send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (t + 1) % 2), data);
+              send(target + WEIGHT_WORDS * 4 + slot * 16, target + barriers - base + 8 * (2 * sub + (its + 1) % 2), data);
 #else
             arrived[slot] = {sum[0], sum[2], sum[1], sum[3]};
 #endif
@@ -749,19 +769,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
     if constexpr (SUBS == 1) {
       compute(0);
-      if (goes_on) __syncthreads();
+      if (goes_on(0)) __syncthreads();
       if (warp < CELLS && t + 1 < time) read_on(0);
-      if (goes_on) multiply_and_send(0);
+      if (goes_on(0)) multiply_and_send(0);
       leave(0);
 #if CLUSTER > 1
     } else {  // each is computed while others multiply the one before it
       compute(0);
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
-        if (!has_lines(sub)) break;
-        if (sub + 1 < SUBS && has_lines(sub + 1)) compute(sub + 1);
-        if (goes_on) {
-          wait(made + 8 * (2 * sub + t % 2), t / 2 % 2);
+        if (!lasts(t, sub)) break;  // those after it have none that is longer
+        if (sub + 1 < SUBS && lasts(t, sub + 1)) compute(sub + 1);
+        if (goes_on(sub)) {
+          const int its = t - late(sub);
+          wait(made + 8 * (2 * sub + its % 2), its / 2 % 2);
           multiply_and_send(sub);
         }
       }
@@ -775,10 +796,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   }
 
   if (wants_initial) {
-    if (!LENGTHS || time > 0)
 #pragma unroll
-      for (int sub = 0; sub < SUBS; ++sub)
-        if (has_lines(sub)) arrive(sub, time, rows_before);
+    for (int sub = 0; sub < SUBS; ++sub)
+      if (has_lines(sub) && (!LENGTHS || lasting[sub] > 0))
+        arrive(sub, lasting[sub], PARTED ? rows_of(a, reverse ? lasting[sub] - 1 : 0) : rows_before);
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -796,12 +817,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                             noise_sums[j][b][1], in[j][b][0], in[j][b][1]);
         }
   }
-  if constexpr (LENGTHS && !PACKED)  // past the end of all of the cluster's sequences
+  if constexpr (LENGTHS && !PACKED)  // past the end of all that are computed together
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
       for (int b = 0; b < 2; ++b)
-        for (long long t = time; t < a.time; ++t) {
+        for (long long t = PARTED ? lasting_of(j) : time; t < a.time; ++t) {
           const long long row = t * batch + sequence[j][b], from = row * UNITS + unit_of(j);
           const bool first = in[j][b][0], second = in[j][b][1];
 #pragma unroll

@@ -57,6 +57,7 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 
 constexpr bool SCALED = HALVES && EXACT;
 constexpr int SCALES = SCALED ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + SCALED);
 constexpr int WEIGHT_SCALES = HALVES ? MULTIPLYING * RECURRENT * 16 : 0;  // and those of weights: [warp, gate, unit]
+constexpr bool PARTED = ORDER && SUBS > 1;  // sub-tiles are done without once all their sequences have ended
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS + WEIGHT_SCALES) + 16 * SUBS == SHARED,
               "tiling and kernel disagree");
@@ -173,6 +174,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time;
   const bool reverse = direction == 1;
   const int first_step = reverse && time > 0 ? time - 1 : 0;
+  int lasting[SUBS];  // and of each sub-tile, which is its first
+#pragma unroll
+  for (int sub = 0; sub < SUBS; ++sub)
+    lasting[sub] = PARTED ? longest(a, first_place + sub * 8 * PART, min(8 * PART, share - sub * 8 * PART)) : time;
+  const auto lasting_of = [&](int sub) {
+    int steps = lasting[0];
+#pragma unroll
+    for (int i = 1; i < SUBS; ++i)
+      if (sub == i) steps = lasting[i];
+    return steps;
+  };
+  const auto first_step_of = [&](int sub) { return PARTED ? reverse ? max(0, lasting_of(sub) - 1) : 0 : first_step; };
 
   for (int i = threadIdx.x; i < 2 * STATE_WORDS; i += THREADS) states[i] = 0;
   for (int i = threadIdx.x; i < SCALE_WORDS; i += THREADS) scales[i] = 0.f;
@@ -230,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
       const int place = first_place + i / UNITS, column = i % UNITS;
       if (place < last_place) {
-        const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step);
+        const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step_of(i / UNITS / (8 * PART)));
         unsigned* const at = states + word_of(i / UNITS, column / WORD_ELEMENTS);
 #if ELEMENT_BYTES == 2
         ((Element*)at)[column % WORD_ELEMENTS] = value;
@@ -256,11 +269,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (SUBS == 1 || !computes) return position < ITEMS;
     return TAKERS <= 2 * PART || (position + sub * 2 * PART / TAKERS * TAKERS) / (2 * PART) == sub;
   };
-  const auto is_there = [&](int j) {
-    return has_first && place + beyond(j) < last_place && (OWN * TAKERS == ITEMS || position + j * TAKERS < ITEMS);
+  const auto is_line = [&](int j) {
+    return place + beyond(j) < last_place && (OWN * TAKERS == ITEMS || position + j * TAKERS < ITEMS);
   };
-  long long sequence[OWN], row;
-  const auto further = [&](int j) { return ORDER ? sequence[j] - row : beyond(j); };
+  const auto is_there = [&](int j) { return has_first && is_line(j); };
+  const auto sub_of = [&](int j) {  // the item's sub-tile
+    return TAKERS <= 2 * PART ? j * TAKERS / (2 * PART) : (position + j * TAKERS) / (2 * PART);
+  };
+  int sequence[OWN], row;
+  const auto further = [&](int j) { return (long long)(ORDER ? sequence[j] - row : beyond(j)); };
 
   // The rows of a step begin at `rows`; `next_rows` are those of the step that is computed after it.
   long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? time - 2 : 1 : first_step);
@@ -268,10 +285,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long begin = rows;
   int ends[OWN];  // steps of each item's sequence
   unsigned valid[OWN], cut[OWN];  // the step counts; no state comes into the next: as loaded, to be awaited at their use
-  unsigned drawn[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
+  unsigned drawn[OWN], enters[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
   float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
-  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
   const auto counts = [&](int j, int step, long long at) {
     return within(j, step) ? loaded<MASK>(a.o.mask, at + sequence[j], 1) : 0;
@@ -280,8 +296,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool may = is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) : within(j, step));
     return may ? loaded<RESET>(a.o.reset, (reverse ? after : at) + sequence[j], 0) : 0;
   };
-  const auto draw = [&](int j, int zone_step, int operand_step) {
-    drawn[j] = drawn_bits(a, unit, zone_step, operand_step, sequence[j], direction, key);
+  // of a step, and of the one after it what enters, where there is such a one
+  const auto draw = [&](int j, int step, long long at, bool goes_on, int later, long long later_at) {
+    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, at, sequence[j], direction, is_there(j));
+    if constexpr (NOISE == DRAWN)
+      enters[j] = drawn_bits(a, unit, later, later_at, sequence[j], direction, is_there(j) && goes_on);
   };
   const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
     const bool first = within(j, step), second = first && has_second;
@@ -309,9 +328,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   Element *y_at, *before_at;
   float* states_at;
   GatePair x[OWN][GATES];
+  // Where an item's values lie, `more` rows after those of the step.  Of sequences in another order: from the rows of the
+  // step, which takes fewer registers than an address that goes from step to step.
+  const auto row_of = [&](int j, long long more) { return (long long)((Row)(rows + more) + (Row)sequence[j]); };
+  const auto gates_of = [&](int j, long long more) {
+    return ORDER ? a.gates[direction] + row_of(j, more) * (GATES * UNITS) + unit
+                 : gates_at + (more + further(j)) * GATES * UNITS;
+  };
+  const auto apart_of = [&](int j) {
+    return ORDER ? a.apart[direction] + row_of(j, 0) * (APART * UNITS) + unit
+                 : apart_at + further(j) * APART * UNITS;
+  };
+  const auto y_of = [&](int j) {
+    return ORDER ? a.y + (long long)(Row)(row_of(j, 0) * gridDim.y + direction) * UNITS + unit
+                 : y_at + further(j) * width;
+  };
+  const auto before_of = [&](int j, long long more) {
+    return ORDER ? a.o.before[direction] + row_of(j, more) * UNITS + unit
+                 : before_at + (more + further(j)) * UNITS;
+  };
+  const auto states_of = [&](int j, int s, long long more) {
+    return (ORDER ? a.states[direction] + row_of(j, more) * UNITS + unit
+                  : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
+  };
   const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
 #pragma unroll
-    for (int j = 0; j < OWN; ++j) sequence[j] = is_there(j) ? sequence_at(a, place + beyond(j)) : place + beyond(j);
+    for (int j = 0; j < OWN; ++j) sequence[j] = is_line(j) ? (int)sequence_at(a, place + beyond(j)) : place + beyond(j);
     row = sequence[0];
     gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
     apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
@@ -342,8 +384,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
+      ends[j] = LENGTHS && is_line(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
       const bool first = is_there(j), second = first && has_second;
+      const int its_first = PARTED ? first_step_of(sub_of(j)) : first_step;
+      const long long its_rows = PARTED ? rows_of(a, its_first) : rows, shift = its_rows - rows;
       const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
@@ -352,29 +396,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         state[j][s][0] = value.x;
         state[j][s][1] = value.y;
       }
-      const bool read = within(j, first_step), also = read && has_second;
+      const bool read = within(j, its_first), also = read && has_second;
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
-        x[j][g] = load_gates(gates_at + (further(j) * GATES + g) * UNITS, read, also);
+        x[j][g] = load_gates(gates_of(j, shift) + g * UNITS, read, also);
       if constexpr (OPTIONS) {
-        const int next = reverse ? time - 2 : 1;
+        const int next = PARTED && reverse ? its_first - 1 : reverse ? time - 2 : 1;
+        const long long its_next = PARTED ? rows_of(a, max(0, next)) : next_rows;
         held[j][0] = held[j][1] = 0.f;
-        valid[j] = counts(j, first_step, rows);
-        cut[j] = next >= 0 && next < time ? is_cut(j, next, next_rows, rows) : 0;
-        if (is_cut(j, first_step, rows, rows))  // forward: backwards nothing comes before the last step
+        valid[j] = counts(j, its_first, its_rows);
+        cut[j] = next >= 0 && next < time ? is_cut(j, next, its_next, its_rows) : 0;
+        if (is_cut(j, its_first, its_rows, its_rows))  // forward: backwards nothing comes before the last step
 #pragma unroll
           for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
-        load_options(j, first_step, rows);
-        if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
-        if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
-        if constexpr (DRAWS) draw(j, first_step, next);
+        load_options(j, its_first, its_rows);
+        if constexpr (NOISE == HELD) load_noise(j, its_first, 0);
+        if constexpr (NOISE == GIVEN) load_noise(j, next, its_next);
+        if constexpr (DRAWS) draw(j, its_first, its_rows, next >= 0 && next < time, next, its_next);
         if constexpr (BEFORE && SAVED) {
           const bool stored = PACKED ? read : first;
-          store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
+          store_pair(before_of(j, shift), state[j][0][0], state[j][0][1], stored, stored && has_second);
 #pragma unroll
           for (int s = 1; s < STATES; ++s)
-            store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, state[j][s][0], state[j][s][1],
-                            stored, stored && has_second);
+            store_wide_pair(states_of(j, s, shift), state[j][s][0], state[j][s][1], stored,
+                            stored && has_second);
         }
       }
     }
@@ -382,6 +427,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (POINTWISE == 0) begin_items();
 
   const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
+  const auto late = [&](int sub) { return PARTED && reverse ? time - lasting[sub] : 0; };  // steps before its first
+  const auto lasts = [&](int t, int sub) {
+    return PARTED ? reverse ? t >= time - lasting[sub] : t < lasting[sub] : has_lines(sub);
+  };
 #if CLUSTER > 1
   const unsigned remote = shared_address(states) - shared_address(memory);
   constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
@@ -393,18 +442,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   if constexpr (POINTWISE == 0) begin_sending();
   const unsigned barrier_offset = barriers - shared_address(memory);
-  const auto arriving = [&](int sub) {  // bytes at a step: of the lines that are there, and scales of all
-    const unsigned lines = min(8 * PART, share - sub * 8 * PART);
+  constexpr int EXPECTING = TRADED ? MULTIPLYING : 0;  // the warp that expects states
+  int line_ends[ORDER ? (ROWS + 31) / 32 : 1];         // of lines lane, lane + 32, ...: steps of their sequences
+  if constexpr (ORDER)
+    for (int i = 0; i < (ROWS + 31) / 32; ++i) {
+      const int line = first_place + lane + 32 * i;
+      line_ends[i] = warp == EXPECTING && line < last_place ? min(time, (int)a.o.lengths[sequence_at(a, line)]) : 0;
+    }
+  // bytes that come for a step of a sub-tile: of the lines that are there, and scales of all
+  const auto arriving = [&](int t, int sub) {
+    unsigned lines = min(8 * PART, share - sub * 8 * PART);
+    if constexpr (ORDER) {  // whose sequences have not ended; all of the warp come here
+      const int step = reverse ? lasting_of(sub) - 1 - t : t;
+      lines = 0;
+#pragma unroll
+      for (int i = 0; i < (ROWS + 31) / 32; ++i)
+        lines += __popc(__ballot_sync(0xffffffffu, (lane + 32 * i) / (8 * PART) == sub && line_ends[i] > step));
+    }
     return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
   };
   const auto expect_more = [&](int t, int sub) {  // of the step after the next, once those of this one have come
-    if (threadIdx.x == (TRADED ? 32 * MULTIPLYING : 0)) expect(barriers + 8 * (2 * sub + t % 2), arriving(sub));
+    if (ORDER ? warp != EXPECTING : threadIdx.x != 32 * EXPECTING) return;
+    const unsigned bytes = arriving(t + 2, sub);
+    if (!ORDER || lane == 0) expect(barriers + 8 * (2 * sub + t % 2), bytes);
   };
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
-    barriers_started();
-    for (int i = 0; i < 2 * SUBS; ++i)
-      if (has_lines(i / 2)) expect(barriers + 8 * i, arriving(i / 2));
+  if (ORDER ? warp == EXPECTING : threadIdx.x == 0) {
+    if (!ORDER || lane == 0) {
+      for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
+      barriers_started();
+    }
+    for (int i = 0; i < 2 * SUBS; ++i) {
+      const unsigned bytes = arriving(i % 2 ? 1 : 2, i / 2);
+      if ((!ORDER || lane == 0) && has_lines(i / 2)) expect(barriers + 8 * i, bytes);
+    }
   }
   cluster_barrier();
 #else
@@ -538,7 +608,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
   };
-  const auto compute_items = [&](int t, int sub) {  // the thread's of a sub-tile; `takes` is the same for the whole warp
+  // the thread's of a sub-tile, at its own step t of `time`; `takes` is the same for the whole warp
+  const auto compute_items = [&](int t, int sub) {
+    const int time = lasting[sub];
     const int now = t % 2, step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
     const int first_item = sub * 2 * PART / TAKERS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / TAKERS + 1;
     if (takes(sub)) {
@@ -580,7 +652,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
             for (int u = 0; u < 2; ++u)
-              r[j][u][g] = (GATEWISE ? (float)a.o.noise_scale : 1.f) * r[j][u][g] + bias[g][u];
+              r[j][u][g] = (GATEWISE ? a.o.noise_scale : 1.f) * r[j][u][g] + bias[g][u];
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float2 value = wide_gates(x[j][g]);
@@ -600,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int s = 0; s < STATES; ++s) {
             if constexpr (OPTIONS) {
-              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
+              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : a.o.zoneout_share[s];
               after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
               if (MARKED && !valid[j]) after[j][u][s] = before[s];
             }
@@ -612,7 +684,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
           entering[j][u] = state[j][0][u];
           if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
-          if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+          if constexpr (NOISE == DRAWN) entering[j][u] *= enters[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
         }
       }
 
@@ -652,9 +724,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #endif
 #if CLUSTER > 1
+          const bool sent = ORDER ? is_line(j) && next < ends[j] : line < share;
 #pragma unroll
           for (int p = 0; p < PEERS; ++p)
-            if (line < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
+            if (sent && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
 #pragma unroll
               for (int plane = 0; plane < PLANES; ++plane)
                 send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,
@@ -671,23 +744,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int j = first_item; j < last_item; ++j) {
         const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
-        Gate* const now_at = gates_at + further(j) * GATES * UNITS;
+        Gate* const now_at = gates_of(j, 0);
         if (t + 1 < time) {
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
+          for (int g = 0; g < GATES; ++g)
+            x[j][g] = load_gates((ORDER ? gates_of(j, row_step) : now_at + row_step * GATES * UNITS) + g * UNITS, read, also);
         }
         if (t + AHEAD < time && is_there(j) && !PACKED) {
+          const Gate* const far = ORDER ? gates_of(j, AHEAD * row_step) : now_at + AHEAD * row_step * GATES * UNITS;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
+          for (int g = 0; g < GATES; ++g) prefetch(far + g * UNITS);
         }
-        store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
+        store_pair(y_of(j), output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {
           const bool shown = !LENGTHS || step_now < ends[j];
 #pragma unroll
           for (int s = 0; s < STATES; ++s)
             if (a.o.sequences[s] != nullptr)
-              store_pair(a.o.sequences[s] + (y_at - a.y) + further(j) * width, shown ? after[j][0][s] : 0.f,
+              store_pair(a.o.sequences[s] + (y_of(j) - a.y), shown ? after[j][0][s] : 0.f,
                          shown ? after[j][1][s] : 0.f, first, second);
         }
         if constexpr (SAVED) {
@@ -700,21 +775,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
-            store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
+            store_gates(apart_of(j) + i * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
                        second);
           if constexpr (BEFORE) {
             if (t + 1 < time) {
               const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
-              store_pair(before_at + (row_step + further(j)) * UNITS, state[j][0][0], state[j][0][1], stored, also);
+              store_pair(before_of(j, row_step), state[j][0][0], state[j][0][1], stored, also);
 #pragma unroll
               for (int s = 1; s < STATES; ++s)
-                store_wide_pair(states_at + (s - 1) * state_stride + (row_step + further(j)) * UNITS, state[j][s][0],
+                store_wide_pair(states_of(j, s, row_step), state[j][s][0],
                                 state[j][s][1], stored, also);
             }
           } else {
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
-              store_wide_pair(states_at + (s - 1) * state_stride + further(j) * UNITS, after[j][0][s],
+              store_wide_pair(states_of(j, s, 0), after[j][0][s],
                               after[j][1][s], first, second);
           }
         }
@@ -736,7 +811,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
             load_options(j, next, next_rows);
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, later);
+            if constexpr (DRAWS) draw(j, next, next_rows, goes_on, later, later_rows);
           }
         }
       }
@@ -759,9 +834,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
-        if (!has_lines(sub)) break;
-        multiply_states(t, sub);
-        compute_items(t, sub);
+        if (!lasts(t, sub)) continue;
+        multiply_states(t - late(sub), sub);
+        compute_items(t - late(sub), sub);
       }
       step_on(t);
 #if CLUSTER == 1
@@ -775,7 +850,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub)
-        if (has_lines(sub)) multiply_states(t, sub);
+        if (lasts(t, sub)) multiply_states(t - late(sub), sub);
     }
   } else {
 #if CLUSTER > 1
@@ -786,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub)
-        if (has_lines(sub)) compute_items(t, sub);
+        if (lasts(t, sub)) compute_items(t - late(sub), sub);
       step_on(t);
     }
   }
@@ -794,12 +869,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       const bool first = is_there(j), second = first && has_second;
-      if (time == 0)
+      const int computed = PARTED ? lasting_of(sub_of(j)) : time;
+      if (computed == 0)
 #pragma unroll
         for (int s = 0; s < STATES; ++s)
           store_pair(a.finals[s] + ((long long)direction * batch + sequence[j]) * UNITS + unit, state[j][s][0],
                      state[j][s][1], first, second);
-      for (long long t = time; t < a.time && !PACKED; ++t) {  // past the end of all of the cluster's sequences
+      for (long long t = computed; t < a.time && !PACKED; ++t) {  // past the end of all that are computed together
         const long long at = t * batch + sequence[j], shown = at * width + direction * UNITS + unit;
         store_pair(a.y + shown, 0.f, 0.f, first, second);
         if constexpr (SEQUENCES)

@@ -17,12 +17,6 @@ __device__ __forceinline__ uint2 key_of(const long long* seed) {
   return {(unsigned)value, (unsigned)(value >> 32)};
 }
 
-// Purposes of a draw, and the last word of a counter.
-constexpr unsigned FOR_RECURRENT = 1, FOR_ZONEOUT = 3;
-__device__ __forceinline__ unsigned tag_of(unsigned purpose, long long layer, int direction) {
-  return purpose | (unsigned)direction << 8 | (unsigned)layer << 16;
-}
-
 // A word below this is an event of its probability; 2^32 is certain.
 __device__ __forceinline__ bool is_event(unsigned word, long long below) { return (long long)word < below; }
 

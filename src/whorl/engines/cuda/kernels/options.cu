@@ -20,6 +20,7 @@ constexpr bool BEFORE = MARKED || RESET || NOISE;
 constexpr bool ZONES_DRAWN = zoneout(0) == AT_RANDOM || zoneout(1) == AT_RANDOM || zoneout(2) == AT_RANDOM ||
                              zoneout(3) == AT_RANDOM;
 constexpr bool DRAWS = NOISE == DRAWN || ZONES_DRAWN;
+constexpr int DRAWN_PAIRS = (UNITS + 1) / 2;
 
 // Addresses are null where a kernel has no use for them.  Rows: [time, batch], or those of a PackedSequence.
 struct Options {
@@ -28,11 +29,10 @@ struct Options {
   const bool* reset;               // [rows]
   const long long* order;          // [batch]: the sequence in each place
   const long long* starts;         // [time + 1]: the first row of each step of a PackedSequence
-  const long long* ids;            // [batch]: what noise counts a sequence as
-  const long long* seed;
   const float* inputs[MOST(INPUTS)];     // [rows, UNITS]
   const Element* reset_to[STATES];       // [directions, batch, UNITS]
   const float* noise[2];  // [batch, UNITS] where it is held, [RECURRENT, batch, UNITS] by gate, else [rows, UNITS]
+  const unsigned short* drawn[2];        // [time, batch, DRAWN_PAIRS]: as draw_bits.cu has it
   const float* zoneout[2][STATES];       // [rows, UNITS]
   Element* before[2];                    // [rows, UNITS]: the first state before each step
   Element* sequences[STATES];            // [rows, directions x UNITS], or null: states after each step; their gradients
@@ -41,8 +41,7 @@ struct Options {
   float* input_gradients[2][MOST(INPUTS)];  // [rows, UNITS]
   float* noise_gradients[2];                // as noise
   float* zoneout_gradients[2][STATES];      // [rows, UNITS]
-  long long layer, noise_below, zoneout_below[STATES];
-  double noise_scale, zoneout_share[STATES];
+  float noise_scale, zoneout_share[STATES];
 };
 
 // A state after a step of which zoneout keeps some as it was; what is kept is kept to the bit, also beside a NaN.
@@ -70,11 +69,29 @@ __device__ __forceinline__ long long rows_of(const Arguments& a, int step) {
 template <class Arguments>
 __device__ __forceinline__ int longest(const Arguments& a, int first, int count = 8 * TILES) {
   long long most = 0;
+  if constexpr (ORDER) count = min(count, 1);
   for (int place = first; place < first + count && place < a.batch; ++place) {
     const long long length = a.o.lengths[sequence_at(a, place)];
     most = length > most ? length : most;
   }
   return (int)(most < a.time ? most : a.time);
+}
+
+// The number of a row: no memory holds 2^31 rows of so many units.
+template <bool SHORT> struct RowNumber { typedef long long Type; };
+template <> struct RowNumber<true> { typedef int Type; };
+typedef RowNumber<(UNITS >= 64)>::Type Row;
+
+// What is drawn for two units of a sequence at a step, from an even unit on; the step's rows begin at `at`.  Zero where
+// it is not `there`.  A step comes to it in few instructions: it waits for those that compute the cell.
+template <class Arguments>
+__device__ __forceinline__ unsigned drawn_bits(
+    const Arguments& a, int unit, int step, long long at, long long sequence, int direction, bool there) {
+  const Row row = (Row)(PACKED ? step * a.batch + sequence : at + sequence);
+  const unsigned short* const from = a.o.drawn[direction] + (long long)row * DRAWN_PAIRS + unit / 2;
+  unsigned bits = 0;
+  if (there) bits = *from;
+  return bits;
 }
 
 // The operand of a sequence and unit at the first step; it is computed where it is read.
@@ -93,40 +110,13 @@ __device__ __forceinline__ Element first_operand(
     const long long row = rows_of(a, step) + sequence;
     float factor = 0.f;
     if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
-    if constexpr (NOISE == DRAWN) {
-      const unsigned id = (unsigned)(a.o.ids != nullptr ? a.o.ids[sequence] : sequence);
-      const uint4 words =
-          philox((unsigned)unit, (unsigned)step, id, tag_of(FOR_RECURRENT, a.o.layer, direction), key_of(a.o.seed));
-      factor = is_event(words.x, a.o.noise_below) ? 0.f : (float)a.o.noise_scale;
-    }
+    if constexpr (NOISE == DRAWN)
+      factor = drawn_bits(a, unit, step, rows_of(a, step), sequence, direction, true) >> (8 + unit % 2) & 1
+                   ? a.o.noise_scale
+                   : 0.f;
     value = narrow(wide(value) * factor);
   }
   return value;
-}
-
-// What is drawn for two units of a sequence: from bit 4 x unit on whether zoneout keeps each state, at one step, and
-// from bit 8 on whether each unit enters the product, at another.
-template <class Arguments>
-__device__ __forceinline__ unsigned drawn_bits(
-    const Arguments& a, int unit, int zone_step, int operand_step, long long sequence, int direction, uint2 key) {
-  const unsigned id = (unsigned)(a.o.ids != nullptr && sequence < a.batch ? a.o.ids[sequence] : sequence);
-  unsigned bits = 0;
-#pragma unroll
-  for (int u = 0; u < 2; ++u) {
-    if constexpr (ZONES_DRAWN) {
-      const unsigned tag = tag_of(FOR_ZONEOUT, a.o.layer, direction);
-      const uint4 words = philox((unsigned)(unit + u), (unsigned)zone_step, id, tag, key);
-#pragma unroll
-      for (int s = 0; s < STATES; ++s)
-        if (is_event(word_of(words, s), a.o.zoneout_below[s])) bits |= 1u << (u * 4 + s);
-    }
-    if constexpr (NOISE == DRAWN) {
-      const unsigned tag = tag_of(FOR_RECURRENT, a.o.layer, direction);
-      const uint4 words = philox((unsigned)(unit + u), (unsigned)operand_step, id, tag, key);
-      if (!is_event(words.x, a.o.noise_below)) bits |= 256u << u;
-    }
-  }
-  return bits;
 }
 
 // A mark as a number: were it a truth value, its load would be awaited where it begins.
@@ -142,7 +132,7 @@ struct Ahead {
   bool there;              // the sequence and the first of the units
   int ends;                // steps of the sequence
   unsigned valid, cut;     // the step counts; no state comes into the next: as they are loaded, to be awaited at their use
-  unsigned drawn;          // for this step's zoneout, and for the next step's operand
+  unsigned drawn, enters;  // for this step's zoneout, and for the next step's operand
   float held[2], noise[2], zones[STATES][2];
   float2 inputs[MOST(INPUTS)];
 };
@@ -153,7 +143,6 @@ struct Forwards {
   const Arguments& a;
   const int unit, direction, time;  // steps of the longest sequence
   const bool has_second, reverse;
-  const uint2 key;
 
   __device__ __forceinline__ bool within(const Ahead& i, int step) const {
     return i.there && (!LENGTHS || step < i.ends);
@@ -187,8 +176,11 @@ struct Forwards {
     const float2 value = load_wide_pair(a.o.noise[direction] + (at + i.sequence) * UNITS + unit, first, second);
     i.noise[0] = value.x, i.noise[1] = value.y;
   }
-  __device__ __forceinline__ void draw(Ahead& i, int zone_step, int operand_step) const {
-    i.drawn = drawn_bits(a, unit, zone_step, operand_step, i.sequence, direction, key);
+  // of a step, and of the one after it what enters, where there is such a one
+  __device__ __forceinline__ void draw(Ahead& i, int step, long long at, bool goes_on, int later, long long later_at) const {
+    if constexpr (ZONES_DRAWN) i.drawn = drawn_bits(a, unit, step, at, i.sequence, direction, i.there);
+    if constexpr (NOISE == DRAWN)
+      i.enters = drawn_bits(a, unit, later, later_at, i.sequence, direction, i.there && goes_on);
   }
 
   // before the first step; `next` is the one after it, which may be none
@@ -203,7 +195,7 @@ struct Forwards {
     load(i, step, at);
     if constexpr (NOISE == HELD) load_noise(i, step, 0);
     if constexpr (NOISE == GIVEN) load_noise(i, next, next_at);
-    if constexpr (DRAWS) draw(i, step, next);
+    if constexpr (DRAWS) draw(i, step, at, next >= 0 && next < time, next, next_at);
   }
 
   // From what the cell made of a unit to its states after the step (`after`) and before the next (`state`), what is put
@@ -214,7 +206,7 @@ struct Forwards {
 #pragma unroll
     for (int s = 0; s < STATES; ++s) {
       if constexpr (OPTIONS) {
-        const float share = zoneout(s) == BY_MASK ? i.zones[s][u] : (float)a.o.zoneout_share[s];
+        const float share = zoneout(s) == BY_MASK ? i.zones[s][u] : a.o.zoneout_share[s];
         after[s] = kept(zoneout(s), share, i.drawn >> (u * 4 + s) & 1, before[s], after[s]);
         if (MARKED && !i.valid) after[s] = before[s];
       }
@@ -226,7 +218,7 @@ struct Forwards {
     if (LENGTHS && step >= i.ends) output = 0.f;
     entering = state[0][u];
     if constexpr (NOISE == HELD || NOISE == GIVEN) entering *= i.noise[u];
-    if constexpr (NOISE == DRAWN) entering *= i.drawn >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+    if constexpr (NOISE == DRAWN) entering *= i.enters >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
   }
 
   // what the next step reads, and of the one after it, `later`, what enters; `goes_on`: there is such a one
@@ -236,7 +228,7 @@ struct Forwards {
     if constexpr (RESET) i.cut = goes_on ? is_cut(i, later, later_at, next_at) : 0;
     load(i, next, next_at);
     if (NOISE == GIVEN && goes_on) load_noise(i, later, later_at);
-    if constexpr (DRAWS) draw(i, next, later);
+    if constexpr (DRAWS) draw(i, next, next_at, goes_on, later, later_at);
   }
 };
 
@@ -267,7 +259,6 @@ struct Backwards {
   const int unit, direction;
   const long long width;  // of a row of outputs
   const bool has_second, reverse;
-  const uint2 key;
 
   __device__ __forceinline__ long long start_of(const Back& own) const {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * a.batch + own.sequence) * UNITS + unit;
@@ -294,7 +285,7 @@ struct Backwards {
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, step, own.sequence, direction, key);
+    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, at, own.sequence, direction, there);
   }
 
   // What arrived of a step's product, which is behind its mask and its reset; the step's rows begin at `at`.
@@ -302,7 +293,7 @@ struct Backwards {
       Back& own, float (&carried)[STATES][2], const float (&sums)[2], int step, long long at) const {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const float scale = GATEWISE ? (float)a.o.noise_scale : own.factor[u];
+      const float scale = GATEWISE ? a.o.noise_scale : own.factor[u];
       carried[0][u] += NOISE ? scale * sums[u] : sums[u];
       if constexpr (NOISE_GRADIENT) own.noise_sums[u] += sums[u] * half_of(own.operand_before, u);
       if (RESET && own.was_cut)
@@ -340,7 +331,7 @@ struct Backwards {
     for (int s = 0; s < STATES; ++s) {
       to_zones[s] = d[s], stayed[s] = 0.f;
       if constexpr (OPTIONS) {
-        const float share = zoneout(s) == BY_MASK ? half_of(step.zones[s], u) : (float)a.o.zoneout_share[s];
+        const float share = zoneout(s) == BY_MASK ? half_of(step.zones[s], u) : a.o.zoneout_share[s];
         if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK) stayed[s] = share * d[s], d[s] -= stayed[s];
         if (zoneout(s) == AT_RANDOM && step.drawn >> (u * 4 + s) & 1) stayed[s] = d[s], d[s] = 0.f;
       }
@@ -349,7 +340,7 @@ struct Backwards {
 
   // what multiplied the operand of unit u
   __device__ __forceinline__ float factor(const Step& step, int u, bool valid) const {
-    if constexpr (NOISE == DRAWN) return step.drawn >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+    if constexpr (NOISE == DRAWN) return step.drawn >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
     return valid ? half_of(step.noise, u) : 0.f;
   }
 

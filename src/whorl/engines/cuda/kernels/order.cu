@@ -1,11 +1,14 @@
 // The places of sequences from the longest to the shortest, those of a length as they came: a warp finds one's place.
+//
+// The places are those of `parts` clusters, which share the batch evenly: to each in turn the longest that is left, so
+// that all have fewer and fewer to compute.  Within a cluster, and of one part, they are from the longest to the shortest.
 
 // @generated
 
 struct Arguments {
   long long* to;             // [batch]: the sequence in each place
   const long long* lengths;  // [batch]
-  long long batch;
+  long long batch, parts;
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
@@ -19,5 +22,10 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__
   }
 #pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) place += __shfl_xor_sync(0xffffffffu, place, apart);
-  if (threadIdx.x % 32 == 0) a.to[place] = mine;
+  if (threadIdx.x % 32) return;
+  const long long share = (a.batch + a.parts - 1) / a.parts;
+  const long long all = (a.batch - (a.parts - 1) * share) * a.parts;  // places in rounds of all parts: the last may have fewer
+  const long long beyond = place - all, parts = beyond < 0 ? a.parts : a.parts - 1;
+  const long long at = beyond < 0 ? place : beyond;
+  a.to[at % parts * share + at / parts + (beyond < 0 ? 0 : all / a.parts)] = mine;
 }

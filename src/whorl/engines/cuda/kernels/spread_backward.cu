@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if STAGED
   const float* levels_at = a.levels[direction] + row_first * LEVELS;
 #endif
-  const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
+  const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse};
 
   float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
   Item item[SUBS][OWN];

@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   long long row_step = PACKED ? next_rows - rows : reverse ? -(long long)batch : batch;
   const long long width = a.directions * UNITS, begin = rows;
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
-  const Forwards<Arguments> stepper = {a, unit, direction, time, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
+  const Forwards<Arguments> stepper = {a, unit, direction, time, has_second, reverse};
   Ahead items[SUBS][OWN];
 #pragma unroll
   for (int sub = 0; sub < SUBS; ++sub)
@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-              for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
+              for (int u = 0; u < 2; ++u) r[j][u][g] = a.o.noise_scale * r[j][u][g] + bias[g][u];
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const float2 value = wide_gates(x[sub][j][g]);

@@ -165,7 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float2 operand_before[OWN][PER];
   bool was_cut[OWN][PER];
   unsigned drawn[OWN][PER];
-  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
@@ -199,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, step, sequence[j][b], direction, key);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, there);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
@@ -409,9 +408,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
                       for (int e = 0; e < 4; ++e) {
                         if constexpr (NOISE == BY_GATE)
-                          all[c][n][e] += bits >> e & 1 ? (float)a.o.noise_scale * sums[c][n][e] : 0.f;
+                          all[c][n][e] += bits >> e & 1 ? a.o.noise_scale * sums[c][n][e] : 0.f;
                         else
-                          all[c][n][e] += (float)a.o.noise_scale * wide(mask[e]) * sums[c][n][e];
+                          all[c][n][e] += a.o.noise_scale * wide(mask[e]) * sums[c][n][e];
                         sums[c][n][e] = 0.f;
                       }
                     }
@@ -479,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               stayed[j][b][u][s] = 0.f;
               if constexpr (OPTIONS) {
                 const float share =
-                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : (float)a.o.zoneout_share[s];
+                    zoneout(s) == BY_MASK ? half_of(item[j].zones[b][s], u) : a.o.zoneout_share[s];
                 to_zones[j][b][u][s] = to[s];
                 const bool keeps = zoneout(s) == AT_RANDOM && drawn[j][b] >> (u * 4 + s) & 1;
                 if (zoneout(s) == BY_SHARE || zoneout(s) == BY_MASK)
@@ -609,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int i = 0; i < INPUTS; ++i) to_e[j][b][u][i] = valid ? to_e[j][b][u][i] : 0.f;
             }
             if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
-            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
 #pragma unroll
             for (int l = 0; l < LINKS; ++l) dr[j][b][u][l] = there ? dr[j][b][u][l] : 0.f;
             if constexpr (BIAS) {

@@ -203,10 +203,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long begin = rows;
   int ends[OWN];  // steps of each item's sequence
   bool valid[OWN], cut[OWN];  // the step counts; no state comes into the next
-  unsigned drawn[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
+  unsigned drawn[OWN], enters[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
   float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
-  const uint2 key = DRAWS ? key_of(a.o.seed) : uint2{0, 0};
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
   const auto counts = [&](int j, int step, long long at) {
     return within(j, step) && (!MASK || a.o.mask[at + sequence[j]]);
@@ -215,8 +214,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return RESET && is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) && a.o.reset[after + sequence[j]]
                                             : within(j, step) && a.o.reset[at + sequence[j]]);
   };
-  const auto draw = [&](int j, int zone_step, int operand_step) {
-    drawn[j] = drawn_bits(a, unit, zone_step, operand_step, sequence[j], direction, key);
+  // of a step, and of the one after it what enters, where there is such a one
+  const auto draw = [&](int j, int step, long long at, bool goes_on, int later, long long later_at) {
+    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, at, sequence[j], direction, is_there(j));
+    if constexpr (NOISE == DRAWN)
+      enters[j] = drawn_bits(a, unit, later, later_at, sequence[j], direction, is_there(j) && goes_on);
   };
   const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
     const bool first = within(j, step), second = first && has_second;
@@ -273,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       load_options(j, first_step, rows);
       if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
       if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
-      if constexpr (DRAWS) draw(j, first_step, next);
+      if constexpr (DRAWS) draw(j, first_step, rows, next >= 0 && next < time, next, next_rows);
       if constexpr (BEFORE && SAVED) {
         const bool stored = PACKED ? read : first;
         store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
@@ -438,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         } else {
           sum = {sums[i][j / 2][j % 2], sums[i][j / 2][j % 2 + 2]};
         }
-        r[j][0][l] = GATEWISE ? (float)a.o.noise_scale * sum.x + bias[l][0] : sum.x;
-        r[j][1][l] = GATEWISE ? (float)a.o.noise_scale * sum.y + bias[l][1] : sum.y;
+        r[j][0][l] = GATEWISE ? a.o.noise_scale * sum.x + bias[l][0] : sum.x;
+        r[j][1][l] = GATEWISE ? a.o.noise_scale * sum.y + bias[l][1] : sum.y;
       }
     }
   };
@@ -534,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int s = 0; s < STATES; ++s) {
             if constexpr (OPTIONS) {
-              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : (float)a.o.zoneout_share[s];
+              const float share = zoneout(s) == BY_MASK ? zones[j][s][u] : a.o.zoneout_share[s];
               after[j][u][s] = kept(zoneout(s), share, drawn[j] >> (u * 4 + s) & 1, before[s], after[j][u][s]);
               if (MARKED && !valid[j]) after[j][u][s] = before[s];
             }
@@ -546,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
           entering[j][u] = state[j][0][u];
           if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
-          if constexpr (NOISE == DRAWN) entering[j][u] *= drawn[j] >> (8 + u) & 1 ? (float)a.o.noise_scale : 0.f;
+          if constexpr (NOISE == DRAWN) entering[j][u] *= enters[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
         }
       }
 
@@ -630,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
             load_options(j, next, next_rows);
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, later);
+            if constexpr (DRAWS) draw(j, next, next_rows, goes_on, later, later_rows);
           }
         }
       }
