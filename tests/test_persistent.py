@@ -1,5 +1,6 @@
 """Engine `persistent` on an NVIDIA GPU: right by the error rule, and what usual tests pass."""
 
+import copy
 import random
 import threading
 from collections.abc import Callable
@@ -230,6 +231,20 @@ def test_a_graph_replays_with_new_input_states_and_weights(cell: str, precision:
                 tensor.copy_(torch.randn_like(tensor) * (0.1 if tensor.dim() < 3 else 1.0))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
+def test_graphs_that_torch_makes_of_a_layer_give_the_same_bits(precision: str) -> None:
+    dtype = PRECISIONS[precision]
+    layer = build("LSTM", 40, dtype)
+    example, x = (torch.randn(5, 9, 40, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(layer), (example,))
+    found = []
+    for made in (layer, graphed):
+        y, (h, c) = made(x)
+        grads = torch.autograd.grad(y.float().square().sum(), (x, *made.parameters()))
+        found.append([one.clone() for one in (y, h, c, *grads)])
+    assert all(torch.equal(got, truth) for got, truth in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("exponent", [-24, -12, 0, 12])
