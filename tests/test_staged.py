@@ -146,6 +146,13 @@ def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -
     assert [it.moments for it in made.forward.reductions] == [True] * 3
 
 
+def test_backward_computes_ahead_what_takes_long_and_needs_no_gradient() -> None:
+    ahead, stages_after = steps(STAGED["all of LSTM's layer norm"]).backward.text.split("void stage_0(")
+    slow = re.compile(r"\b(logistic|hyperbolic|tanhf?|rsqrtf?|expf?)\(|/")
+    assert len(slow.findall(ahead)) >= 7  # three sigmoids, two tangents, two roots
+    assert slow.findall(stages_after) == []
+
+
 def test_means_of_what_is_affine_in_means_are_found_at_once() -> None:
     a, b = var("x.a"), var("x.b")
     first = whorl.mean(a * b)

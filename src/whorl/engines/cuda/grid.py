@@ -117,7 +117,7 @@ class Grid:
     ) -> None:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.parts, self.words = -(-batch // tile.rows), 0
-        if isinstance(tile, Tile) and size.staged is None:
+        if isinstance(tile, Tile) and (size.staged is None or kind == "forward"):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)

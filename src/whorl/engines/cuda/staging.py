@@ -29,7 +29,7 @@ def forward(
     used = max(widest * tiles * 4 + 4 * tiles, 0) + each * item + 2 * links + 8 * bool(size.ahead)
     used += 10 * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _FORWARD_EXTRA, tiles)
     resident = _resident(size, warps, used, 4 * max(1, size.recurrent), depths, resident)
-    states, copies = 8 * tiles * (splits * depths * 8 + 4), _copies(made, "forward")
+    states, copies = 8 * tiles * splits * depths * 8, _copies(made, "forward")
     partial = groups * 2 * tiles * splits * widest * 64 if splits > 1 else 0
     operands = copies * ((made.leaves > 0) + len(own.rounds)) * states
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
@@ -79,6 +79,7 @@ def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warp
     item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + 3 * len(own.reductions) // 2
     used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
     used += 6 * chunk * tiles * (size.bits or bool(size.masks))
+    used += 32 * (each * held == 1 and size.element == 2)  # what is read and computed ahead
     return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
 
 
