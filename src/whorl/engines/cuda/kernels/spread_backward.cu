@@ -377,12 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       Unit units[2];
       begin(0, units[0]), begin(1, units[1]);
       Values values[2];
-#pragma unroll
-      for (int u = 0; u < 2; ++u)
-        if (ROOMY)
-          values[u] = ahead[j][u];
-        else
-          run_ahead(units[u].x, units[u].r, units[u].before, units[u].v, units[u].e, read.m, values[u]);
+      if (ROOMY) values[0] = ahead[j][0], values[1] = ahead[j][1];
       float m[MOST(MEANS)];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
@@ -396,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           Unit& of = units[u];
           const bool there = (u == 0 ? first : second) && valid;
           float after[STATES];  // written by the first stage
+          if (!ROOMY && stage == 0) run_ahead(of.x, of.r, of.before, of.v, of.e, m, values[u]);
           run_stage(stage, of.x, of.r, of.before, of.v, of.e, m, values[u], to[u], operand, of.d, q, there, dx[u], dr[u],
                     of.to_s, of.to_v, of.to_e, after);
 #if ZONEOUT_GRADIENT

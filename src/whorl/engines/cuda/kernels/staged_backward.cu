@@ -483,8 +483,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
     const int copy = COPIES > 1 ? t % 2 : 0;
     Values values[OWN][PER][2];
-    const auto look_ahead = [&] {
-      if (!cells) return;
+    if (ROOMY && cells)  // while the sums travel
 #pragma unroll
       for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -494,8 +493,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const Given given = given_of(j, b, u);
             run_ahead(given.x, given.r, given.before, given.v, given.e, item[j].m[b], values[j][b][u]);
           }
-    };
-    Read later[OWN];  // of the next step
+    Read upcoming[MOST(ROOMY * OWN)];
+    const auto later = [&](int j) -> Read& { return ROOMY ? upcoming[ROOMY ? j : 0] : item[j].read; };
     const auto read_on = [&] {
       if (!cells || t + 1 == time) return;
 #pragma unroll
@@ -505,12 +504,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         apart_at[j] += row_step * APART * UNITS;
         states_at[j] += row_step * UNITS;
         levels_at[j] += row_step * LEVELS;
-        load(j, next, t + 2 == time, later[j]);
+        load(j, next, t + 2 == time, later(j));
       }
     };
-    if (ROOMY) look_ahead();  // while the sums travel
     if (t > 0) arrive(t, rows_before);
-    if (!ROOMY) look_ahead();
     rows_before = rows;
 
     float dx[OWN][PER][2][GATES], dr[OWN][PER][2][MOST(LINKS)], d[OWN][PER][2][STATES], stayed[OWN][PER][2][STATES];
@@ -566,6 +563,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               const Given given = given_of(j, b, u);
               const bool there = in[j][b][u] && (!MARKED || item[j].valid[b]);
               float after[STATES];  // written after the first stage
+              if (!ROOMY && stage == 0)
+                run_ahead(given.x, given.r, given.before, given.v, given.e, item[j].m[b], values[j][b][u]);
               run_stage(stage, given.x, given.r, given.before, given.v, given.e, item[j].m[b], values[j][b][u], to[j][b][u], operands[j][b][u],
                         d[j][b][u], q[j][b][u], there, dx[j][b][u], dr[j][b][u], to_s[j][b][u],
                         summed[j][u] + SUMMED - VECTORS, to_e[j][b][u], after);
@@ -691,7 +690,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (!ROOMY) read_on();
     if (cells && t + 1 < time)
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) item[j].read = later[j], begin_item(j);
+      for (int j = 0; j < OWN; ++j) {
+        if (ROOMY) item[j].read = later(j);
+        begin_item(j);
+      }
     if (goes_on) {
       multiply_round(0, COPIES > 1 ? 1 - copy : 0, turn);
       turn = 1 - turn;
