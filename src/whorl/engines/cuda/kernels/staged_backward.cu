@@ -4,7 +4,7 @@
 // A step is: add up what has come for the first state | stage 0 | exchange | stage 1 | ... | the last stage | product.
 // An exchange is of what means are made of (means.cu), or of sums of a product with the transposed weights of one gate,
 // inside the step; the last product is of all gates that multiply the first state.
-// Where registers allow (ROOMY), what of stage 0 needs no gradient is computed while the sums travel, and what the next
+// Where registers allow, what of stage 0 needs no gradient is computed while the sums travel, and what the next
 // step reads is asked for while the means do.
 //
 //   registers  weights, sums of one product, and of the thread's items: gradients of the states, means, what stages keep
@@ -37,7 +37,9 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
 constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;  // of what is exchanged
 constexpr int ARRIVED_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * SUM_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
 constexpr int VECTOR_WORDS = VECTORS * SLICE;
-constexpr bool ROOMY = OWN * PER == 1 && ELEMENT_BYTES == 2;  // else registers are short
+constexpr bool FEW = OWN * PER == 1 && ELEMENT_BYTES == 2;  // else registers are short
+constexpr bool LOOKS_AHEAD = FEW && ITEMS <= 4;               // one warp of each scheduler: two would wait for each other
+constexpr bool READS_AHEAD = FEW;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + ARRIVED_WORDS + 2 * GRADIENT_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + MASK_WORDS) +
                       8 * COPIES * BARRIERS == SHARED,
@@ -315,9 +317,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool cells = warp < ITEMS;  // the warp computes some: the same for all of it
   const auto await = [&](int exchange, int copy, int completed) {
 #if CLUSTER > 1
-    const unsigned barrier = barriers + 8 * (exchange * COPIES + copy);
-    wait(barrier, completed / COPIES % 2);
-    if (threadIdx.x == 0) expect(barrier, arriving(exchange));
+    wait(barriers + 8 * (exchange * COPIES + copy), completed / COPIES % 2);
+#endif
+  };
+  // of the next step what was awaited before stage 0 (-1) or after a stage, once this warp keeps nobody waiting
+  const auto expect_more = [&](int t, int stage, int copy) {
+#if CLUSTER > 1
+    if (threadIdx.x != 0) return;
+    const auto expect_one = [&](int exchange) {
+      expect(barriers + 8 * (exchange * COPIES + copy), arriving(exchange));
+    };
+    if (stage < 0 && LEAVES > 0 && t > 0) expect_one(0);
+    if (stage >= 0 && packs(stage) > 0) expect_one(1 + stage);
+#pragma unroll
+    for (int round = 1; round <= ROUNDS; ++round)
+      if (stage >= 0 && round_stage(round) == stage) expect_one(STAGES + round);
 #endif
   };
   const auto sums_at = [&](int round, int copy) {  // where the sums of a round lie, as float4 of `arrived`
@@ -483,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
     const int copy = COPIES > 1 ? t % 2 : 0;
     Values values[OWN][PER][2];
-    if (ROOMY && cells)  // while the sums travel
+    if (LOOKS_AHEAD && cells)  // while the sums travel
 #pragma unroll
       for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -493,8 +507,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const Given given = given_of(j, b, u);
             run_ahead(given.x, given.r, given.before, given.v, given.e, item[j].m[b], values[j][b][u]);
           }
-    Read upcoming[MOST(ROOMY * OWN)];
-    const auto later = [&](int j) -> Read& { return ROOMY ? upcoming[ROOMY ? j : 0] : item[j].read; };
+    Read upcoming[MOST(READS_AHEAD * OWN)];
+    const auto later = [&](int j) -> Read& { return READS_AHEAD ? upcoming[READS_AHEAD ? j : 0] : item[j].read; };
     const auto read_on = [&] {
       if (!cells || t + 1 == time) return;
 #pragma unroll
@@ -563,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               const Given given = given_of(j, b, u);
               const bool there = in[j][b][u] && (!MARKED || item[j].valid[b]);
               float after[STATES];  // written after the first stage
-              if (!ROOMY && stage == 0)
+              if (!LOOKS_AHEAD && stage == 0)
                 run_ahead(given.x, given.r, given.before, given.v, given.e, item[j].m[b], values[j][b][u]);
               run_stage(stage, given.x, given.r, given.before, given.v, given.e, item[j].m[b], values[j][b][u], to[j][b][u], operands[j][b][u],
                         d[j][b][u], q[j][b][u], there, dx[j][b][u], dr[j][b][u], to_s[j][b][u],
@@ -611,7 +625,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           multiply_round(round, copy, turn);
           turn = 1 - turn;
         }
-      if (ROOMY && stage == 0) read_on();  // while the means travel
+      if (stage + 1 < STAGES) expect_more(t, stage - 1, copy);
+      if (READS_AHEAD && stage == 0) read_on();  // while the means travel
       if (CLUSTER == 1 && stage + 1 < STAGES) __syncthreads();
       if (cells) {
         if (packs(stage) > 0) {
@@ -687,17 +702,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
     const bool goes_on = LEAVES > 0 && (t + 1 < time || wants_initial);
     if (goes_on) __syncthreads();
-    if (!ROOMY) read_on();
+    if (!READS_AHEAD) read_on();
     if (cells && t + 1 < time)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        if (ROOMY) item[j].read = later(j);
+        if (READS_AHEAD) item[j].read = later(j);
         begin_item(j);
       }
     if (goes_on) {
       multiply_round(0, COPIES > 1 ? 1 - copy : 0, turn);
       turn = 1 - turn;
     }
+    expect_more(t, STAGES - 2, copy), expect_more(t, STAGES - 1, copy);
 
     if (cells) {  // what nobody waits for
 #pragma unroll

@@ -316,9 +316,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto row_of = [&](int item) { return lane % 4 * 2 + item / 2 * 8 + item % 2; };
   const auto await = [&](int exchange, int copy, int completed) {
 #if CLUSTER > 1
-    const unsigned barrier = barriers + 8 * (exchange * COPIES + copy);
-    wait(barrier, completed / COPIES % 2);
-    if (threadIdx.x == 0) expect(barrier, share * arriving(exchange));
+    wait(barriers + 8 * (exchange * COPIES + copy), completed / COPIES % 2);
+#endif
+  };
+  // of the next step what was awaited before stage 0 (-1) or after a stage, once this warp keeps nobody waiting
+  const auto expect_more = [&](int t, int stage, int copy) {
+#if CLUSTER > 1
+    if (threadIdx.x != 0) return;
+    const auto expect_one = [&](int exchange) {
+      expect(barriers + 8 * (exchange * COPIES + copy), share * arriving(exchange));
+    };
+    if (stage < 0 && LEAVES > 0 && t > 0) expect_one(0);
+    if (stage >= 0 && packs(stage) > 0) expect_one(1 + stage);
+#pragma unroll
+    for (int round = 1; round <= ROUNDS; ++round)
+      if (stage >= 0 && round_stage(round) == stage) expect_one(STAGES + round);
 #endif
   };
   // the operand of a round to all blocks; what is past the units is zero, whatever the cell makes of it
@@ -507,6 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             spread(round, copy, entering);
           }
       }
+      if (stage + 1 < STAGES) expect_more(t, stage - 1, copy);
       if (CLUSTER == 1 && stage + 1 < STAGES) __syncthreads();
       if (packs(stage) > 0 && cells) {
         await(1 + stage, copy, t);
@@ -552,6 +565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 
       if (LEAVES > 0 && t + 1 < time) spread(0, COPIES > 1 ? 1 - copy : 0, entering);
+      expect_more(t, STAGES - 2, copy), expect_more(t, STAGES - 1, copy);
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
