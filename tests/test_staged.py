@@ -147,7 +147,7 @@ def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -
 
 
 def test_backward_computes_ahead_what_takes_long_and_needs_no_gradient() -> None:
-    ahead, stages_after = steps(STAGED["all of LSTM's layer norm"]).backward.text.split("void stage_0(")
+    ahead, stages_after = steps(STAGED["all of LSTM's layer norm"]).backward.parted.split("void stage_0(")
     slow = re.compile(r"\b(logistic|hyperbolic|tanhf?|rsqrtf?|expf?)\(")
     assert len(slow.findall(ahead)) >= 7  # three sigmoids, two tangents, two roots
     assert slow.findall(stages_after) == []

@@ -12,7 +12,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.staged import Pass, Steps, most, parted, staged, steps
+from whorl.engines.cuda.staged import Pass, Steps, most, part, staged, steps
 from whorl.engines.cuda.tiling import Tile
 
 _KERNELS = Path(__file__).parent / "kernels"
@@ -179,7 +179,11 @@ def backward(
     else:
         own |= {"SUBS": tile.subs}
     if staged(graph):
-        return _source("backward", graph, units, dtype, tile, own, steps(graph).backward.text, features)
+        made = steps(graph).backward
+        # in a cluster what is computed ahead brought nothing: a warp waits less there, and computes more
+        return _source(
+            "backward", graph, units, dtype, tile, own, made.parted if isinstance(tile, Spread) else made.text, features
+        )
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
 
@@ -378,7 +382,7 @@ def _step_backward(graph: Graph) -> str:
     own = "const float* x, const float* r, const float* s, const float* v, const float* e"
     parameters = own + ", const float* d, float* dx, float* dr, float* ds, float* dv, float* de"
     gradients = {identifier(f"d.{state}") for state in graph.states}
-    before, known, after = parted(_only(stages(graph.backward.named(), CUDA)), gradients)
+    before, known, after = part(_only(stages(graph.backward.named(), CUDA)), gradients)
     members = "".join(f" {kind} {name};" for name, kind in known.items())
     values = ", ".join(known)
     ready = "".join(f" ready(known.{name});" for name, kind in known.items() if kind == "real")

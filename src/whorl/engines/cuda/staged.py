@@ -57,6 +57,8 @@ class Pass:
 
     text: str
     """A function for each stage, what they keep, and one that calls them by number."""
+    parted: str
+    """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own."""
     stages: int
     reductions: tuple[Reduction, ...]
     rounds: tuple[Round, ...]
@@ -158,9 +160,7 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
         return var(names[node.digest]) if node.digest in names else made
 
     named = dict(zip(named, at_once(rewritten(list(named.values()), from_saved)), strict=True))
-    first, *rest = _lean(stages(named, CUDA), topological(named.values()))
-    ahead, first = _ahead(first, {identifier(f"d.{state}") for state in graph.states})
-    made = [first, *rest]
+    made = _lean(stages(named, CUDA), topological(named.values()))
     kinds = {"x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs, "d": graph.states}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind, row in kinds.items() for i, name in enumerate(row)}
     places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
@@ -179,18 +179,20 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
                 rounds.append(Round(index, (graph.recurrent.index(result.gate),)))
     arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de, "
     arguments += "float* after"
-    printer = _Printer(made, places, writes, arguments, "d, q, there, dx, dr, ds, dv, de, after", levels)
-    return printer.printed(rounds, ahead)
+    given = "d, q, there, dx, dr, ds, dv, de, after"
+    ahead, first = _ahead(made[0], {identifier(f"d.{state}") for state in graph.states})
+    parted = _Printer([first, *made[1:]], places, writes, arguments, given, levels).printed(rounds, ahead)
+    return replace(_Printer(made, places, writes, arguments, given, levels).printed(rounds), parted=parted.text)
 
 
 def _ahead(first: Stage, gradients: set[str]) -> tuple[Stage, Stage]:
     """The first stage in two: what takes long and needs no gradient, which is computed before one comes; the rest."""
-    before, known, after = parted(first, gradients)
+    before, known, after = part(first, gradients)
     writes = tuple(Value(name, kind == "bool") for name, kind in known.items())
     return replace(before, writes=writes, collectives=()), replace(after, reads=(*after.reads, *writes))
 
 
-def parted(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
+def part(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
     """The lines that `known` needs, what it hands on and of which type, and the lines that make gradients of it."""
     kinds, uses, late, text = {}, {}, set(gradients), {}
     for line in stage.lines:
@@ -215,11 +217,11 @@ def parted(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], St
     known = {name: kinds[name] for name in kinds if name in slow & after}
     before = needed(known, set())
 
-    def part(names: set[str], without: Iterable[str] = ()) -> Stage:
+    def lines_of(names: set[str], without: Iterable[str] = ()) -> Stage:
         lines = tuple(line for name, line in text.items() if name in names and name not in without)
         return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
 
-    return part(before), known, part(after, known)
+    return lines_of(before), known, lines_of(after, known)
 
 
 def _saving(
@@ -405,7 +407,7 @@ class _Printer:
             f"struct Values {{ {members} }};", *functions,
             f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
         ])  # fmt: skip
-        return Pass(text, len(self._made), tuple(reductions), tuple(rounds), kept)
+        return Pass(text, "", len(self._made), tuple(reductions), tuple(rounds), kept)
 
     def _loaded(self, names: dict[str, bool]) -> list[str]:
         """Lines that read values, or conditions."""

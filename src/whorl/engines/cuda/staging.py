@@ -79,7 +79,7 @@ def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warp
     item += 2 * (2 * size.states + own.kept + len(own.rounds) + links) + made.levels + 3 * len(own.reductions) // 2
     used = each * (held * item + 2 * summed + size.back // splits) + (4 * chunk + 4) * tiles + 8 * bool(size.back)
     used += 6 * chunk * tiles * (size.bits or bool(size.masks))
-    used += 32 * (each * held == 1 and size.element == 2)  # what is read and computed ahead
+    used += 32 * (each * held == 1 and groups * tiles * splits <= 4 and size.element == 2)  # what is read ahead
     return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
 
 
