@@ -180,10 +180,9 @@ def backward(
         own |= {"SUBS": tile.subs}
     if staged(graph):
         made = steps(graph).backward
-        # in a cluster what is computed ahead brought nothing: a warp waits less there, and computes more
-        return _source(
-            "backward", graph, units, dtype, tile, own, made.parted if isinstance(tile, Spread) else made.text, features
-        )
+        # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
+        step = made.parted if isinstance(tile, Spread) else made.text
+        return _source("backward", graph, units, dtype, tile, own, step, features)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
 

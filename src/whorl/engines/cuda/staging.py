@@ -134,11 +134,10 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
     inside = own.exchanges * (0.3 + (0.005 if own.reductions else 0.02) * tile.cluster)
     if kind == "forward":  # items of a warp
         inside += 0.35 * -(-2 * tile.tiles // tile.splits)
-        if size.units > 256:
-            return 1.2 * (plain + tiling.rounds(chip, batch, directions, tile) * inside)
     elif own.reductions:
         cells = tile.slice // 16 * tile.tiles
         inside += 1.2 / tile.splits**0.5 * -(-cells * tile.splits // tile.warps)
         used = _backward_registers(graph, size, tile.cluster, tile.tiles, tile.warps, tile.splits)
         inside += 0.05 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
-    return plain + tiling.rounds(chip, batch, directions, tile) * inside
+    time = plain + tiling.rounds(chip, batch, directions, tile) * inside
+    return 1.2 * time if kind == "forward" and size.units > 256 else time
