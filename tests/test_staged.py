@@ -146,6 +146,23 @@ def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -
     assert [it.moments for it in made.forward.reductions] == [True] * 3
 
 
+def test_backward_computes_ahead_what_takes_long_and_needs_no_gradient() -> None:
+    ahead, stages_after = steps(STAGED["all of LSTM's layer norm"]).backward.parted.split("void stage_0(")
+    slow = re.compile(r"\b(logistic|hyperbolic|tanhf?|rsqrtf?|expf?)\(")
+    assert len(slow.findall(ahead)) >= 7  # three sigmoids, two tangents, two roots
+    assert slow.findall(stages_after) == []
+
+
+def test_layer_norm_is_spread_where_that_was_measured_to_be_faster() -> None:
+    cell = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("r",))[0]
+    size = size_of(cell, 512, 2)
+    chosen = {(kind, batch): grid.estimated(size, H200, batch, 1, kind)
+              for kind in ("forward", "backward") for batch in (32, 128)}  # fmt: skip
+    spread = {where for where, tile in chosen.items() if isinstance(tile, Spread)}
+    assert spread == {("forward", 128)}
+    assert {tile.slice for where, tile in chosen.items() if tile is not None and where in spread} == {64}
+
+
 def test_means_of_what_is_affine_in_means_are_found_at_once() -> None:
     a, b = var("x.a"), var("x.b")
     first = whorl.mean(a * b)

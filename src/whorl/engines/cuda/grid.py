@@ -58,10 +58,10 @@ batch 32, 1.85 and 2.11 at 128, and 1.55 and 2.40 with 256 at 512; 30 steps with
 with 650 at 20, 93 and 64 with 768 at 16.  Backward, where the estimate is too low by up to 1.46 for what is spread, 67
 and 99, 80 and 109, 143 and 159 with 512 units at batch 1, 32 and 128, 123 and 128, 110 and 125 with 650 and 768."""
 
-_MUCH_STAGED = {"forward": 1.1, "backward": 1.6}
-"""Of a step with means, set before any was measured.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster
-and spread took 5.9 and 4.5 us with 512 units at batch 128, 2.7 and 3.4 at 32, 1.8 and 2.8 with 256 at 32; backward 7.1
-and 7.3, 3.0 and 4.9, with 256 units at 128 3.1 and 4.5, with 650 at 20 5.9 and 7.7."""
+_MUCH_STAGED = {"forward": 1.0, "backward": 1.6}
+"""Of a step with means.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster and spread took 5.0 and 4.5
+us with 512 units at batch 128, 2.7 and 3.4 at 32, 1.7 and 2.8 with 256 at 32; backward 7.1 and 7.3, 2.9 and 4.9, with
+256 units at 128 2.9 and 4.5, with 650 at 20 5.9 and 7.7."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
@@ -119,7 +119,7 @@ class Grid:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
         self.parts, self.words = -(-batch // tile.rows), 0
-        if isinstance(tile, Tile) and size.staged is None:
+        if isinstance(tile, Tile) and (size.staged is None or kind == "forward"):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)

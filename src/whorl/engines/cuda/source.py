@@ -1,6 +1,5 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -13,7 +12,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.staged import Pass, Steps, most, staged, steps
+from whorl.engines.cuda.staged import Pass, Steps, most, part, staged, steps
 from whorl.engines.cuda.tiling import Tile
 
 _KERNELS = Path(__file__).parent / "kernels"
@@ -180,7 +179,10 @@ def backward(
     else:
         own |= {"SUBS": tile.subs}
     if staged(graph):
-        return _source("backward", graph, units, dtype, tile, own, steps(graph).backward.text, features)
+        made = steps(graph).backward
+        # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
+        step = made.parted if isinstance(tile, Spread) else made.text
+        return _source("backward", graph, units, dtype, tile, own, step, features)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
 
@@ -283,6 +285,7 @@ def _source(
         _text("ptx.cu"),
         _text("weights.cu"),
         *([_text("warpgroup.cu")] if wide else []),
+        *([_text("columns.cu")] if kind == "forward" and isinstance(tile, Tile) else []),
         *map(_text, ("options.cu",) + ("exchange.cu",) * isinstance(tile, Spread)),
         *(map(_text, ("means.cu", f"{beside}_means.cu")) if inside else []),
         "typedef float real;",
@@ -383,7 +386,7 @@ def _step_backward(graph: Graph) -> str:
     own = "const float* x, const float* r, const float* s, const float* v, const float* e"
     parameters = own + ", const float* d, float* dx, float* dr, float* ds, float* dv, float* de"
     gradients = {identifier(f"d.{state}") for state in graph.states}
-    before, known, after = _parted(_only(stages(graph.backward.named(), CUDA)), gradients)
+    before, known, after = part(_only(stages(graph.backward.named(), CUDA)), gradients)
     members = "".join(f" {kind} {name};" for name, kind in known.items())
     values = ", ".join(known)
     ready = "".join(f" ready(known.{name});" for name, kind in known.items() if kind == "real")
@@ -393,38 +396,6 @@ def _step_backward(graph: Graph) -> str:
     return f"struct Known {{{members} }};\n{made}\n" + _function(
         "step_backward", f"const Known& known, {parameters}", reads, writes, after
     )
-
-
-def _parted(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
-    """The lines that `known` needs, what it hands on and of which type, and the lines that make gradients of it."""
-    kinds, uses, late, text = {}, {}, set(gradients), {}
-    for line in stage.lines:
-        kind, name, value = re.fullmatch(r"const (\w+) (\w+) = (.*);", line).groups()  # type: ignore[union-attr]
-        kinds[name], uses[name], text[name] = kind, re.findall(r"[A-Za-z_]\w*", value), line
-        if not late.isdisjoint(uses[name]):
-            late.add(name)
-    slow = {name for name, line in text.items() if name not in late and re.search(r"[(/?]", line)}
-
-    def needed(roots: Iterable[str], ends: set[str]) -> set[str]:
-        found: set[str] = set()
-        left = [*roots]
-        while left:
-            name = left.pop()
-            if name not in found:
-                found.add(name)
-                left += uses.get(name, []) if name not in ends else []
-        return found
-
-    outputs = [value.name for value in stage.writes]
-    after = needed(outputs, slow)
-    known = {name: kinds[name] for name in kinds if name in slow & after}
-    before = needed(known, set())
-
-    def part(names: set[str], without: Iterable[str] = ()) -> Stage:
-        lines = tuple(line for name, line in text.items() if name in names and name not in without)
-        return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
-
-    return part(before), known, part(after, known)
 
 
 def _leaves(graph: Graph) -> dict[str, tuple[str, ...]]:

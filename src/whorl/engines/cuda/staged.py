@@ -57,6 +57,8 @@ class Pass:
 
     text: str
     """A function for each stage, what they keep, and one that calls them by number."""
+    parted: str
+    """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own."""
     stages: int
     reductions: tuple[Reduction, ...]
     rounds: tuple[Round, ...]
@@ -177,7 +179,49 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
                 rounds.append(Round(index, (graph.recurrent.index(result.gate),)))
     arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de, "
     arguments += "float* after"
-    return _Printer(made, places, writes, arguments, "d, q, there, dx, dr, ds, dv, de, after", levels).printed(rounds)
+    given = "d, q, there, dx, dr, ds, dv, de, after"
+    ahead, first = _ahead(made[0], {identifier(f"d.{state}") for state in graph.states})
+    parted = _Printer([first, *made[1:]], places, writes, arguments, given, levels).printed(rounds, ahead)
+    return replace(_Printer(made, places, writes, arguments, given, levels).printed(rounds), parted=parted.text)
+
+
+def _ahead(first: Stage, gradients: set[str]) -> tuple[Stage, Stage]:
+    """The first stage in two: what takes long and needs no gradient, which is computed before one comes; the rest."""
+    before, known, after = part(first, gradients)
+    writes = tuple(Value(name, kind == "bool") for name, kind in known.items())
+    return replace(before, writes=writes, collectives=()), replace(after, reads=(*after.reads, *writes))
+
+
+def part(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
+    """The lines that `known` needs, what it hands on and of which type, and the lines that make gradients of it."""
+    kinds, uses, late, text = {}, {}, set(gradients), {}
+    for line in stage.lines:
+        kind, name, value = re.fullmatch(r"const (\w+) (\w+) = (.*);", line).groups()  # type: ignore[union-attr]
+        kinds[name], uses[name], text[name] = kind, re.findall(r"[A-Za-z_]\w*", value), line
+        if not late.isdisjoint(uses[name]):
+            late.add(name)
+    slow = {name for name, line in text.items() if name not in late and re.search(r"[(/?]", line)}
+
+    def needed(roots: Iterable[str], ends: set[str]) -> set[str]:
+        found: set[str] = set()
+        left = [*roots]
+        while left:
+            name = left.pop()
+            if name not in found:
+                found.add(name)
+                left += uses.get(name, []) if name not in ends else []
+        return found
+
+    outputs = [value.name for value in stage.writes] + [name for made in stage.collectives for name in made.operands]
+    after = needed(outputs, slow)
+    known = {name: kinds[name] for name in kinds if name in slow & after}
+    before = needed(known, set())
+
+    def lines_of(names: set[str], without: Iterable[str] = ()) -> Stage:
+        lines = tuple(line for name, line in text.items() if name in names and name not in without)
+        return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
+
+    return lines_of(before), known, lines_of(after, known)
 
 
 def _saving(
@@ -300,13 +344,25 @@ class _Printer:
         self._made, self._places, self._writes = made, places, writes
         self._arguments, self._given = f"{self._COMMON}Values& k, float* to, float* operand, {arguments}", given
 
-    def printed(self, rounds: Sequence[Round]) -> Pass:
+    def printed(self, rounds: Sequence[Round], ahead: Stage | None = None) -> Pass:
+        """
+        Args:
+            ahead: what is computed before the first stage, in a function of its own.
+        """
         reductions: list[Reduction] = []
         means: dict[tuple[str, ...], int] = {}
         needs = [_read(stage) for stage in self._made]
         kinds: dict[str, str] = {}
         kept = 0
         functions: list[str] = []
+        if ahead is not None:
+            known = {value.name: "bool" if value.condition else "real" for value in ahead.writes}
+            kinds |= known
+            lines = [*self._loaded({value.name: value.condition for value in ahead.reads}), *ahead.lines]
+            lines += [f"k.{name} = {name};" for name in known]
+            lines += [f"ready(k.{name});" for name, kind in known.items() if kind == "real"]
+            body = "\n  ".join(lines)
+            functions.append(f"__device__ __forceinline__ void run_ahead({self._COMMON}Values& k) {{\n  {body}\n}}")
         for index, stage in enumerate(self._made):
             computed = {value.name: value for value in stage.writes}
             later = {name for names in needs[index + 1 :] for name in names}
@@ -330,11 +386,7 @@ class _Printer:
             loads = {value.name: value.condition for value in stage.reads}
             defined = _defined(stage)
             loads |= {name: False for name in (*meaned, *asked) if name not in {*computed, *loads, *defined}}
-            lines = [
-                f"const {'bool' if condition else 'real'} {name} = {self._places.get(name, f'k.{name}')};"
-                for name, condition in loads.items()
-            ]
-            lines += stage.lines
+            lines = [*self._loaded(loads), *stage.lines]
             for name, value in computed.items():
                 if name in self._writes:
                     lines.append(self._writes[name].format(name))
@@ -355,7 +407,14 @@ class _Printer:
             f"struct Values {{ {members} }};", *functions,
             f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
         ])  # fmt: skip
-        return Pass(text, len(self._made), tuple(reductions), tuple(rounds), kept)
+        return Pass(text, "", len(self._made), tuple(reductions), tuple(rounds), kept)
+
+    def _loaded(self, names: dict[str, bool]) -> list[str]:
+        """Lines that read values, or conditions."""
+        return [
+            f"const {'bool' if condition else 'real'} {name} = {self._places.get(name, f'k.{name}')};"
+            for name, condition in names.items()
+        ]
 
 
 def _read(stage: Stage) -> set[str]:

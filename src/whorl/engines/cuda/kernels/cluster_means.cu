@@ -9,9 +9,10 @@ __device__ __forceinline__ int slot_of(int stage, int source, int place) {
   return (source * packs(stage) * BESIDE + place) * 16;
 }
 
-// To the slots of every block.  `slot`: of this sequence and source, as bytes from the start of shared memory.
+// To the slots of every block, if the sequence is there.  `slot`: of it and this source, as bytes from the start of
+// shared memory.
 __device__ __forceinline__ void send_means(
-    int stage, const float (&data)[4 * MOST(PACKS)], int slot, unsigned* memory, unsigned barrier, int lane) {
+    int stage, const float (&data)[4 * MOST(PACKS)], int slot, unsigned* memory, unsigned barrier, bool there, int lane) {
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
     if (pack >= packs(stage)) break;
@@ -22,9 +23,9 @@ __device__ __forceinline__ void send_means(
 #pragma unroll
     for (int p = 0; p < (CLUSTER + 7) / 8; ++p) {
       const int target = lane / 4 + p * 8;
-      if (target < CLUSTER) {
-        const unsigned there = at_rank(shared_address(memory), target);
-        send(there + slot + pack * BESIDE * 16, there + barrier, words);
+      if (there && target < CLUSTER) {
+        const unsigned base = at_rank(shared_address(memory), target);
+        send(base + slot + pack * BESIDE * 16, base + barrier, words);
       }
     }
 #else

@@ -14,38 +14,55 @@ __device__ __forceinline__ int units_of(int source) {
 // the first lane of those that share a sequence with this
 __device__ __forceinline__ int first_of(int lane) { return lane & ~((LANES - 1) * AWAY); }
 
-__device__ __forceinline__ float over_units(float value) {
+// How many values a source with so many units has, of `count` for each.
+__device__ __forceinline__ float amount(int units, int count) {
+  return units == PART ? (float)(PART * count) : units > 0 ? (float)(UNITS % PART * count) : 0.f;
+}
+
+// Over the units, of all that a stage makes at once: none waits for the shuffles of another.
+__device__ __forceinline__ void add_up(int stage, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
 #pragma unroll
-  for (int away = AWAY; away < LANES * AWAY; away *= 2) value += __shfl_xor_sync(0xffffffffu, value, away);
-  return value;
+  for (int away = AWAY; away < LANES * AWAY; away *= 2)
+#pragma unroll
+    for (int i = 0; i < REDUCTIONS; ++i) {
+      if (reduction_stage(i) != stage) continue;
+      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], away);
+      if (reduction_moments(i)) squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], away);
+    }
 }
 
 // What is sent of one sequence after a stage.  `to`: a thread's values of its two units; `there`: units of the source.
 __device__ __forceinline__ void summarise(
     int stage, const float (&to)[2][MOST(VALUES)], bool first, bool second, int there, int lane,
     float (&data)[4 * MOST(PACKS)]) {
-  int at = 0;
+  float start[MOST(REDUCTIONS)], sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;
     // from one of the values on: their mean is not much farther away than they are from each other
-    const float start =
+    start[i] =
         reduction_moments(i) ? __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(to[0][reduction_first(i)]), first_of(lane)))
                              : 0.f;
-    float sum = 0.f, squares = 0.f;
+    sum[i] = squares[i] = 0.f;
 #pragma unroll
     for (int k = 0; k < VALUES; ++k)
       if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) {
-        const float low = first ? to[0][k] - start : 0.f, high = second ? to[1][k] - start : 0.f;
-        sum += low + high;
-        squares += low * low + high * high;
+        const float low = first ? to[0][k] - start[i] : 0.f, high = second ? to[1][k] - start[i] : 0.f;
+        sum[i] += low + high;
+        squares[i] += low * low + high * high;
       }
-    sum = over_units(sum);
+  }
+  add_up(stage, sum, squares);
+  int at = 0;
+#pragma unroll
+  for (int i = 0; i < REDUCTIONS; ++i) {
+    if (reduction_stage(i) != stage) continue;
     if (reduction_moments(i)) {
-      const float apart = there > 0 ? sum / (float)(there * reduction_count(i)) : 0.f;
-      data[at++] = start + apart, data[at++] = over_units(squares) - sum * apart;
+      const float all = 1.f / (PART * reduction_count(i)), last = 1.f / (MOST(UNITS % PART) * reduction_count(i));
+      const float apart = sum[i] * (there == PART ? all : last);
+      data[at++] = start[i] + apart, data[at++] = squares[i] - sum[i] * apart;
     } else {
-      data[at++] = sum;
+      data[at++] = sum[i];
     }
   }
 }
@@ -55,26 +72,30 @@ __device__ __forceinline__ void summarise(
 template <int COUNT, class Value, class First>
 __device__ __forceinline__ void merge(
     int stage, const int (&units)[COUNT], const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
+  float start[MOST(REDUCTIONS)], sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
   int at = 0;
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;
-    const float all = 1.f / (float)(UNITS * reduction_count(i));
-    // from the mean of the first source on, which is there
-    const float start = reduction_moments(i) ? first(at) : 0.f;
-    float sum = 0.f, squares = 0.f;
+    start[i] = reduction_moments(i) ? first(at) : 0.f;  // the mean of the first source, which is there
+    sum[i] = squares[i] = 0.f;
 #pragma unroll
     for (int s = 0; s < COUNT; ++s) {
-      const float values = (float)(units[s] * reduction_count(i)), apart = value(s, at) - start;
-      sum += reduction_moments(i) ? values * apart : value(s, at);
-      if (reduction_moments(i)) squares += units[s] > 0 ? value(s, at + 1) + values * apart * apart : 0.f;
-    }
-    sum = over_units(sum) * all;
-    m[reduction_place(i)] = start + sum;
-    if (reduction_moments(i)) {
-      const float variance = over_units(squares) * all - sum * sum;
-      m[reduction_place(i) + 1] = variance < 0.f ? 0.f : variance;
+      const float values = amount(units[s], reduction_count(i)), apart = value(s, at) - start[i];
+      sum[i] += reduction_moments(i) ? values * apart : value(s, at);
+      if (reduction_moments(i)) squares[i] += units[s] > 0 ? value(s, at + 1) + values * apart * apart : 0.f;
     }
     at += reduction_moments(i) ? 2 : 1;
+  }
+  add_up(stage, sum, squares);
+#pragma unroll
+  for (int i = 0; i < REDUCTIONS; ++i) {
+    if (reduction_stage(i) != stage) continue;
+    const float all = 1.f / (float)(UNITS * reduction_count(i)), mean = sum[i] * all;
+    m[reduction_place(i)] = start[i] + mean;
+    if (reduction_moments(i)) {
+      const float variance = squares[i] * all - mean * mean;
+      m[reduction_place(i) + 1] = variance < 0.f ? 0.f : variance;
+    }
   }
 }

@@ -31,9 +31,9 @@ constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
-constexpr bool ROOMY = !STAGED && TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
+constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #if STAGED
-struct Known {};
+typedef Values Known;
 #endif
 constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
@@ -343,16 +343,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   // what of a step needs no gradient, for the thread's units
   const auto look_ahead = [&](int sub, Known(&ahead)[OWN][2]) {
-#if !STAGED
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
         values(item[sub][j], u, x, r, before, v, e);
+#if STAGED
+        run_ahead(x, r, before, v, e, item[sub][j].m, ahead[j][u]);
+#else
         ahead[j][u] = known(x, r, before, v, e);
-      }
 #endif
+      }
   };
 
   // the cell's gradients for the thread's units
@@ -375,6 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       Unit units[2];
       begin(0, units[0]), begin(1, units[1]);
       Values values[2];
+      if (ROOMY) values[0] = ahead[j][0], values[1] = ahead[j][1];
       float m[MOST(MEANS)];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
@@ -388,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           Unit& of = units[u];
           const bool there = (u == 0 ? first : second) && valid;
           float after[STATES];  // written by the first stage
+          if (!ROOMY && stage == 0) run_ahead(of.x, of.r, of.before, of.v, of.e, m, values[u]);
           run_stage(stage, of.x, of.r, of.before, of.v, of.e, m, values[u], to[u], operand, of.d, q, there, dx[u], dr[u],
                     of.to_s, of.to_v, of.to_e, after);
 #if ZONEOUT_GRADIENT

@@ -1,9 +1,9 @@
 // All steps of a recurrent layer, forward, in one launch, for cells whose step has several stages: means over the units,
 // and products with the recurrent weights inside the step.
 //
-// Who holds what is as in forward.cu: a cluster of CLUSTER blocks owns ROWS = 8 x TILES sequences and all weights, block
-// `rank` the units from rank x SLICE on, warp (group, split) 16 units and a part of the products' depth; an item is, for
-// a thread: two neighbouring units of one sequence.  A step is
+// Who holds what is as in forward.cu: a cluster of CLUSTER blocks owns `share` sequences, at most ROWS = 8 x TILES, and all
+// weights, block `rank` the units from rank x SLICE on, warp (group, split) 16 units and a part of the products' depth; an
+// item is, for a thread: two neighbouring units of one sequence.  A step is
 //
 //   wait for all of the first state | product | stage 0 | exchange | stage 1 | ... | the last stage | send the new state
 //
@@ -27,9 +27,8 @@
 constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / SPLITS;
 constexpr int WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-constexpr int STRIDE = WORDS + 4;           // of a sequence's states: 8 rows of 16 bytes are in 32 different banks
 constexpr int STREAMED = DEPTHS - RESIDENT;
-constexpr int STATE_WORDS = ROWS * STRIDE, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * WIDEST * 64 : 0;
+constexpr int STATE_WORDS = ROWS * WORDS, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * WIDEST * 64 : 0;
 constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;                  // of what is exchanged
 constexpr int OPERAND_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * STATE_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
 constexpr int VECTOR_WORDS = VECTORS * SLICE;
@@ -38,15 +37,15 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-constexpr unsigned ARRIVING = ROWS * CLUSTER * SLICE * ELEMENT_BYTES;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + OPERAND_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + PARTIAL_WORDS + MASK_WORDS) +
                       8 * COPIES * BARRIERS == SHARED,
               "tiling and kernel disagree");
 
-// Bytes that a barrier waits for: 0 the first state, from 1 on the means of each stage, then the operand of each round.
-__device__ constexpr unsigned arriving(int exchange) {
-  return exchange == 0 || exchange > STAGES ? ARRIVING : (unsigned)(ROWS * CLUSTER * GROUPS * packs(exchange - 1) * 16);
+// Bytes of one sequence that a barrier waits for: 0 the first state, from 1 on the means of each stage, then the operand
+// of each round.
+__device__ constexpr int arriving(int exchange) {
+  return CLUSTER * (exchange == 0 || exchange > STAGES ? SLICE * ELEMENT_BYTES : GROUPS * packs(exchange - 1) * 16);
 }
 
 struct Arguments {
@@ -95,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned rank = rank_in_cluster();
   const int unit = rank * SLICE + group * 16 + lane / 4 * 2;  // and unit + 1
   const bool has_first = unit < UNITS, has_second = unit + 1 < UNITS;
-  const int batch = (int)a.batch, row0 = blockIdx.x / CLUSTER * ROWS + lane % 4 * 2;
+  const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
+  const int first_place = blockIdx.x / CLUSTER * share, last_place = min(batch, first_place + share);
   const Element* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 
   // steps of the longest sequence of the cluster
-  const int time = LENGTHS ? longest(a, blockIdx.x / CLUSTER * ROWS) : (int)a.time;
+  const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time;
   const bool reverse = direction == 1;
   const int first_step = reverse && time > 0 ? time - 1 : 0;
 
@@ -127,13 +127,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   __syncthreads();
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
-      const int its = i % 32, place = blockIdx.x / CLUSTER * ROWS + i / 32 % TILES * 8 + its / 4;
-      const long long sequence = place < batch ? sequence_at(a, place) : 0;
+      const int its = i % 32, place = first_place + i / 32 % TILES * 8 + its / 4;
+      const long long sequence = place < last_place ? sequence_at(a, place) : 0;
       unsigned bits = 0;
       for (int word = 0; word < 2; ++word)
         for (int e = 0; e < WORD_ELEMENTS; ++e) {
           const int column = (i / 32 / TILES * 8 + its % 4 + word * 4) * WORD_ELEMENTS + e;
-          for (int g = 0; g < RECURRENT && place < batch && column < UNITS; ++g)
+          for (int g = 0; g < RECURRENT && place < last_place && column < UNITS; ++g)
             if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
         }
       masks[i] = bits;
@@ -141,22 +141,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (NOISE == GIVEN_BY_GATE)
     for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
       const int column = i % (WORDS * WORD_ELEMENTS), line = i / (WORDS * WORD_ELEMENTS);
-      const int gate = line / ROWS, place = blockIdx.x / CLUSTER * ROWS + line % ROWS;
-      const bool there = place < batch && column < UNITS;
+      const int gate = line / ROWS, place = first_place + line % ROWS;
+      const bool there = place < last_place && column < UNITS;
       const long long sequence = there ? sequence_at(a, place) : 0;
       const float value = there ? a.o.noise[direction][(gate * a.batch + sequence) * UNITS + column] : 0.f;
-      ((Element*)(masks + line * STRIDE))[column] = narrow(value);
+      unsigned* const to = masks + gate * STATE_WORDS + word_of(line % ROWS, column / WORD_ELEMENTS);
+      ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
   if (LEAVES > 0 && (a.initial[0] != nullptr || RESET_TO)) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
-      const int place = blockIdx.x / CLUSTER * ROWS + i / UNITS, column = i % UNITS;
-      if (place < batch) {
+      const int place = first_place + i / UNITS, column = i % UNITS;
+      if (place < last_place) {
         const Element value = first_operand(a, sequence_at(a, place), column, direction, first_step);
-        unsigned* const at = states + i / UNITS * STRIDE;
+        unsigned* const at = states + word_of(i / UNITS, column / WORD_ELEMENTS);
 #if ELEMENT_BYTES == 2
-        ((Element*)at)[column] = value;
+        ((Element*)at)[column % WORD_ELEMENTS] = value;
 #else
-        at[column] = operand(value);
+        *at = operand(value);
 #endif
       }
     }
@@ -186,10 +187,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int width = gridDim.y * UNITS;
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   // the thread's first item, and how many sequences further on the others are
-  const int place = row0 + position / 2 * 8 + position % 2;
+  const int place = first_place + lane % 4 * 2 + position / 2 * 8 + position % 2;
   const auto beyond = [](int j) { return SPLITS == 1 ? j / 2 * 8 + j % 2 : j * SPLITS / 2 * 8; };
   const auto is_there = [&](int j) {
-    return has_first && place + beyond(j) < batch && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
+    return has_first && place + beyond(j) < last_place && (OWN * SPLITS == ITEMS || position + j * SPLITS < ITEMS);
   };
   long long sequence[OWN];
 #pragma unroll
@@ -298,14 +299,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
-    for (int i = 0; i < COPIES * BARRIERS; ++i) expect(barriers + 8 * i, arriving(i / COPIES));
+    for (int i = 0; i < COPIES * BARRIERS; ++i) expect(barriers + 8 * i, share * arriving(i / COPIES));
   }
   cluster_barrier();
 #else
   __syncthreads();
 #endif
 
-  const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
+  const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
   const bool cells = position < ITEMS;  // the warp computes some: the same for all of it
   const int in_group = units_of(rank * GROUPS + group);
   // where the operand of a round lies, as words of `states`, and the slots of a stage, as bytes
@@ -317,9 +318,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto row_of = [&](int item) { return lane % 4 * 2 + item / 2 * 8 + item % 2; };
   const auto await = [&](int exchange, int copy, int completed) {
 #if CLUSTER > 1
-    const unsigned barrier = barriers + 8 * (exchange * COPIES + copy);
-    wait(barrier, completed / COPIES % 2);
-    if (threadIdx.x == 0) expect(barrier, arriving(exchange));
+    wait(barriers + 8 * (exchange * COPIES + copy), completed / COPIES % 2);
+#endif
+  };
+  // of the next step what was awaited before stage 0 (-1) or after a stage, once this warp keeps nobody waiting
+  const auto expect_more = [&](int t, int stage, int copy) {
+#if CLUSTER > 1
+    if (threadIdx.x != 0) return;
+    const auto expect_one = [&](int exchange) {
+      expect(barriers + 8 * (exchange * COPIES + copy), share * arriving(exchange));
+    };
+    if (stage < 0 && LEAVES > 0 && t > 0) expect_one(0);
+    if (stage >= 0 && packs(stage) > 0) expect_one(1 + stage);
+#pragma unroll
+    for (int round = 1; round <= ROUNDS; ++round)
+      if (stage >= 0 && round_stage(round) == stage) expect_one(STAGES + round);
 #endif
   };
   // the operand of a round to all blocks; what is past the units is zero, whatever the cell makes of it
@@ -334,12 +347,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
       const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
       const unsigned offset =
-          (operand_at(round, copy) + row_of(item) * STRIDE + (rank * SLICE + chunk) / WORD_ELEMENTS) * 4;
+          (operand_at(round, copy) + word_of(row_of(item), (rank * SLICE + chunk) / WORD_ELEMENTS)) * 4;
 #if CLUSTER > 1
       const unsigned barrier = barrier_offset + 8 * ((round == 0 ? 0 : STAGES + round) * COPIES + copy);
 #pragma unroll
       for (int p = 0; p < PEERS; ++p)
-        if (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER)
+        if (row_of(item) < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
           send(peer[p] + remote + offset, peer[p] + barrier, data[j]);
 #else
       if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
@@ -365,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       uint4 b[TILES];
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
-        const unsigned at = from + (n * 8 * STRIDE + d * 8) * 4;
+        const unsigned at = from + (d * TILES + n) * 256;
         b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
       }
       unsigned bits[TILES][2];
@@ -387,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
                       passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
           if constexpr (NOISE == GIVEN_BY_GATE) {
-            const unsigned at = masks_from + (g * STATE_WORDS + n * 8 * STRIDE + d * 8) * 4;
+            const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + n) * 64) * 4;
             const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
             own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
           }
@@ -492,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             summarise(stage, to[j], has_first, has_second, in_group, lane, data);
             const int slot = slots_at(stage, copy) + slot_of(stage, rank * GROUPS + group, place_of(item));
             send_means(stage, data, shared_address(slots) - shared_address(memory) + slot, memory,
-                       barriers - shared_address(memory) + 8 * ((1 + stage) * COPIES + copy), lane);
+                       barriers - shared_address(memory) + 8 * ((1 + stage) * COPIES + copy), row_of(item) < share, lane);
           }
         int asked = 0;
 #pragma unroll
@@ -508,6 +521,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             spread(round, copy, entering);
           }
       }
+      if (stage + 1 < STAGES) expect_more(t, stage - 1, copy);
       if (CLUSTER == 1 && stage + 1 < STAGES) __syncthreads();
       if (packs(stage) > 0 && cells) {
         await(1 + stage, copy, t);
@@ -553,6 +567,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 
       if (LEAVES > 0 && t + 1 < time) spread(0, COPIES > 1 ? 1 - copy : 0, entering);
+      expect_more(t, STAGES - 2, copy), expect_more(t, STAGES - 1, copy);
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
