@@ -37,17 +37,8 @@ def part_of(cell: Any, engine: str = "auto") -> Part | str:
 
 
 @torch.compiler.assume_constant_result  # a compiled graph holds what comes out, not how it is made
-def _part(
-    kind: str,
-    inputs: int,
-    units: int,
-    bias: bool,
-    activation: Any,
-    recurrent_activation: Any,
-    reset_after: bool,
-    engine: str,
-) -> Part | str:
-    return _made(kind, inputs, units, bias, activation, recurrent_activation, reset_after, engine)
+def _part(*what: Any) -> Part | str:
+    return _made(*what)
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +96,7 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
     drawn = [0.0 < rate < 1.0 for rate in rates]
     if BACKEND != "torch" or cell.seed_generator._initial_seed is None or not any(drawn):
         return
-    if x.is_meta or torch.compiler.is_compiling() or _held(cell) != [None, None]:
+    if x.is_meta or torch.compiler.is_compiling() or any(getattr(cell, name, None) is not None for name in _MASKS):
         return
     count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
     each = 1 if count is None else count
@@ -124,10 +115,6 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
 
 _MASKS = ("_dropout_mask", "_recurrent_dropout_mask")
 """Where a cell of Keras holds those of the input and of the state during a call."""
-
-
-def _held(cell: Any) -> list[Any]:
-    return [getattr(cell, name, None) for name in _MASKS]
 
 
 def _variables(cell: Any) -> list[Any]:
