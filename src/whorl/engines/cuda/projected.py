@@ -7,6 +7,7 @@ initial h is no P m: it enters the first step as columns of x that are zero else
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Projected:
                 made[problem] = make(replace(plan, problem=problem), device)
             self._loops.append(made[problem])
         self.index = self._loops[0].index
+        self._firsts = [*accumulate((loop.keeps + 3 for loop in self._loops), initial=0)]
+        """Where among all that is saved that of each layer begins."""
 
     def _loop(self, layer: int) -> Problem:
         """The problem of one layer over m."""
@@ -87,14 +90,14 @@ class Projected:
         to_starts: list[list[Tensor]] = [[] for _ in call.states]
         to_weights: list[LayerWeights] = []
         to_dropout: list[Tensor | None] = [None] * len(call.dropout)
-        each, outer = self._loops[0].keeps + 3, call.x.shape[:-1]
+        outer = call.x.shape[:-1]
         for layer in reversed(range(form.layers)):
-            *kept, m, end = saved[layer * each : (layer + 1) * each - 1]
+            *kept, m, end = saved[self._firsts[layer] : self._firsts[layer + 1] - 1]
             m = from_bytes(m, (*outer, directions * units), dtype)
             end = from_bytes(end, (directions, batch, units), dtype)
             below, weights = call.x, self._weights(call, layer)
             if layer:
-                below = from_bytes(saved[layer * each - 1], (*outer, directions * form.projection), dtype)
+                below = from_bytes(saved[self._firsts[layer] - 1], (*outer, directions * form.projection), dtype)
             x = below * call.dropout[layer - 1] if layer and call.dropout else below
             to_h, *to_others = (
                 None if to is None else to.narrow(0, layer * directions, directions) for to in to_finals
