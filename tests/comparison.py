@@ -153,3 +153,16 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, PackedSequence):
         return PackedSequence(_rounded(value.data, dtype), *value[1:])
     return tuple(_rounded(part, dtype) for part in value)
+
+
+def in_a_graph(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A CUDA graph of a step that ran once before, and the tensors that each replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured

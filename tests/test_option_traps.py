@@ -14,7 +14,7 @@ from torch import Tensor
 import test_persistent
 import test_spread
 import whorl
-from comparison import error, flat
+from comparison import error, flat, in_a_graph
 from option_draws import OPTIONS, Drawn
 from test_persistent import PRECISIONS, eps_of, switches
 from whorl.engines.cuda import grid, launch, layers, source, spreading
@@ -118,14 +118,7 @@ def test_a_graph_replays_with_everything_new(made: Made, monkeypatch: pytest.Mon
         outputs = made.outputs()
         return [*outputs, *torch.autograd.grad(outputs, made.leaves, like)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_a_graph(step)
     for number in range(100):
         with torch.no_grad():
             for leaf in made.leaves:

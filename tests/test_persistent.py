@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import whorl
-from comparison import PlainLoop, broken, error, flat, make, twin
+from comparison import PlainLoop, broken, error, flat, in_a_graph, make, twin
 from whorl.bench.baseline import TF32_EPS, to_tf32
 from whorl.engines.cuda import compile, grid, launch, layers, source, tiling
 
@@ -217,14 +217,7 @@ def test_a_graph_replays_with_new_input_states_and_weights(cell: str, precision:
     def weighted_on_gpu(outputs: list[Tensor]) -> Tensor:
         return sum(((out.float() + 0.5) ** 2).sum() for out in outputs)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_a_graph(step)
     for _ in range(100):
         with torch.no_grad():
             for tensor in (*tensors, *states):

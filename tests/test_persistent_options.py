@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import whorl
+from comparison import in_a_graph
 from option_draws import Drawn, drawn
 from whorl.engines.cuda import grid, layers, spreading
 
@@ -70,14 +71,7 @@ def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randint", lambda *_, **__: seed)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, captured = in_a_graph(step)
         for number in range(20):
             with torch.no_grad():
                 x.copy_(torch.randn_like(x))

@@ -12,7 +12,7 @@ import torch
 import whorl
 from emulation import H200, emulated
 from engine_cases import CELLS, Case, assert_agrees
-from whorl.engines.cuda import projected
+from whorl.engines.cuda import aligned, projected
 from whorl.engines.cuda.persistent import Persistent
 from whorl.problem import Form, Problem
 
@@ -65,6 +65,13 @@ def test_widths(projection: int, dtype: torch.dtype, device: str) -> None:
         pytest.skip("left to a GPU")
     case = Case({"projection": projection, "layers": 2}, units=24, batch=9)
     assert_agrees("persistent", CELLS["lstm"], case, dtype, device)
+
+
+def test_layers_that_save_in_two_ways(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an odd width the rows are copied for cuBLAS, so the layer above saves in one room, and this one does not."""
+    monkeypatch.setattr(aligned, "LEAST", 0)
+    case = Case({"projection": 8, "layers": 3}, initial=False, units=24, batch=9)
+    assert_agrees("persistent", CELLS["lstm"], case, torch.bfloat16, device)
 
 
 def test_a_compiled_graph(device: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import test_persistent
-from comparison import flat
+from comparison import flat, in_a_graph
 from test_persistent import LOSSES, PRECISIONS, assert_right, build, parity, switches, three_states, weighted
 from whorl import Recurrent
 from whorl.cells import library
@@ -177,14 +177,7 @@ def test_a_graph_replays_with_new_input_states_and_weights(spread: None, cell: s
         loss = sum(((out.float() + 0.5) ** 2).sum() for out in outputs)
         return [*outputs, *torch.autograd.grad(loss, tensors)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_a_graph(step)
     for _ in range(100 if units < 1000 else 20):
         with torch.no_grad():
             for tensor in (*tensors, *states):

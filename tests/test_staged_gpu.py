@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import whorl
-from comparison import error
+from comparison import error, in_a_graph
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
@@ -169,14 +169,7 @@ def test_a_graph_replays_with_new_input_and_weights(kind: str, units: int, argum
         y, _ = made(x)
         return [y, *torch.autograd.grad(y.float().square().sum(), list(made.parameters()))]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_a_graph(step)
     for _ in range(20):
         with torch.no_grad():
             x.normal_()

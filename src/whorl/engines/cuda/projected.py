@@ -7,6 +7,7 @@ initial h is no P m: it enters the first step as columns of x that are zero else
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Projected:
                 made[problem] = make(replace(plan, problem=problem), device)
             self._loops.append(made[problem])
         self.index = self._loops[0].index
+        self._firsts = [*accumulate((loop.keeps + 3 for loop in self._loops), initial=0)]
+        """Where among all that is saved that of each layer begins."""
 
     def _loop(self, layer: int) -> Problem:
         """The problem of one layer over m."""
@@ -71,8 +74,9 @@ class Projected:
         for layer, loop in enumerate(self._loops):
             weights = self._weights(call, layer)
             m, ends, kept, _ = loop.forward(self._call(call, layer, x, weights))
-            y = self._projected(m, weights)
-            finals.append((self._of_states(ends[0], weights), *ends[1:]))
+            turned = [_recurrent(own)[1].t() for own in weights]
+            y = self._times(m, turned)
+            finals.append((self._each_times(ends[0], turned), *ends[1:]))
             if self.problem.gradient:
                 saved += [*kept, as_bytes(m), as_bytes(ends[0])]
                 saved += [as_bytes(y)] if layer < self.form.layers - 1 else []
@@ -86,21 +90,23 @@ class Projected:
         to_starts: list[list[Tensor]] = [[] for _ in call.states]
         to_weights: list[LayerWeights] = []
         to_dropout: list[Tensor | None] = [None] * len(call.dropout)
-        each, outer = self._loops[0].keeps + 3, call.x.shape[:-1]
+        outer = call.x.shape[:-1]
         for layer in reversed(range(form.layers)):
-            *kept, m, end = saved[layer * each : (layer + 1) * each - 1]
+            *kept, m, end = saved[self._firsts[layer] : self._firsts[layer + 1] - 1]
             m = from_bytes(m, (*outer, directions * units), dtype)
             end = from_bytes(end, (directions, batch, units), dtype)
             below, weights = call.x, self._weights(call, layer)
             if layer:
-                below = from_bytes(saved[layer * each - 1], (*outer, directions * form.projection), dtype)
+                below = from_bytes(saved[self._firsts[layer] - 1], (*outer, directions * form.projection), dtype)
             x = below * call.dropout[layer - 1] if layer and call.dropout else below
-            of_layer = [None if to is None else to.narrow(0, layer * directions, directions) for to in to_finals]
-            to_h, *to_others = of_layer
-            ends = [None if to_h is None else self._pulled(to_h, weights), *to_others]
-            to_m = None if to_y is None else self._pulled_columns(to_y, weights)
+            to_h, *to_others = (
+                None if to is None else to.narrow(0, layer * directions, directions) for to in to_finals
+            )
+            projections = [_recurrent(own)[1] for own in weights]
+            to_m = None if to_y is None else self._times(to_y, projections)
+            to_end = None if to_h is None else self._each_times(to_h, projections)
             inner = self._call(call, layer, x, weights)
-            found: list[Any] = [*self._loops[layer].backward(inner, m, kept, [to_m, *ends])]
+            found: list[Any] = [*self._loops[layer].backward(inner, m, kept, [to_m, to_end, *to_others])]
             to_x, starts, rest = found[0], found[1 : 1 + len(call.states)], found[1 + len(call.states) :]
             of_inner = split(self._loops[layer].whole, rest[: len(inner.weights)])
             to_weights = [
@@ -153,36 +159,20 @@ class Projected:
         columns = [to_x.narrow(-1, inputs + place * width, width) for place in range(self.form.directions)]
         return [column[-direction] for direction, column in enumerate(columns)]
 
-    def _projected(self, m: Tensor, weights: Sequence[LayerWeights]) -> Tensor:
-        """The outputs of both directions."""
-        width, units, tf32 = self.form.projection, self.form.units, self.problem.tf32
-        y = m.new_empty(*m.shape[:-1], len(weights) * width)
-        rows, into = m.view(-1, m.shape[-1]), y.view(-1, y.shape[-1])
-        for direction, own in enumerate(weights):
-            of_m, of_y = rows.narrow(1, direction * units, units), into.narrow(1, direction * width, width)
-            product(of_m, _recurrent(own)[1].t(), of_y, tf32=tf32)
-        return y
+    def _times(self, rows: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """Of directions side by side the part of each times its own matrix, side by side again."""
+        before, after = factors[0].shape
+        made = rows.new_empty(*rows.shape[:-1], len(factors) * after)
+        given, into = rows.reshape(-1, rows.shape[-1]), made.view(-1, made.shape[-1])
+        for direction, factor in enumerate(factors):
+            columns = given.narrow(1, direction * before, before), factor, into.narrow(1, direction * after, after)
+            product(*columns, tf32=self.problem.tf32)
+        return made
 
-    def _pulled_columns(self, to_y: Tensor, weights: Sequence[LayerWeights]) -> Tensor:
-        """The gradient of m, from that of the outputs."""
-        width, units, tf32 = self.form.projection, self.form.units, self.problem.tf32
-        to_m = to_y.new_empty(*to_y.shape[:-1], len(weights) * units)
-        rows, into = to_y.reshape(-1, to_y.shape[-1]), to_m.view(-1, to_m.shape[-1])
-        for direction, own in enumerate(weights):
-            of_y, of_m = rows.narrow(1, direction * width, width), into.narrow(1, direction * units, units)
-            product(of_y, _recurrent(own)[1], of_m, tf32=tf32)
-        return to_m
-
-    def _of_states(self, ends: Tensor, weights: Sequence[LayerWeights]) -> Tensor:
-        """The final h [directions, batch, projection] of the last m."""
-        tf32 = self.problem.tf32
-        made = [product(end, _recurrent(own)[1].t(), tf32=tf32) for end, own in zip(ends, weights, strict=True)]
-        return torch.stack(made)
-
-    def _pulled(self, to_h: Tensor, weights: Sequence[LayerWeights]) -> Tensor:
-        """The gradient of the last m, from that of the final h."""
-        tf32 = self.problem.tf32
-        return torch.stack([product(to, _recurrent(own)[1], tf32=tf32) for to, own in zip(to_h, weights, strict=True)])
+    def _each_times(self, states: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """Of [directions, batch, ...] each times its own matrix."""
+        pairs = zip(states, factors, strict=True)
+        return torch.stack([product(state, factor, tf32=self.problem.tf32) for state, factor in pairs])
 
     def _weight_gradients(
         self, direction: int, inner: LayerWeights, own: LayerWeights, to_y: Tensor | None, to_h: Tensor | None,
