@@ -8,7 +8,7 @@
 // those streamed before it, resident(i) of those not.
 
 constexpr int LEAST_ROOM = 12;  // operands of a warp that shared memory has room for at a time, as prepare.py says
-constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES;
+constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES, IN_4_BYTES = 4 / ELEMENT_BYTES;
 
 // 16 bytes of a row of the weights to shared memory, of which `left` elements are there, and zero for the others
 __device__ __forceinline__ void bring(unsigned* to, const Element* from, int left) {
@@ -18,11 +18,11 @@ __device__ __forceinline__ void bring(unsigned* to, const Element* from, int lef
   } else if constexpr (ROW_BYTES % 8 == 0) {
 #pragma unroll
     for (int part = 0; part < 2; ++part)
-      copy_8(address + part * 8, from + part * 2 * WORD_ELEMENTS, left > part * 2 * WORD_ELEMENTS);
+      copy_8(address + part * 8, from + part * 2 * IN_4_BYTES, left > part * 2 * IN_4_BYTES);
   } else if constexpr (ROW_BYTES % 4 == 0) {
 #pragma unroll
     for (int part = 0; part < 4; ++part)
-      copy_4(address + part * 4, from + part * WORD_ELEMENTS, left > part * WORD_ELEMENTS);
+      copy_4(address + part * 4, from + part * IN_4_BYTES, left > part * IN_4_BYTES);
   } else {
     unsigned short* const halves = (unsigned short*)to;
 #pragma unroll
