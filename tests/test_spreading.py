@@ -57,7 +57,7 @@ def test_the_choice_is_pure_and_one_of_the_candidates(kind: str) -> None:
 def test_the_ring_is_the_kernels() -> None:
     text = source._text("exchange.cu")
     assert f"PERIOD = {spreading.PERIOD};" in text
-    assert "RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;" in text
+    assert "RING = OPERAND_BYTES == 2 ? 4 * PERIOD : 2;" in text
     assert (spreading.buffers(2), spreading.buffers(4)) == (4 * spreading.PERIOD, 2)
 
 

@@ -265,7 +265,7 @@ def _source(
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
         f"#define EXACT {int(tile.exact)}",
         f"#define STAGED {int(staged(graph))}",
-        f"#define HALVES {int(isinstance(tile, Tile) and tile.halves)}",
+        f"#define HALVES {int(tile.halves)}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define WARPGROUPS {int(wide)}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",

@@ -9,7 +9,7 @@
 
 constexpr unsigned NOTHING = 0xffffffffu;
 constexpr int PERIOD = 8;                                 // steps between fences
-constexpr int RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
+constexpr int RING = OPERAND_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
 
 __device__ __forceinline__ uint4 look(const unsigned* at) {
   uint4 words;
@@ -32,14 +32,14 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ unsigned phase_of(int step) { return step / RING % 2; }
-#if ELEMENT_BYTES == 2
+#if ELEMENT_BYTES == 2 || HALVES
 __device__ __forceinline__ bool is_missing(const uint4& words, unsigned) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
 }
 __device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
-// two neighbouring values to where others look for them
+// two neighbouring values (scaled, with HALVES) to where others look for them
 __device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned) {
-  put(at, something(narrow_pair(first, second)));
+  put(at, something(operand_pair(first, second)));
 }
 __device__ __forceinline__ unsigned absent(unsigned) { return 0; }  // a zero that nobody waits for
 #else

@@ -133,6 +133,15 @@ __device__ __forceinline__ Planes halves_of(const float2 (&words)[4]) {
 #endif
 
 #if HALVES || ELEMENT_BYTES == 2
+// two neighbours (scaled, with HALVES) as a word of an operand
+__device__ __forceinline__ unsigned operand_pair(float low, float high) {
+#if HALVES
+  return half_pair(low, high);
+#else
+  return narrow_pair(low, high);
+#endif
+}
+
 // the 4 words that 4 threads, APART lanes apart, have one each of: each of them gets all
 template <int APART>
 __device__ __forceinline__ uint4 gathered_words(unsigned mine, int lane) {

@@ -8,7 +8,7 @@
 // those streamed before it, resident(i) of those not.
 
 constexpr int LEAST_ROOM = 12;  // operands of a warp that shared memory has room for at a time, as prepare.py says
-constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES;
+constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES, IN_4_BYTES = 4 / ELEMENT_BYTES;
 
 // 16 bytes of a row of the weights to shared memory, of which `left` elements are there, and zero for the others
 __device__ __forceinline__ void bring(unsigned* to, const Element* from, int left) {
@@ -18,11 +18,11 @@ __device__ __forceinline__ void bring(unsigned* to, const Element* from, int lef
   } else if constexpr (ROW_BYTES % 8 == 0) {
 #pragma unroll
     for (int part = 0; part < 2; ++part)
-      copy_8(address + part * 8, from + part * 2 * WORD_ELEMENTS, left > part * 2 * WORD_ELEMENTS);
+      copy_8(address + part * 8, from + part * 2 * IN_4_BYTES, left > part * 2 * IN_4_BYTES);
   } else if constexpr (ROW_BYTES % 4 == 0) {
 #pragma unroll
     for (int part = 0; part < 4; ++part)
-      copy_4(address + part * 4, from + part * WORD_ELEMENTS, left > part * WORD_ELEMENTS);
+      copy_4(address + part * 4, from + part * IN_4_BYTES, left > part * IN_4_BYTES);
   } else {
     unsigned short* const halves = (unsigned short*)to;
 #pragma unroll
@@ -114,6 +114,44 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
     __syncwarp();
     *(uint4*)(streamed + i * 128 + lane * 4) = words;
   }
+}
+
+// All operands of a warp, of weights in float32 that enter as float16: several are asked for before one is stored.
+//
+//   look    (i, words): the lane's 4 pairs of operand i
+//   scaled  (i, words): what they are as an operand
+//   keep    (i, words): operand i is one that stays in registers
+template <class KEPT, int COUNT, int STREAMED, int WARPS, class Look, class Scaled, class Keep>
+__device__ __forceinline__ void bring_scaled(unsigned* memory, int warp, int lane, Look look, Scaled scaled, Keep keep) {
+  constexpr int RESIDENT = COUNT - STREAMED, HELD = SHARED / (512 * WARPS), TOGETHER = 4;
+  constexpr int ROOM = HELD > LEAST_ROOM ? HELD : LEAST_ROOM;
+  const auto bring_all = [&](auto is_wanted, auto place_of) {
+#pragma unroll 1
+    for (int first = 0; first < COUNT; first += TOGETHER) {
+      float2 words[TOGETHER][4];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (first + i < COUNT && is_wanted(first + i)) look(first + i, words[i]);
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (first + i < COUNT && is_wanted(first + i)) *(uint4*)place_of(first + i) = scaled(first + i, words[i]);
+    }
+    __syncwarp();
+  };
+#pragma unroll
+  for (int round = 0; round < RESIDENT; round += ROOM) {
+    unsigned* const room = memory + warp * ROOM * 128 + lane * 4;
+    bring_all([&](int i) { return !KEPT::streamed(i) && KEPT::resident(i) >= round && KEPT::resident(i) < round + ROOM; },
+              [&](int i) { return room + (KEPT::resident(i) - round) * 128; });
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (!KEPT::streamed(i) && KEPT::resident(i) >= round && KEPT::resident(i) < round + ROOM)
+        keep(i, *(const uint4*)(room + (KEPT::resident(i) - round) * 128));
+    __syncwarp();
+  }
+  __syncthreads();
+  bring_all([&](int i) { return KEPT::streamed(i); },
+            [&](int i) { return memory + (warp * STREAMED + KEPT::before(i)) * 128 + lane * 4; });
 }
 
 // Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].
