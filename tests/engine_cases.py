@@ -156,7 +156,7 @@ def assert_agrees(engine: str, graph: Graph, case: Case, dtype: torch.dtype, dev
         bound = EXACT if dtype == torch.float64 else 2 * error(plain[name], wanted) + 4 * eps
         if not error(got[name], wanted) <= bound:
             wrong[name] = (error(got[name], wanted), bound)
-    assert wrong == {}
+    assert wrong == {}, wrong
 
 
 FORMS = {

@@ -152,6 +152,19 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool
     assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
 
 
+def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
+    """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
+        return spreading.backward(size, 16, gathered, 1, 1, 8, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+
+
+@pytest.mark.parametrize("gathered", [0, 1, 2])
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize(
     "kind, of_x, of_weights, of_states, of_loss",
@@ -161,9 +174,12 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool
     ],
 )  # fmt: skip
 def test_float32_of_any_size(
-    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, folder: Path
-) -> None:
+    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, gathered: int,
+    folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """As well as a plain loop, each sequence taken for itself, which has another size than its neighbours."""
+    if gathered:
+        spread_thinly(monkeypatch, gathered)
     torch.manual_seed(1)
     relu = dict(nonlinearity="relu") if kind == "RELU" else {}
     layer = getattr(whorl, kind.replace("RELU", "RNN"))(6, 40, bias=False, **relu)
@@ -196,10 +212,15 @@ def test_float32_of_any_size(
     assert broken(rows, TF32_EPS if tf32 else 2.0**-23) == {}
 
 
+@pytest.mark.parametrize("gathered", [0, 1, 2])
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_what_is_not_a_number_stays_in_its_sequence(kind: str, tf32: bool, folder: Path) -> None:
+def test_what_is_not_a_number_stays_in_its_sequence(
+    kind: str, tf32: bool, gathered: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the input of one, in the gradients of another; also where float32 enters products as float16, scaled."""
+    if gathered:
+        spread_thinly(monkeypatch, gathered)
     torch.manual_seed(1)
     layer, x, to_y = getattr(whorl, kind)(3, 33, engine="persistent"), torch.randn(3, 5, 3), torch.randn(3, 5, 33)
 

@@ -329,8 +329,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)
         states = rows * size.units * width
         shared = (
-            tile.warps * (share * tile.depths - tile.resident) * 512
-            + (tile.groups + 1 if width == 2 else 1) * states
+            tile.warps * (share * tile.depths - tile.resident) * 512 + (tile.groups + 1 if width == 2 else 1) * states
         )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
