@@ -136,16 +136,16 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
     assert (max(errors.values()) > 1e-5) == tf32
 
 
-def spread_forward(patch: pytest.MonkeyPatch, *shape: int, **more: Any) -> None:
-    """Forward in blocks that exchange, of so many units and what else makes a tile."""
-    real = grid.choose
+def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
+    """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates."""
 
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | Spread | None:
-        if way == "backward":
-            return real(size, chip, batch, directions, way)
-        return spreading.forward(size, *shape, chip.shared, **more)
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
+        return spreading.backward(size, 16, gathered, 1, 1, 8, chip.shared)
 
-    patch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
 
 
 @pytest.mark.parametrize("tf32, spread", [(False, False), (True, False), (True, True)])
@@ -154,7 +154,7 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
 ) -> None:
     """In float32 they enter products as float16, each sequence and unit with a scale of its own."""
     if spread:
-        spread_forward(monkeypatch, 16, 1, 2, 8, 1)
+        spread_thinly(monkeypatch, 1)
     torch.manual_seed(1)
     layer, x = whorl.RNN(6, 40, bias=False), torch.zeros(1, 9, 6)
     states = torch.randn(1, 9, 40) * 2.0 ** torch.arange(-13, 23, 4)[:, None]
@@ -172,7 +172,8 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
     assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
 
 
-@pytest.mark.parametrize("tf32, spread", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("gathered", [0, 1, 2])
+@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize(
     "kind, of_x, of_weights, of_states, of_loss",
     [  # float16 holds none of these sizes
@@ -181,12 +182,12 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
     ],
 )  # fmt: skip
 def test_float32_of_any_size(
-    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, spread: bool,
+    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, gathered: int,
     folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """As well as a plain loop, each sequence taken for itself, which has another size than its neighbours."""
-    if spread:
-        spread_forward(monkeypatch, 16, 1, 1, 8, 2)
+    if gathered:
+        spread_thinly(monkeypatch, gathered)
     torch.manual_seed(1)
     relu = dict(nonlinearity="relu") if kind == "RELU" else {}
     layer = getattr(whorl, kind.replace("RELU", "RNN"))(6, 40, bias=False, **relu)
@@ -219,14 +220,15 @@ def test_float32_of_any_size(
     assert broken(rows, TF32_EPS if tf32 else 2.0**-23) == {}
 
 
-@pytest.mark.parametrize("tf32, spread", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("gathered", [0, 1, 2])
+@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_what_is_not_a_number_stays_in_its_sequence(
-    kind: str, tf32: bool, spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tf32: bool, gathered: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the input of one, in the gradients of another; also where float32 enters products as float16, scaled."""
-    if spread:
-        spread_forward(monkeypatch, 16, 1, 1, 8, 2)
+    if gathered:
+        spread_thinly(monkeypatch, gathered)
     torch.manual_seed(1)
     layer, x, to_y = getattr(whorl, kind)(3, 33, engine="persistent"), torch.randn(3, 5, 3), torch.randn(3, 5, 33)
 
@@ -254,7 +256,7 @@ def test_large_initial_states_stay_right_in_float32(
 ) -> None:
     """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
     if spread:
-        spread_forward(monkeypatch, 12, 1, 1, 8, 1)
+        spread_thinly(monkeypatch, 1)
     torch.manual_seed(1)
     layer, x, h = getattr(whorl, kind)(3, 20), torch.randn(3, 5, 3), 10 * torch.randn(1, 5, 20)
 

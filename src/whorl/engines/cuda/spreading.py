@@ -74,10 +74,7 @@ class Spread:
 
 def scaled(size: Size, kind: str) -> bool:
     """Whether a kernel of a kind multiplies float32 as float16, scaled; exact products are of TF32 alone."""
-    return kind in _SCALED and not size.exact and (size.scaled(kind) or size.contained)
-
-
-_SCALED = ("forward",)  # kernels that know how
+    return not size.exact and (size.scaled(kind) or size.contained)
 
 
 def operand(size: Size, kind: str) -> int:
@@ -132,6 +129,8 @@ def backward(
     halves, depth = scaled(size, "backward"), 32 // operand(size, "backward")  # elements of 8 words
     if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
         return None
+    if halves and (units % 16 or units & (units - 1)):  # 16 units have a scale, found by threads of one warp
+        return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
     chunk = min(2, share)
@@ -140,22 +139,29 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
-    across = -(-gathered * size.recurrent * units // (16 * depth))
+    scales = gathered * units // 16 * halves
+    across = -(-(gathered * size.recurrent * units // depth * 2 + _behind(scales) // 4) // 32)
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
     sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
+    words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
     if shared > limit:
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
     return Spread(*made, parts=parts, chunk=chunk, exact=size.exact, halves=halves)
+
+
+def _behind(scales: int) -> int:
+    """Words of so many scales behind a sequence's gradients: whole pieces of 16 bytes."""
+    return -(-scales // 4) * 4
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
@@ -192,7 +198,9 @@ def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> i
     means, width = 2 * directions * batch * _means(size, tile, kind), operand(size, kind)
     if kind == "forward":
         return directions * buffers(width) * batch * -(-size.units * width // 16) * 4 + means
-    ring = buffers(width) * tile.blocks * size.recurrent * tile.slice * width // 4 * (tile.gathered > 1)
+    ring = tile.blocks * size.recurrent * tile.slice * width // 4
+    ring += tile.sources * _behind(tile.gathered * tile.slice // 16 * tile.halves)
+    ring *= buffers(width) * (tile.gathered > 1)
     return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice) + means
 
 
@@ -207,6 +215,8 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     ways = [(parts, 0) for parts in ((1, 2, 4) if width == 4 else (1, 2) if size.staged else (1,))]
     if size.staged and width == 4:
         ways += [(4, spilled) for spilled in (2, 4, 8)]
+    if width < size.element:
+        ways += [(1, spilled) for spilled in (2, 4, 8)]
     if kind == "backward":
         smallest = () if width == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):

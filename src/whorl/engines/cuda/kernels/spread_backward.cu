@@ -13,6 +13,9 @@
 // The product's rows are the units of a part, 16 in each of STRIPS strips; warp w owns SHARE strips from w x SHARE on.
 // A thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
+// With HALVES the gradients of the gates of 16 units of a sequence, which are scaled together, lie beside each other, and
+// what their sums are multiplied with travels behind them, in L2 and in shared memory.
+//
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
 //   global     gates, saved states, y and its gradient in; gradients of the gates out; the ring of gradients, and sums
@@ -28,17 +31,20 @@ constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, BLOCKS 
 constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
 constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
-constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+constexpr int SCALES = HALVES ? GATHERED * SLICE / 16 : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
+// of a sequence's gradients, and scales behind them: 8 rows of 16 bytes are in 32 different banks
+constexpr int STRIDE = DEPTHS * 8 + (SCALE_WORDS + 3) / 8 * 8 + 4;
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
 constexpr bool ROOMY = !STAGED && TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #if STAGED
 struct Known {};
 #endif
-constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = !HALVES && CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int RUN = HALVES ? 16 : SLICE, GATE_WORDS = RUN / WORD_ELEMENTS;  // units whose gradients of a gate are beside each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
-constexpr int CHUNKS = GATHERED * OWN_WORDS / 4, GATE_WORDS = SLICE / WORD_ELEMENTS;
-constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;                // words of a sequence in L2
+constexpr int GATHERED_WORDS = GATHERED * OWN_WORDS + SCALE_WORDS, CHUNKS = GATHERED_WORDS / 4;
+constexpr int PITCH = SOURCES * GATHERED_WORDS, SUM_PITCH = BLOCKS * SLICE;          // words of a sequence in L2
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
@@ -55,11 +61,12 @@ constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
 constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
+static_assert(!HALVES || (SLICE % 16 == 0 && PASS * PAIRS % 32 == 0 && !OPTIONS && !STAGED && !EXACT), "no scales of these");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, WARPS * STRIDE, 128, PARTS> Gathered;
+typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, WARPS * STRIDE, 128, PARTS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -90,6 +97,10 @@ struct Arguments {
   long long first_row, first_direction, directions;
 };
 
+// Sums of scaled gradients are multiplied with part of what they have to be, and once more when all were added: there is
+// no overflow between, and the least gradients that are scaled in full are as small as can be.
+constexpr float SUM_SHARE = 0x1p-28f, LEAST_SCALED = 0x1p-84f;
+
 struct Item {  // what one thread reads of a sequence at a step: two units
   GatePair gates[GATES], apart[MOST(APART)];
   Pair y_gradient, before;
@@ -118,16 +129,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
+  const auto strip_of = [](int i) {  // of the warp's
+    const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
+    return chunk + (i - chunk * DEPTHS) % min(CHUNK, SHARE - chunk);
+  };
+  const auto depth_of = [](int i) {
+    const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
+    return (i - chunk * DEPTHS) / min(CHUNK, SHARE - chunk);
+  };
+  const auto unit_of_depth = [&](int depth) { return source * GATHERED * SLICE + depth / (RECURRENT * RUN) * RUN + depth % RUN; };
+  const auto row_of_depth = [&](int depth) {
+    return weights + ((long long)(depth / RUN % RECURRENT) * UNITS + unit_of_depth(depth)) * UNITS;
+  };
+#if HALVES
+  float unscale[SHARE][2];  // what a sum is multiplied with, since the weights of its unit were scaled
+  const auto look_at = [&](int strip, int d, float2(&pairs)[4]) {  // of two units, by 4 gradients
+    const int column = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2;
+    const bool there = warp * SHARE + strip < STRIPS && column < UNITS;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int depth = d * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const bool first = there && unit_of_depth(depth) < UNITS;
+      pairs[i] = load_pair(row_of_depth(depth) + column, first, first && column + 1 < UNITS);
+    }
+  };
+#pragma unroll
+  for (int strip = 0; strip < SHARE; ++strip) {
+    float2 most = {0.f, 0.f};
+#pragma unroll 4
+    for (int d = 0; d < DEPTHS; ++d) {
+      float2 pairs[4];
+      look_at(strip, d, pairs);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most = {fmaxf(most.x, fabsf(pairs[i].x)), fmaxf(most.y, fabsf(pairs[i].y))};
+    }
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2)
+      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
+              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
+    unscale[strip][0] = unscale_of(most.x), unscale[strip][1] = unscale_of(most.y);
+  }
+  const auto scaled = [&](int i, const float2(&pairs)[4]) {
+    float scales[2] = {scale_of(unscale[0][0]), scale_of(unscale[0][1])};
+#pragma unroll
+    for (int strip = 1; strip < SHARE; ++strip)
+      if (strip_of(i) == strip) scales[0] = scale_of(unscale[strip][0]), scales[1] = scale_of(unscale[strip][1]);
+    return uint4{half_pair(pairs[0].x * scales[0], pairs[1].x * scales[0]), half_pair(pairs[0].y * scales[1], pairs[1].y * scales[1]),
+                 half_pair(pairs[2].x * scales[0], pairs[3].x * scales[0]), half_pair(pairs[2].y * scales[1], pairs[3].y * scales[1])};
+  };
+  bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 0>(
+      memory, warp, lane, [&](int i, float2(&pairs)[4]) { look_at(strip_of(i), depth_of(i), pairs); }, scaled,
+      [&](int place, uint4 words) { resident[place] = words; },
+      [&](int place, uint4 words) { ((uint4*)memory)[(warp * STREAMED + place) * 32 + lane] = words; });
+#else
   const auto ask = [&](int i, unsigned* to) {
-    const int chunk = i / (CHUNK * DEPTHS) * CHUNK, wide = min(CHUNK, SHARE - chunk), within = i - chunk * DEPTHS;
-    const int strip = warp * SHARE + chunk + within % wide, column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
-    const int depth = within / wide * 8 * WORD_ELEMENTS + depth_of_chunk(lane), gate = depth % (RECURRENT * SLICE) / SLICE;
-    const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
-    const Element* const row = weights + ((long long)gate * UNITS + own) * UNITS;
-    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+    const int strip = warp * SHARE + strip_of(i), column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
+    const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
+    bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
   };
   bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
       memory, warp, lane, ask, [&](int i, uint4 words) { resident[Weights::resident(i)] = words; });
+#endif
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums
   const auto mask_of = [&](int gate, int sub, int strip, int n, int e) {
@@ -269,18 +331,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                        direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
   keep(means_at);
 #endif
-  unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair * (2 / WORD_ELEMENTS);
-  const unsigned* gathered = ring + warp * (long long)PITCH + source * CHUNKS * 4 + lane * 4;
+  // where among a sequence's gradients those of the thread's units are, and their scale
+  const int pair_at = pair * 2 / RUN * RECURRENT * GATE_WORDS + pair * 2 % RUN / WORD_ELEMENTS;
+  const int scale_at = (GATHERED - place) * OWN_WORDS + place * SLICE / 16 + pair / 8 - pair_at;
+  unsigned* given = ring + own_row * (long long)PITCH + source * GATHERED_WORDS + place * OWN_WORDS + pair_at;
+  const unsigned* gathered = ring + warp * (long long)PITCH + source * GATHERED_WORDS + lane * 4;
   long long ring_at = 0;
   const unsigned* arriving = sums_at + own_row * (long long)SUM_PITCH + unit;
   unsigned* putting = sums_at + source * plane + lane % 4 * 2 * (long long)SUM_PITCH +
                             (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
   const int putting_left = batch - row0 - lane % 4 * 2;
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
-  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4;
+  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4, factors_at = lane % 4 * 2 * STRIDE + DEPTHS * 8;
   keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
   keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
-  const bool comes_round = ELEMENT_BYTES == 2 && GATHERED > 1 && time > RING;
+  const bool comes_round = OPERAND_BYTES == 2 && GATHERED > 1 && time > RING;
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
@@ -444,16 +509,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       if constexpr (RESET) own.was_cut = read.step.cut;
       if constexpr (NOISE && !GATEWISE) own.operand_before = h;
+      unsigned* const given_to = given + ring_at + (sub * ROWS + j * PASS) * PITCH;
+      unsigned* const put_to = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + pair_at;
+      const bool in_shared = ROWS % PASS == 0 || own_row + j * PASS < ROWS;
+      float scale = 1.f;
+#if HALVES
+      float most = LEAST_SCALED;  // of the gradients of 16 units of a sequence
+#pragma unroll
+      for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[0][g]), fabsf(dr[1][g])));
+#pragma unroll
+      for (int apart = 1; apart < 8; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+      const float unscaled = unscale_of(most);
+      const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
+      scale = scale_of(unscaled);
+      if (pair % 8 == 0) {
+        if (GATHERED == 1 && in_shared) put_to[scale_at] = factor;
+        if (GATHERED > 1 && row_there) put(given_to + scale_at, factor);
+      }
+#endif
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) {
         if constexpr (GATHERED > 1) {
-          if (row_there)
-            give(given + ring_at + (sub * ROWS + j * PASS) * PITCH + g * GATE_WORDS, dr[0][g], dr[1][g], phase_of(t));
-        } else if (ROWS % PASS == 0 || own_row + j * PASS < ROWS) {
-          unsigned* const to = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE +
-                               g * GATE_WORDS + pair * (2 / WORD_ELEMENTS);
-#if ELEMENT_BYTES == 2
-          *to = narrow_pair(dr[0][g], dr[1][g]);
+          if (row_there) give(given_to + g * GATE_WORDS, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
+        } else if (in_shared) {
+          unsigned* const to = put_to + g * GATE_WORDS;
+#if ELEMENT_BYTES == 2 || HALVES
+          *to = operand_pair(dr[0][g] * scale, dr[1][g] * scale);
 #else
           *(uint2*)to = {operand(dr[0][g]), operand(dr[1][g])};
 #endif
@@ -470,10 +551,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (OPTIONS) stepper.store(own, h, rows, to_zones, to_inputs, shown);
       if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
 #pragma unroll
-        for (int back = 0; back < PERIOD; ++back)
+        for (int back = 0; back < PERIOD; ++back) {
+          unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH;
 #pragma unroll
-          for (int g = 0; g < RECURRENT; ++g)
-            put(given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + g * GATE_WORDS, NOTHING);
+          for (int g = 0; g < RECURRENT; ++g) put(old + g * GATE_WORDS, NOTHING);
+          if (HALVES && pair % 8 == 0) put(old + scale_at, NOTHING);
+        }
     }
   };
 
@@ -522,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned phase = t / 2 % 2;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
+      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {}, factors[TILES][2];
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
       for (int turn = 0; turn < DEPTHS; turn += 2) {
@@ -540,6 +623,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             Right right[TILES];
 #pragma unroll
             for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+            if constexpr (HALVES)
+              if ((d + half) % RECURRENT == 0)
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) {
+                  const unsigned* const at = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + factors_at + n * 8 * STRIDE;
+                  factors[n][0] = __uint_as_float(at[(d + half) / RECURRENT]);
+                  factors[n][1] = __uint_as_float(at[STRIDE + (d + half) / RECURRENT]);
+                }
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
               if (i0 + c < SHARE) {
@@ -548,6 +639,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                                  : resident[Weights::resident(i)]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
+                if constexpr (HALVES)  // the sums of gradients that were scaled together
+                  if ((d + half + 1) % RECURRENT == 0)
+#pragma unroll
+                    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                      for (int e = 0; e < 4; ++e)
+                        all[c][n][e] += sums[0][c][n][e] * factors[n][e % 2], sums[0][c][n][e] = 0.f;
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
                   if ((turn + half + 1) % GATE_RUN == 0) {
                     const int gate = (turn + half) / GATE_RUN % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -576,8 +674,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (i0 + c >= SHARE || strip >= STRIPS) break;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+          float(&sum)[4] = GATEWISE || HALVES ? all[c][n] : sums[0][c][n];
           if constexpr (CHAINS == 2 && !GATEWISE) add(sum, sums[CHAINS - 1][c][n]);
+#if HALVES
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[e] *= unscale[min(i0 + c, SHARE - 1)][e / 2] * (1.f / SUM_SHARE);
+#endif
           unsigned* const at = putting + (t % 2 ? SOURCES * plane : 0) + (sub * ROWS + n * 8) * SUM_PITCH +
                                (i0 + c) * 16;
           const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
