@@ -87,7 +87,7 @@ def test_what_does_not_fit_has_no_tile() -> None:
 
 @pytest.mark.parametrize("name, forward", [("lstm", True), ("gru", True), ("rnn_tanh", True), ("rnn_relu", False)])
 def test_what_float32_is_multiplied_as_float16(name: str, forward: bool) -> None:
-    """Forward only where states stay within 1 or their initial size; never with options, nor where products are exact."""
+    """Forward where states stay within 1 or their initial size; never with options or exact products."""
     cell = CELLS[name].graph
     for kind, scaled in (("forward", forward), ("backward", True)):
         tile = spreading.choose(size_of(cell, 1024, 4), H200, 32, 1, kind)
