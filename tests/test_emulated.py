@@ -276,6 +276,7 @@ def test_large_initial_states_stay_right_in_float32(
         ("LSTM", 37, 11, 5, (16, 1, 1, 8, 1), (16, 1, 1, 1, 8), dict(bidirectional=True)),
         ("LSTM", 37, 11, 3, (16, 2, 1, 8, 2), (16, 2, 1, 2, 8), dict(num_layers=2)),
         ("GRU", 30, 19, 36, (12, 1, 2, 8, 1), (16, 2, 1, 1, 12), dict(bias=False)),
+        ("GRU", 37, 70, 3, (16, 2, 1, 8, 2), (16, 2, 2, 4, 8), {}),  # threads compute two parts of a block at once
         ("RNN", 45, 25, 36, (24, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
     ],
 )

@@ -134,8 +134,10 @@ def backward(
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
     chunk = min(2, share)
-    step = min(rows, 32 * warps // (units // 2))
-    own = -(-rows // step)
+    at_once = 32 * warps // (units // 2)  # sequences of which all threads compute the cell
+    computed = rows * next((n for n in range(subs, 1, -1) if gathered > 1 and subs % n == 0 and n * rows <= at_once), 1)
+    step = min(computed, at_once)
+    own, turns = -(-computed // step), subs * rows // computed
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
@@ -144,8 +146,8 @@ def backward(
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
     sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
-    live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
+    live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
     live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled

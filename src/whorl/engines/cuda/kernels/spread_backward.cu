@@ -28,7 +28,14 @@
 // @generated
 
 constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, BLOCKS = SOURCES * GATHERED;
-constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
+// parts of the sequences for which threads enough are there to compute the cell at once, where the product waits for all
+__device__ constexpr int parts_at_once() {
+  for (int parts = SUBS; GATHERED > 1 && parts > 1; --parts)
+    if (SUBS % parts == 0 && parts * ROWS * PAIRS <= THREADS) return parts;
+  return 1;
+}
+constexpr int COMPUTED = parts_at_once() * ROWS, TURNS = SUBS * ROWS / COMPUTED;
+constexpr int PASS = THREADS / PAIRS < COMPUTED ? THREADS / PAIRS : COMPUTED, OWN = (COMPUTED + PASS - 1) / PASS;
 constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int SCALES = HALVES ? GATHERED * SLICE / 16 : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
@@ -218,28 +225,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
   const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
   const int own_left = own_row < PASS ? batch - row0 - own_row : 0, left = batch - row0 - warp;
-  const auto is_row = [&](int sub, int j) {
-    return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
+  const auto is_row = [&](int turn, int j) {
+    return own_left > turn * COMPUTED + j * PASS && (COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED);
   };
-  Back kept[SUBS][OWN];  // from step to step
+  Back kept[TURNS][OWN];  // from step to step
 #pragma unroll
-  for (int sub = 0; sub < SUBS; ++sub)
+  for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      Back& own = kept[sub][j];
-      const int at = row0 + sub * ROWS + own_row + j * PASS;
-      own.there = has_first && is_row(sub, j);
-      own.sequence = is_row(sub, j) ? sequence_at(a, at) : at;
-      own.ends = LENGTHS && is_row(sub, j) ? min(time, (int)a.o.lengths[own.sequence]) : time;
+      Back& own = kept[turn][j];
+      const int at = row0 + turn * COMPUTED + own_row + j * PASS;
+      own.there = has_first && is_row(turn, j);
+      own.sequence = is_row(turn, j) ? sequence_at(a, at) : at;
+      own.ends = LENGTHS && is_row(turn, j) ? min(time, (int)a.o.lengths[own.sequence]) : time;
     }
-  const auto sequence_of = [&](int sub, int j) {
-    return ORDER ? kept[sub][j].sequence : (long long)row0 + own_row + sub * ROWS + j * PASS;
+  const auto sequence_of = [&](int turn, int j) {
+    return ORDER ? kept[turn][j].sequence : (long long)row0 + own_row + turn * COMPUTED + j * PASS;
   };
-  const auto further_on = [&](int sub, int j) {
-    return ORDER ? sequence_of(sub, j) - sequence_of(0, 0) : sub * ROWS + j * PASS;
+  const auto further_on = [&](int turn, int j) {
+    return ORDER ? sequence_of(turn, j) - sequence_of(0, 0) : turn * COMPUTED + j * PASS;
   };
-  const auto start_of = [&](int sub, int j) {  // in a tensor [directions, batch, UNITS]
-    return ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
+  const auto start_of = [&](int turn, int j) {  // in a tensor [directions, batch, UNITS]
+    return ((long long)direction * batch + sequence_of(turn, j)) * UNITS + unit;
   };
   const long long row_first = begin + sequence_of(0, 0);  // in tensors [time, batch]
   const Gate* gates_at = a.gates[direction] + row_first * GATES * UNITS + unit;
@@ -255,15 +262,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
   const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse, DRAWS ? key_of(a.o.seed) : uint2{0, 0}};
 
-  float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
-  Item item[SUBS][OWN];
+  float carried[TURNS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
+  Item item[TURNS][OWN];
   // what is read at the step that the places above have come to; `last`: nothing came before it
-  const auto load = [&](int sub, int j, int step, bool last) {
-    const bool first = kept[sub][j].there && (!LENGTHS || step < kept[sub][j].ends), second = first && has_second;
-    const auto further = further_on(sub, j);
-    Item& into = item[sub][j];
+  const auto load = [&](int turn, int j, int step, bool last) {
+    const bool first = kept[turn][j].there && (!LENGTHS || step < kept[turn][j].ends), second = first && has_second;
+    const auto further = further_on(turn, j);
+    Item& into = item[turn][j];
 #if STAGED
-    const bool row_there = is_row(sub, j) && (!LENGTHS || step < kept[sub][j].ends);
+    const bool row_there = is_row(turn, j) && (!LENGTHS || step < kept[turn][j].ends);
 #pragma unroll
     for (int i = 0; i < LEVELS; ++i) into.m[i] = row_there ? levels_at[further * LEVELS + i] : 0.f;
 #endif
@@ -282,10 +289,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         into.states[s - 1] = load_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, first, second);
     } else if (last) {
       const bool given = a.initial[0] != nullptr;
-      into.before = load_pair(a.initial[0] + start_of(sub, j), first && given, second && given);
+      into.before = load_pair(a.initial[0] + start_of(turn, j), first && given, second && given);
 #pragma unroll
       for (int s = 1; s < STATES; ++s)
-        into.states[s - 1] = wide_pair(load_pair(a.initial[s] + start_of(sub, j), first && given, second && given));
+        into.states[s - 1] = wide_pair(load_pair(a.initial[s] + start_of(turn, j), first && given, second && given));
     } else {
       into.before = load_pair(y_at + (further + row_step) * width, first, second);
 #pragma unroll
@@ -300,23 +307,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
 #pragma unroll
-  for (int sub = 0; sub < SUBS; ++sub)
+  for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      const bool first = has_first && is_row(sub, j), second = first && has_second;
+      const bool first = has_first && is_row(turn, j), second = first && has_second;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
         const bool given = a.final_gradients[s] != nullptr;
-        const float2 value = wide_pair(load_pair(a.final_gradients[s] + start_of(sub, j), given && first, given && second));
-        carried[sub][j][s][0] = value.x;
-        carried[sub][j][s][1] = value.y;
+        const float2 value = wide_pair(load_pair(a.final_gradients[s] + start_of(turn, j), given && first, given && second));
+        carried[turn][j][s][0] = value.x;
+        carried[turn][j][s][1] = value.y;
       }
-      load(sub, j, first_step, time == 1);
+      load(turn, j, first_step, time == 1);
       if constexpr (OPTIONS) {
-        stepper.load(item[sub][j].step, kept[sub][j], first_step, rows);
+        stepper.load(item[turn][j].step, kept[turn][j], first_step, rows);
         if constexpr (NOISE == HELD)
-          item[sub][j].step.noise =
-              load_wide_pair(a.o.noise[direction] + sequence_of(sub, j) * UNITS + unit, first, second);
+          item[turn][j].step.noise =
+              load_wide_pair(a.o.noise[direction] + sequence_of(turn, j) * UNITS + unit, first, second);
       }
     }
 
@@ -353,15 +360,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
-  const auto arrive = [&](int t, int sub) {
+  const auto arrive = [&](int t, int turn) {
     const unsigned phase = (t - 1) / 2 % 2;
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      if (!has_first || !is_row(sub, j)) continue;
+      if (!has_first || !is_row(turn, j)) continue;
       const unsigned* const from =
-          arriving + (t % 2 ? 0 : SOURCES * plane) + (sub * ROWS + j * PASS) * SUM_PITCH;
+          arriving + (t % 2 ? 0 : SOURCES * plane) + (turn * COMPUTED + j * PASS) * SUM_PITCH;
       float arrived[2] = {};
-      float(&to)[2] = OPTIONS ? arrived : carried[sub][j][0];
+      float(&to)[2] = OPTIONS ? arrived : carried[turn][j][0];
       constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
 #pragma unroll
       for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
@@ -387,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
       }
       if constexpr (OPTIONS)
-        stepper.arrive(kept[sub][j], carried[sub][j], arrived, step_of(t - 1), rows_before);
+        stepper.arrive(kept[turn][j], carried[turn][j], arrived, step_of(t - 1), rows_before);
     }
   };
 
@@ -407,34 +414,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
   };
   // what of a step needs no gradient, for the thread's units
-  const auto look_ahead = [&](int sub, Known(&ahead)[OWN][2]) {
+  const auto look_ahead = [&](int turn, Known(&ahead)[OWN][2]) {
 #if !STAGED
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
-        values(item[sub][j], u, x, r, before, v, e);
+        values(item[turn][j], u, x, r, before, v, e);
         ahead[j][u] = known(x, r, before, v, e);
       }
 #endif
   };
 
   // the cell's gradients for the thread's units
-  const auto compute = [&](int t, int sub, const Known(&ahead)[OWN][2]) {
+  const auto compute = [&](int t, int turn, const Known(&ahead)[OWN][2]) {
     if (own_row >= PASS) return;
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      const Item& read = item[sub][j];
-      Back& own = kept[sub][j];
+      const Item& read = item[turn][j];
+      Back& own = kept[turn][j];
       float dx[2][GATES], dr[2][RECURRENT];
       float2 to_inputs[MOST(INPUTS)], to_zones[STATES];
-      const bool row_there = is_row(sub, j), first = has_first && row_there, second = first && has_second;
+      const bool row_there = is_row(turn, j), first = has_first && row_there, second = first && has_second;
       const bool valid = !MARKED || read.step.valid;
       const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
       const auto begin = [&](int u, Unit& of) {  // what the cell's gradient reads of a unit
         values(read, u, of.x, of.r, of.before, of.v, of.e);
-        stepper.begin(read.step, own, u, half_of(output, u), carried[sub][j], of.d, of.stayed, of.to_z);
+        stepper.begin(read.step, own, u, half_of(output, u), carried[turn][j], of.d, of.stayed, of.to_z);
       };
 #if STAGED
       Unit units[2];
@@ -443,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       float m[MOST(MEANS)];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
-      unsigned* const means = means_at + t % 2 * MEAN_LINES * line + (sub * ROWS + j * PASS) * 2;
+      unsigned* const means = means_at + t % 2 * MEAN_LINES * line + (turn * COMPUTED + j * PASS) * 2;
       const bool member = row_there && rank < MEMBERS;
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
@@ -486,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
-          if (valid) carried[sub][j][s][u] = OPTIONS ? of.to_s[s] + of.stayed[s] : of.to_s[s];
+          if (valid) carried[turn][j][s][u] = OPTIONS ? of.to_s[s] + of.stayed[s] : of.to_s[s];
           (u == 0 ? to_zones[s].x : to_zones[s].y) = of.to_z[s];
         }
         if constexpr (MARKED)
@@ -509,9 +516,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       if constexpr (RESET) own.was_cut = read.step.cut;
       if constexpr (NOISE && !GATEWISE) own.operand_before = h;
-      unsigned* const given_to = given + ring_at + (sub * ROWS + j * PASS) * PITCH;
-      unsigned* const put_to = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + pair_at;
-      const bool in_shared = ROWS % PASS == 0 || own_row + j * PASS < ROWS;
+      unsigned* const given_to = given + ring_at + (turn * COMPUTED + j * PASS) * PITCH;
+      unsigned* const put_to = gradients + (t * SUBS + turn) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + pair_at;
+      const bool in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
       float scale = 1.f;
 #if HALVES
       float most = LEAST_SCALED;  // of the gradients of 16 units of a sequence
@@ -540,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
         }
       }
-      const auto further = further_on(sub, j);
+      const auto further = further_on(turn, j);
       const bool shown = first && (!PACKED || step_of(t) < own.ends), also = shown && has_second;
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
@@ -552,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
 #pragma unroll
         for (int back = 0; back < PERIOD; ++back) {
-          unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH;
+          unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (turn * COMPUTED + j * PASS) * PITCH;
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) put(old + g * GATE_WORDS, NOTHING);
           if (HALVES && pair % 8 == 0) put(old + scale_at, NOTHING);
@@ -573,13 +580,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     levels_at += row_step * LEVELS;
 #endif
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub)
+    for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        load(sub, j, step_of(t + 1), t + 2 == time);
-        if constexpr (OPTIONS) stepper.load(item[sub][j].step, kept[sub][j], step_of(t + 1), next_rows);
-        if (t + 1 + AHEAD < time && has_first && is_row(sub, j) && !PACKED) {
-          const auto further = further_on(sub, j);
+        load(turn, j, step_of(t + 1), t + 2 == time);
+        if constexpr (OPTIONS) stepper.load(item[turn][j].step, kept[turn][j], step_of(t + 1), next_rows);
+        if (t + 1 + AHEAD < time && has_first && is_row(turn, j) && !PACKED) {
+          const auto further = further_on(turn, j);
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
 #pragma unroll
@@ -694,19 +701,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int t = 0; t < time; ++t) {
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub) {
+    for (int turn = 0; turn < TURNS; ++turn) {
       Known ahead[OWN][2];
-      if (ROOMY) look_ahead(sub, ahead);  // while the sums travel
+      if (ROOMY) look_ahead(turn, ahead);  // while the sums travel
       if (t > 0) {
-        arrive(t, sub);
+        arrive(t, turn);
         // else threads that leave the wait one by one go on one by one: LSTM in bfloat16, 1024 units at batch 32, took
         // 3.68 us a step on an H200, not 3.18
         __syncwarp();
       }
-      compute(t, sub, ahead);
+      compute(t, turn, ahead);
       if (GATHERED == 1 && goes_on) {
         __syncthreads();
-        product(t, sub);
+        product(t, turn);
       }
     }
     if (GATHERED > 1 && goes_on) {
@@ -734,35 +741,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   if (wants_initial)
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub) {
-      if (!LENGTHS || time > 0) arrive(time, sub);
+    for (int turn = 0; turn < TURNS; ++turn) {
+      if (!LENGTHS || time > 0) arrive(time, turn);
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        const bool first = has_first && is_row(sub, j), second = first && has_second;
+        const bool first = has_first && is_row(turn, j), second = first && has_second;
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           const bool given = a.initial_gradients[s] != nullptr;
-          store_pair(a.initial_gradients[s] + start_of(sub, j), carried[sub][j][s][0], carried[sub][j][s][1],
+          store_pair(a.initial_gradients[s] + start_of(turn, j), carried[turn][j][s][0], carried[turn][j][s][1],
                      given && first, given && second);
         }
-        if constexpr (OPTIONS) stepper.end(kept[sub][j]);
+        if constexpr (OPTIONS) stepper.end(kept[turn][j]);
       }
     }
   if constexpr (LENGTHS && !PACKED)  // past the end of all of the block's sequences
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub)
+    for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        const bool first = kept[sub][j].there, second = first && has_second;
+        const bool first = kept[turn][j].there, second = first && has_second;
         for (long long t = time; t < a.time; ++t) {
-          const long long row = t * batch + kept[sub][j].sequence;
+          const long long row = t * batch + kept[turn][j].sequence;
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
             store_pair(a.gate_gradients[direction] + (row * GATES + g) * UNITS + unit, 0.f, 0.f, first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit, 0.f, 0.f, first, second);
-          stepper.past_the_end(kept[sub][j], t * batch);
+          stepper.past_the_end(kept[turn][j], t * batch);
         }
       }
   if constexpr (SUMMED > 0) {  // over the block's sequences, in their order
