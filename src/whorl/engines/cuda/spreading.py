@@ -122,7 +122,7 @@ def forward(
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1, spilled: int = 0,
+    parts: int = 1, wide: bool = False, spilled: int = 0,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
@@ -133,7 +133,7 @@ def backward(
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
-    chunk = min(2, share)
+    chunk = share if wide else min(2, share)
     at_once = 32 * warps // (units // 2)  # sequences of which all threads compute the cell
     computed = rows * next((n for n in range(subs, 1, -1) if gathered > 1 and subs % n == 0 and n * rows <= at_once), 1)
     step = min(computed, at_once)
@@ -144,7 +144,8 @@ def backward(
     scales = gathered * units // 16 * halves
     across = -(-(gathered * size.recurrent * units // depth * 2 + _behind(scales) // 4) // 32)
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
-    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 and not wide else 1) + 4 * tiles * (not wide)
+    sums += arriving if subs > 1 else 0
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
@@ -152,13 +153,14 @@ def backward(
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+    gradients = depths * 2 * (rows * 4 + 4) if wide else rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+    words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
     if shared > limit:
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
-    return Spread(*made, parts=parts, chunk=chunk, exact=size.exact, halves=halves)
+    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves)
 
 
 def _behind(scales: int) -> int:
