@@ -200,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
     bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
   };
+  const auto keep_words = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
 #if WARPGROUPS
   bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
   bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
