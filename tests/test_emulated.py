@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +365,17 @@ def test_products_of_four_warps_backward(
     assert_right(layer, x, dtype, folder)
 
 
+def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[..., Tile | None]:
+    """A choice of tiles: cluster, row tiles, splits or warps, and sub-tiles; forward also warps for the cell alone."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
+        if way == "backward":
+            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
+        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
+
+    return chosen
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, clusters, dtype, ahead, back, options",
     [  # a warp has items of one sub-tile, of several, of none; sub-tiles with one sequence, with none
@@ -382,12 +394,7 @@ def test_sub_tiles_that_travel_while_others_are_computed(
     kind: str, units: int, batch: int, clusters: int, dtype: torch.dtype, ahead: tuple[int, ...],
     back: tuple[int, ...], options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
-        if way == "backward":
-            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
-        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
-
-    monkeypatch.setattr(tiling, "choose", chosen)
+    monkeypatch.setattr(tiling, "choose", in_sub_tiles(ahead, back))
     monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
     torch.manual_seed(1)
     layer, x = getattr(whorl, kind)(6, units, **options).to(dtype), torch.randn(4, batch, 6).to(dtype)
@@ -411,12 +418,7 @@ def test_sequences_of_many_lengths_in_sub_tiles(
     kind: str, units: int, batch: int, clusters: int, dtype: torch.dtype, ahead: tuple[int, ...],
     back: tuple[int, ...], on: str, directions: int, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
-        if way == "backward":
-            return tiling.backward(size, *back[:3], chip.shared, subs=back[3])
-        return tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
-
-    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(grid, "choose", in_sub_tiles(ahead, back))
     monkeypatch.setattr(Chip, "resident", lambda *_: clusters)
     case = Drawn(kind, frozenset(on.split()), units, batch, 7, directions=directions, seed=seed)
     with emulated(folder):
