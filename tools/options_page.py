@@ -229,7 +229,7 @@ def ragged_kernels() -> str:
                 )
     head = ["units", "batch", "share of real steps", "kernel", "ragged", "all as long as the longest", "ratio"]
     return (
-        "\nTheir recurrent kernels alone. A batch that runs all at once takes as long as its longest sequence; one that takes turns, as its share of steps.\n"
+        "\nTheir recurrent kernels alone. Steps of a batch that runs all at once take less time as sequences end; one that takes turns takes as long as its share of steps.\n"
         + table(head, lines)
     )
 

@@ -52,6 +52,8 @@ class Spread:
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
     """As in `Size`."""
+    halves: bool = False
+    """float32 enters products, and travels between blocks, as float16, scaled."""
 
     cluster = 1
 
@@ -70,6 +72,16 @@ class Spread:
         return chip.multiprocessors // self.blocks
 
 
+def scaled(size: Size, kind: str) -> bool:
+    """Whether a kernel of a kind multiplies float32 as float16, scaled; exact products are of TF32 alone."""
+    return not size.exact and (size.scaled(kind) or size.contained)
+
+
+def operand(size: Size, kind: str) -> int:
+    """Bytes of what enters a product."""
+    return 2 if scaled(size, kind) else size.element
+
+
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
     parts: int = 1, wide: bool = False, spilled: int = 0,
@@ -81,7 +93,8 @@ def forward(
         limit: bytes of shared memory of a block.
         resident: operands in registers; None takes as many as registers allow, and `spilled` more.
     """
-    blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // size.element
+    halves = scaled(size, "forward")
+    blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // operand(size, "forward")
     if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
         return None
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
@@ -99,46 +112,60 @@ def forward(
     states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
-    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
+    scales = (warps * share * 16 + rows * subs) * halves
+    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks + scales)
     if shared > limit:
         return None
-    return Spread(units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, exact=size.exact)
+    made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts)
+    return Spread(*made, exact=size.exact, halves=halves)
 
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1, spilled: int = 0,
+    parts: int = 1, wide: bool = False, spilled: int = 0,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
-    depth = 32 // size.element  # elements of 8 words
+    halves, depth = scaled(size, "backward"), 32 // operand(size, "backward")  # elements of 8 words
     if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
+        return None
+    if halves and (units % 16 or units & (units - 1)):  # 16 units have a scale, found by threads of one warp
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
-    chunk = min(2, share)
-    step = min(rows, 32 * warps // (units // 2))
-    own = -(-rows // step)
+    chunk = share if wide else min(2, share)
+    at_once = 32 * warps // (units // 2)  # sequences of which all threads compute the cell
+    computed = rows * next((n for n in range(subs, 1, -1) if gathered > 1 and subs % n == 0 and n * rows <= at_once), 1)
+    step = min(computed, at_once)
+    own, turns = -(-computed // step), subs * rows // computed
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
-    across = -(-gathered * size.recurrent * units // (16 * depth))
+    scales = gathered * units // 16 * halves
+    across = -(-(gathered * size.recurrent * units // depth * 2 + _behind(scales) // 4) // 32)
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
-    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 else 1) + 4 * tiles + (arriving if subs > 1 else 0)
+    sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 and not wide else 1) + 4 * tiles * (not wide)
+    sums += arriving if subs > 1 else 0
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
-    live = max(sums, before, arriving) + subs * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + subs * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
+    live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    words = warps * (share * depths - resident) * 128 + 2 * rows * (depths * 8 + 4)
+    gradients = depths * 2 * (rows * 4 + 4) if wide else rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+    words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
     if shared > limit:
         return None
-    return Spread(
-        units, sources, gathered, tiles, subs, warps, resident, shared, parts=parts, chunk=chunk, exact=size.exact
-    )
+    made = (units, sources, gathered, tiles, subs, warps, resident, shared)
+    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves)
+
+
+def _behind(scales: int) -> int:
+    """Words of so many scales behind a sequence's gradients: whole pieces of 16 bytes."""
+    return -(-scales // 4) * 4
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
@@ -172,10 +199,12 @@ def _means(size: Size, tile: Spread, kind: str) -> int:
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
-    means = 2 * directions * batch * _means(size, tile, kind)
+    means, width = 2 * directions * batch * _means(size, tile, kind), operand(size, kind)
     if kind == "forward":
-        return directions * buffers(size.element) * batch * -(-size.units * size.element // 16) * 4 + means
-    ring = buffers(size.element) * tile.blocks * size.recurrent * tile.slice * size.element // 4 * (tile.gathered > 1)
+        return directions * buffers(width) * batch * -(-size.units * width // 16) * 4 + means
+    ring = tile.blocks * size.recurrent * tile.slice * width // 4
+    ring += tile.sources * _behind(tile.gathered * tile.slice // 16 * tile.halves)
+    ring *= buffers(width) * (tile.gathered > 1)
     return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice) + means
 
 
@@ -185,12 +214,15 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64 or (size.staged is not None and not spreadable(size.staged)):  # more than any block holds
         return
     found: Iterator[Spread | None]
+    width = operand(size, kind)
     # in two bytes one part fits; in four, blocks of half the units take longer than some operands that are spilled
-    ways = [(parts, 0) for parts in ((1, 2, 4) if size.element == 4 else (1, 2) if size.staged else (1,))]
-    if size.staged and size.element == 4:
+    ways = [(parts, 0) for parts in ((1, 2, 4) if width == 4 else (1, 2) if size.staged else (1,))]
+    if size.staged and width == 4:
         ways += [(4, spilled) for spilled in (2, 4, 8)]
+    if width < size.element:
+        ways += [(1, spilled) for spilled in (2, 4, 8)]
     if kind == "backward":
-        smallest = () if size.element == 2 else {max(8, -(-least // 4) * 4), 24}
+        smallest = () if width == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
             counts = (1, 2, 4, 8, 12, 16) if units % 16 == 0 else range(1, 17)
             for gathered, warps in product(counts if units >= least else (), (8, 12)):
@@ -204,7 +236,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         given = size, units, tiles, subs, 8, groups, chip.shared
         found = (forward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
         yield from _first(found, chip)
-    if chip.capability != (9, 0) or size.element != 2 or size.bits or size.masks or size.staged is not None:
+    if chip.capability != (9, 0) or width != 2 or size.bits or size.masks or size.staged is not None:
         return
     for units, shape in product(sorted(slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
@@ -238,7 +270,7 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Sp
 
 def likely(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Spread]:
     """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
-    found = _fitting(size, chip, kind) if size.element == 2 else ()
+    found = _fitting(size, chip, kind) if operand(size, kind) == 2 else ()
     return sorted(found, key=lambda tile: _time(size, chip, batch, directions, kind, tile))
 
 
@@ -296,13 +328,12 @@ bfloat16 on an H200, 512 and 1024 units at batch 32: 0.9 and 1.2, backward, wher
 
 
 def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Spread) -> float:
-    rows, strips = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16)
+    rows, strips, width = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16), operand(size, kind)
     if kind == "forward":
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)
-        states = rows * size.units * size.element
+        states = rows * size.units * width
         shared = (
-            tile.warps * (share * tile.depths - tile.resident) * 512
-            + (tile.groups + 1 if size.element == 2 else 1) * states
+            tile.warps * (share * tile.depths - tile.resident) * 512 + (tile.groups + 1 if width == 2 else 1) * states
         )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
@@ -314,7 +345,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
             states += size.masks * rows * size.units * 4
-        if size.element == 4:
+        if width == 4:
             part = 1.81 + 0.31e-3 * shared / 128 + 0.04e-3 * tile.blocks * states / 1024 + 4.2 * (1 - 1 / tile.parts)
             taken = tile.subs * part * (2.1 if size.exact else 1)
             return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
@@ -324,12 +355,12 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         return launches(chip, batch, directions, tile) * (1.08 + tile.subs * part)
     strips, depths = (
         -(-size.units // (16 * tile.gathered)),
-        tile.gathered * size.recurrent * tile.slice // (32 // size.element),
+        tile.gathered * size.recurrent * tile.slice // (32 // width),
     )
     share = -(-strips // tile.warps)
     shared = tile.warps * (share * depths - tile.resident) * 512
     shared += tile.warps * rows * depths * 32 * -(-share // tile.chunk)
-    if size.element == 4:
+    if width == 4:
         part = 0.64e-3 * shared / 128 + 0.078 * tile.sources
         taken = (1.66 + tile.subs * part) * (2.0 if size.exact else 1)
         return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN

@@ -76,6 +76,8 @@ class Size(NamedTuple):
     """float32 may be multiplied as float16, scaled, or (where products are exact) as two float16."""
     bounded: bool = False
     """The first state is in [-1, 1] after a step."""
+    contained: bool = False
+    """float32 may be multiplied as float16 where each sequence's states have a scale for all steps."""
     ragged: bool = False
     """Sequences have lengths of their own."""
 
@@ -384,9 +386,11 @@ def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, t
     items = groups * tile.tiles / 4
     step = 1.0 + 0.016 * tile.cluster + 0.02 * abs(tile.warps - 8) + 0.45 * items + 0.0045 * products
     step = step + 0.04 * arriving + again
-    # of full lengths, 512 units: 2.24 us with 16 sequences and 3.47 with 32, but 3.28 with 24 in three sub-tiles
-    quick = size.ragged and tile.subs == 2 and tile.cluster == LARGEST_CLUSTER
-    return begin + taken * step * (0.87 if quick else 1.0)
+    # of full lengths, 512 units: 2.24 us with 16 sequences and 3.47 with 32; with 24 in three sub-tiles 3.28 and, with
+    # every option, 5.18, where as one tile they take 3.04 and 3.97
+    if size.ragged and tile.cluster == LARGEST_CLUSTER and tile.subs > 1:
+        step *= (0.87 if tile.subs == 2 else 1.0) * max(1.0, 1 + 0.024 * (size.back - 12))
+    return begin + taken * step
 
 
 _FOUR_BYTES = {

@@ -9,7 +9,7 @@
 
 constexpr unsigned NOTHING = 0xffffffffu;
 constexpr int PERIOD = 8;                                 // steps between fences
-constexpr int RING = ELEMENT_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
+constexpr int RING = OPERAND_BYTES == 2 ? 4 * PERIOD : 2;  // buffers of values
 
 __device__ __forceinline__ uint4 look(const unsigned* at) {
   uint4 words;
@@ -32,14 +32,14 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ unsigned phase_of(int step) { return step / RING % 2; }
-#if ELEMENT_BYTES == 2
+#if ELEMENT_BYTES == 2 || HALVES
 __device__ __forceinline__ bool is_missing(const uint4& words, unsigned) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
 }
 __device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
-// two neighbouring values to where others look for them
+// two neighbouring values (scaled, with HALVES) to where others look for them
 __device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned) {
-  put(at, something(narrow_pair(first, second)));
+  put(at, something(operand_pair(first, second)));
 }
 __device__ __forceinline__ unsigned absent(unsigned) { return 0; }  // a zero that nobody waits for
 #else
@@ -68,6 +68,9 @@ struct Operands {
   __device__ static constexpr int before(int i) { return i * STREAMED / COUNT; }  // streamed ones before this one
   __device__ static constexpr bool streamed(int i) { return before(i + 1) != before(i); }
   __device__ static constexpr int resident(int i) { return streamed(i) ? 0 : i - before(i); }  // its place in registers
+  // the operand at a place in registers, and the one that so many streamed ones come before
+  __device__ static constexpr int resident_at(int place) { return place * COUNT / MOST(COUNT - STREAMED); }
+  __device__ static constexpr int streamed_at(int place) { return ((place + 1) * COUNT - 1) / MOST(STREAMED); }
 };
 
 __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {

@@ -13,6 +13,9 @@
 // The product's rows are the units of a part, 16 in each of STRIPS strips; warp w owns SHARE strips from w x SHARE on.
 // A thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
+// With HALVES the gradients of the gates of 16 units of a sequence, which are scaled together, lie beside each other, and
+// what their sums are multiplied with travels behind them, in L2 and in shared memory.
+//
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
 //   global     gates, saved states, y and its gradient in; gradients of the gates out; the ring of gradients, and sums
@@ -25,20 +28,34 @@
 // @generated
 
 constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, BLOCKS = SOURCES * GATHERED;
-constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
+// parts of the sequences for which threads enough are there to compute the cell at once, where the product waits for all
+__device__ constexpr int parts_at_once() {
+  for (int parts = SUBS; GATHERED > 1 && parts > 1; --parts)
+    if (SUBS % parts == 0 && parts * ROWS * PAIRS <= THREADS) return parts;
+  return 1;
+}
+constexpr int COMPUTED = parts_at_once() * ROWS, TURNS = SUBS * ROWS / COMPUTED;
+constexpr int PASS = THREADS / PAIRS < COMPUTED ? THREADS / PAIRS : COMPUTED, OWN = (COMPUTED + PASS - 1) / PASS;
 constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
-constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+constexpr int SCALES = HALVES ? GATHERED * SLICE / 16 : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
+// of a sequence's gradients, and scales behind them: 8 rows of 16 bytes are in 32 different banks
+constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : DEPTHS * 8 + (SCALE_WORDS + 3) / 8 * 8 + 4;
+// where a word of a sequence's gradients lies: with WARPGROUPS 16 bytes of all sequences beside each other
+__device__ constexpr int gradient_at(int row, int word) {
+  return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
+}
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = (WARPGROUPS ? DEPTHS * 2 : ROWS) * STRIDE;
 constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #if STAGED
 typedef Values Known;
 #endif
-constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = !HALVES && CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int RUN = HALVES ? 16 : SLICE, GATE_WORDS = RUN / WORD_ELEMENTS;  // units whose gradients of a gate are beside each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
-constexpr int CHUNKS = GATHERED * OWN_WORDS / 4, GATE_WORDS = SLICE / WORD_ELEMENTS;
-constexpr int PITCH = BLOCKS * OWN_WORDS, SUM_PITCH = BLOCKS * SLICE;                // words of a sequence in L2
+constexpr int GATHERED_WORDS = GATHERED * OWN_WORDS + SCALE_WORDS, CHUNKS = GATHERED_WORDS / 4;
+constexpr int PITCH = SOURCES * GATHERED_WORDS, SUM_PITCH = BLOCKS * SLICE;          // words of a sequence in L2
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
@@ -55,11 +72,14 @@ constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
 constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
+static_assert(!HALVES || (SLICE % 16 == 0 && PASS * PAIRS % 32 == 0 && !OPTIONS && !STAGED && !EXACT), "no scales of these");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, CHUNKS * 4, PITCH, WARPS, WARPS * STRIDE, 128, PARTS> Gathered;
+static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE && !HALVES), "no products of four warps");
+typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
+                gradient_at(0, 128), PARTS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -90,6 +110,10 @@ struct Arguments {
   long long first_row, first_direction, directions;
 };
 
+// Sums of scaled gradients are multiplied with part of what they have to be, and once more when all were added: there is
+// no overflow between, and the least gradients that are scaled in full are as small as can be.
+constexpr float SUM_SHARE = 0x1p-28f, LEAST_SCALED = 0x1p-84f;
+
 struct Item {  // what one thread reads of a sequence at a step: two units
   GatePair gates[GATES], apart[MOST(APART)];
   Pair y_gradient, before;
@@ -118,16 +142,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
-  const auto ask = [&](int i, unsigned* to) {
-    const int chunk = i / (CHUNK * DEPTHS) * CHUNK, wide = min(CHUNK, SHARE - chunk), within = i - chunk * DEPTHS;
-    const int strip = warp * SHARE + chunk + within % wide, column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
-    const int depth = within / wide * 8 * WORD_ELEMENTS + depth_of_chunk(lane), gate = depth % (RECURRENT * SLICE) / SLICE;
-    const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
-    const Element* const row = weights + ((long long)gate * UNITS + own) * UNITS;
-    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+  const auto strip_of = [](int i) {  // of the warp's
+    const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
+    return chunk + (i - chunk * DEPTHS) % min(CHUNK, SHARE - chunk);
   };
-  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[Weights::resident(i)] = words; });
+  const auto depth_of = [](int i) {
+    const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
+    return (i - chunk * DEPTHS) / min(CHUNK, SHARE - chunk);
+  };
+  const auto unit_of_depth = [&](int depth) { return source * GATHERED * SLICE + depth / (RECURRENT * RUN) * RUN + depth % RUN; };
+  const auto row_of_depth = [&](int depth) {
+    return weights + ((long long)(depth / RUN % RECURRENT) * UNITS + unit_of_depth(depth)) * UNITS;
+  };
+#if HALVES
+  float unscale[SHARE][2];  // what a sum is multiplied with, since the weights of its unit were scaled
+  const auto look_at = [&](int strip, int d, float2(&pairs)[4]) {  // of two units, by 4 gradients
+    const int column = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2;
+    const bool there = warp * SHARE + strip < STRIPS && column < UNITS;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int depth = d * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const bool first = there && unit_of_depth(depth) < UNITS;
+      pairs[i] = load_pair(row_of_depth(depth) + column, first, first && column + 1 < UNITS);
+    }
+  };
+#pragma unroll
+  for (int strip = 0; strip < SHARE; ++strip) {
+    float2 most = {0.f, 0.f};
+#pragma unroll 4
+    for (int d = 0; d < DEPTHS; ++d) {
+      float2 pairs[4];
+      look_at(strip, d, pairs);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most = {fmaxf(most.x, fabsf(pairs[i].x)), fmaxf(most.y, fabsf(pairs[i].y))};
+    }
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2)
+      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
+              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
+    unscale[strip][0] = unscale_of(most.x), unscale[strip][1] = unscale_of(most.y);
+  }
+  const auto scaled = [&](int i, const float2(&pairs)[4]) {
+    float scales[2] = {scale_of(unscale[0][0]), scale_of(unscale[0][1])};
+#pragma unroll
+    for (int strip = 1; strip < SHARE; ++strip)
+      if (strip_of(i) == strip) scales[0] = scale_of(unscale[strip][0]), scales[1] = scale_of(unscale[strip][1]);
+    return uint4{half_pair(pairs[0].x * scales[0], pairs[1].x * scales[0]), half_pair(pairs[0].y * scales[1], pairs[1].y * scales[1]),
+                 half_pair(pairs[2].x * scales[0], pairs[3].x * scales[0]), half_pair(pairs[2].y * scales[1], pairs[3].y * scales[1])};
+  };
+  bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 0>(
+      memory, warp, lane, [&](int i, float2(&pairs)[4]) { look_at(strip_of(i), depth_of(i), pairs); }, scaled,
+      [&](int place, uint4 words) { resident[place] = words; },
+      [&](int place, uint4 words) { ((uint4*)memory)[(warp * STREAMED + place) * 32 + lane] = words; });
+#else
+  const auto ask = [&](int i, unsigned* to) {
+    const int strip = warp * SHARE + strip_of(i), column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
+    const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
+    bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
+  };
+  const auto keep_words = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
+#if WARPGROUPS
+  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
+  bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
+#else
+  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
+#endif
+#endif
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums
   const auto mask_of = [&](int gate, int sub, int strip, int n, int e) {
@@ -156,28 +236,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int pair = threadIdx.x % PAIRS, own_row = threadIdx.x / PAIRS, unit = rank * SLICE + pair * 2;
   const bool has_first = unit < UNITS && own_row < PASS, has_second = has_first && unit + 1 < UNITS;
   const int own_left = own_row < PASS ? batch - row0 - own_row : 0, left = batch - row0 - warp;
-  const auto is_row = [&](int sub, int j) {
-    return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
+  const auto is_row = [&](int turn, int j) {
+    return own_left > turn * COMPUTED + j * PASS && (COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED);
   };
-  Back kept[SUBS][OWN];  // from step to step
+  Back kept[TURNS][OWN];  // from step to step
 #pragma unroll
-  for (int sub = 0; sub < SUBS; ++sub)
+  for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      Back& own = kept[sub][j];
-      const int at = row0 + sub * ROWS + own_row + j * PASS;
-      own.there = has_first && is_row(sub, j);
-      own.sequence = is_row(sub, j) ? sequence_at(a, at) : at;
-      own.ends = LENGTHS && is_row(sub, j) ? min(time, (int)a.o.lengths[own.sequence]) : time;
+      Back& own = kept[turn][j];
+      const int at = row0 + turn * COMPUTED + own_row + j * PASS;
+      own.there = has_first && is_row(turn, j);
+      own.sequence = is_row(turn, j) ? sequence_at(a, at) : at;
+      own.ends = LENGTHS && is_row(turn, j) ? min(time, (int)a.o.lengths[own.sequence]) : time;
     }
-  const auto sequence_of = [&](int sub, int j) {
-    return ORDER ? kept[sub][j].sequence : (long long)row0 + own_row + sub * ROWS + j * PASS;
+  const auto sequence_of = [&](int turn, int j) {
+    return ORDER ? kept[turn][j].sequence : (long long)row0 + own_row + turn * COMPUTED + j * PASS;
   };
-  const auto further_on = [&](int sub, int j) {
-    return ORDER ? sequence_of(sub, j) - sequence_of(0, 0) : sub * ROWS + j * PASS;
+  const auto further_on = [&](int turn, int j) {
+    return ORDER ? sequence_of(turn, j) - sequence_of(0, 0) : turn * COMPUTED + j * PASS;
   };
-  const auto start_of = [&](int sub, int j) {  // in a tensor [directions, batch, UNITS]
-    return ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
+  const auto start_of = [&](int turn, int j) {  // in a tensor [directions, batch, UNITS]
+    return ((long long)direction * batch + sequence_of(turn, j)) * UNITS + unit;
   };
   const long long row_first = begin + sequence_of(0, 0);  // in tensors [time, batch]
   const Gate* gates_at = a.gates[direction] + row_first * GATES * UNITS + unit;
@@ -193,15 +273,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
   const Backwards<Arguments> stepper = {a, unit, direction, width, has_second, reverse};
 
-  float carried[SUBS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
-  Item item[SUBS][OWN];
+  float carried[TURNS][OWN][STATES][2], vectors[MOST(VECTORS)][2], summed[MOST(SUMMED)][2] = {};
+  Item item[TURNS][OWN];
   // what is read at the step that the places above have come to; `last`: nothing came before it
-  const auto load = [&](int sub, int j, int step, bool last) {
-    const bool first = kept[sub][j].there && (!LENGTHS || step < kept[sub][j].ends), second = first && has_second;
-    const auto further = further_on(sub, j);
-    Item& into = item[sub][j];
+  const auto load = [&](int turn, int j, int step, bool last) {
+    const bool first = kept[turn][j].there && (!LENGTHS || step < kept[turn][j].ends), second = first && has_second;
+    const auto further = further_on(turn, j);
+    Item& into = item[turn][j];
 #if STAGED
-    const bool row_there = is_row(sub, j) && (!LENGTHS || step < kept[sub][j].ends);
+    const bool row_there = is_row(turn, j) && (!LENGTHS || step < kept[turn][j].ends);
 #pragma unroll
     for (int i = 0; i < LEVELS; ++i) into.m[i] = row_there ? levels_at[further * LEVELS + i] : 0.f;
 #endif
@@ -220,10 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         into.states[s - 1] = load_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, first, second);
     } else if (last) {
       const bool given = a.initial[0] != nullptr;
-      into.before = load_pair(a.initial[0] + start_of(sub, j), first && given, second && given);
+      into.before = load_pair(a.initial[0] + start_of(turn, j), first && given, second && given);
 #pragma unroll
       for (int s = 1; s < STATES; ++s)
-        into.states[s - 1] = wide_pair(load_pair(a.initial[s] + start_of(sub, j), first && given, second && given));
+        into.states[s - 1] = wide_pair(load_pair(a.initial[s] + start_of(turn, j), first && given, second && given));
     } else {
       into.before = load_pair(y_at + (further + row_step) * width, first, second);
 #pragma unroll
@@ -238,23 +318,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
 #pragma unroll
-  for (int sub = 0; sub < SUBS; ++sub)
+  for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      const bool first = has_first && is_row(sub, j), second = first && has_second;
+      const bool first = has_first && is_row(turn, j), second = first && has_second;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
         const bool given = a.final_gradients[s] != nullptr;
-        const float2 value = wide_pair(load_pair(a.final_gradients[s] + start_of(sub, j), given && first, given && second));
-        carried[sub][j][s][0] = value.x;
-        carried[sub][j][s][1] = value.y;
+        const float2 value = wide_pair(load_pair(a.final_gradients[s] + start_of(turn, j), given && first, given && second));
+        carried[turn][j][s][0] = value.x;
+        carried[turn][j][s][1] = value.y;
       }
-      load(sub, j, first_step, time == 1);
+      load(turn, j, first_step, time == 1);
       if constexpr (OPTIONS) {
-        stepper.load(item[sub][j].step, kept[sub][j], first_step, rows);
+        stepper.load(item[turn][j].step, kept[turn][j], first_step, rows);
         if constexpr (NOISE == HELD)
-          item[sub][j].step.noise =
-              load_wide_pair(a.o.noise[direction] + sequence_of(sub, j) * UNITS + unit, first, second);
+          item[turn][j].step.noise =
+              load_wide_pair(a.o.noise[direction] + sequence_of(turn, j) * UNITS + unit, first, second);
       }
     }
 
@@ -269,18 +349,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                        direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
   keep(means_at);
 #endif
-  unsigned* given = ring + own_row * (long long)PITCH + rank * OWN_WORDS + pair * (2 / WORD_ELEMENTS);
-  const unsigned* gathered = ring + warp * (long long)PITCH + source * CHUNKS * 4 + lane * 4;
+  // where among a sequence's gradients those of the thread's units are, and their scale
+  const int pair_at = pair * 2 / RUN * RECURRENT * GATE_WORDS + pair * 2 % RUN / WORD_ELEMENTS;
+  const int scale_at = (GATHERED - place) * OWN_WORDS + place * SLICE / 16 + pair / 8 - pair_at;
+  unsigned* given = ring + own_row * (long long)PITCH + source * GATHERED_WORDS + place * OWN_WORDS + pair_at;
+  const unsigned* gathered = ring + warp * (long long)PITCH + source * GATHERED_WORDS + lane * 4;
   long long ring_at = 0;
   const unsigned* arriving = sums_at + own_row * (long long)SUM_PITCH + unit;
   unsigned* putting = sums_at + source * plane + lane % 4 * 2 * (long long)SUM_PITCH +
                             (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
   const int putting_left = batch - row0 - lane % 4 * 2;
-  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
-  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = gradient_at(warp, lane * 4);
+  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4, factors_at = lane % 4 * 2 * STRIDE + DEPTHS * 8;
   keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
   keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
-  const bool comes_round = ELEMENT_BYTES == 2 && GATHERED > 1 && time > RING;
+  const bool comes_round = OPERAND_BYTES == 2 && GATHERED > 1 && time > RING;
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
@@ -288,15 +371,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   Gathered arrival;
 
   // the sums of step t - 1, of which each word's last bit says whether it has come
-  const auto arrive = [&](int t, int sub) {
+  const auto arrive = [&](int t, int turn) {
     const unsigned phase = (t - 1) / 2 % 2;
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      if (!has_first || !is_row(sub, j)) continue;
+      if (!has_first || !is_row(turn, j)) continue;
       const unsigned* const from =
-          arriving + (t % 2 ? 0 : SOURCES * plane) + (sub * ROWS + j * PASS) * SUM_PITCH;
+          arriving + (t % 2 ? 0 : SOURCES * plane) + (turn * COMPUTED + j * PASS) * SUM_PITCH;
       float arrived[2] = {};
-      float(&to)[2] = OPTIONS ? arrived : carried[sub][j][0];
+      float(&to)[2] = OPTIONS ? arrived : carried[turn][j][0];
       constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
 #pragma unroll
       for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
@@ -322,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
       }
       if constexpr (OPTIONS)
-        stepper.arrive(kept[sub][j], carried[sub][j], arrived, step_of(t - 1), rows_before);
+        stepper.arrive(kept[turn][j], carried[turn][j], arrived, step_of(t - 1), rows_before);
     }
   };
 
@@ -342,15 +425,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
   };
   // what of a step needs no gradient, for the thread's units
-  const auto look_ahead = [&](int sub, Known(&ahead)[OWN][2]) {
+  const auto look_ahead = [&](int turn, Known(&ahead)[OWN][2]) {
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
-        values(item[sub][j], u, x, r, before, v, e);
+        values(item[turn][j], u, x, r, before, v, e);
 #if STAGED
-        run_ahead(x, r, before, v, e, item[sub][j].m, ahead[j][u]);
+        run_ahead(x, r, before, v, e, item[turn][j].m, ahead[j][u]);
 #else
         ahead[j][u] = known(x, r, before, v, e);
 #endif
@@ -358,20 +441,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
   // the cell's gradients for the thread's units
-  const auto compute = [&](int t, int sub, const Known(&ahead)[OWN][2]) {
+  const auto compute = [&](int t, int turn, const Known(&ahead)[OWN][2]) {
     if (own_row >= PASS) return;
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      const Item& read = item[sub][j];
-      Back& own = kept[sub][j];
+      const Item& read = item[turn][j];
+      Back& own = kept[turn][j];
       float dx[2][GATES], dr[2][RECURRENT];
       float2 to_inputs[MOST(INPUTS)], to_zones[STATES];
-      const bool row_there = is_row(sub, j), first = has_first && row_there, second = first && has_second;
+      const bool row_there = is_row(turn, j), first = has_first && row_there, second = first && has_second;
       const bool valid = !MARKED || read.step.valid;
       const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
       const auto begin = [&](int u, Unit& of) {  // what the cell's gradient reads of a unit
         values(read, u, of.x, of.r, of.before, of.v, of.e);
-        stepper.begin(read.step, own, u, half_of(output, u), carried[sub][j], of.d, of.stayed, of.to_z);
+        stepper.begin(read.step, own, u, half_of(output, u), carried[turn][j], of.d, of.stayed, of.to_z);
       };
 #if STAGED
       Unit units[2];
@@ -381,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       float m[MOST(MEANS)];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
-      unsigned* const means = means_at + t % 2 * MEAN_LINES * line + (sub * ROWS + j * PASS) * 2;
+      unsigned* const means = means_at + t % 2 * MEAN_LINES * line + (turn * COMPUTED + j * PASS) * 2;
       const bool member = row_there && rank < MEMBERS;
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
@@ -425,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
-          if (valid) carried[sub][j][s][u] = OPTIONS ? of.to_s[s] + of.stayed[s] : of.to_s[s];
+          if (valid) carried[turn][j][s][u] = OPTIONS ? of.to_s[s] + of.stayed[s] : of.to_s[s];
           (u == 0 ? to_zones[s].x : to_zones[s].y) = of.to_z[s];
         }
         if constexpr (MARKED)
@@ -448,22 +531,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       if constexpr (RESET) own.was_cut = read.step.cut;
       if constexpr (NOISE && !GATEWISE) own.operand_before = h;
+      unsigned* const given_to = given + ring_at + (turn * COMPUTED + j * PASS) * PITCH;
+      unsigned* const put_to = gradients + (t * SUBS + turn) % 2 * GRADIENT_WORDS;
+      const bool in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
+      float scale = 1.f;
+#if HALVES
+      float most = LEAST_SCALED;  // of the gradients of 16 units of a sequence
+#pragma unroll
+      for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[0][g]), fabsf(dr[1][g])));
+#pragma unroll
+      for (int apart = 1; apart < 8; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+      const float unscaled = unscale_of(most);
+      const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
+      scale = scale_of(unscaled);
+      if (pair % 8 == 0) {
+        if (GATHERED == 1 && in_shared) put_to[gradient_at(own_row + j * PASS, pair_at + scale_at)] = factor;
+        if (GATHERED > 1 && row_there) put(given_to + scale_at, factor);
+      }
+#endif
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) {
         if constexpr (GATHERED > 1) {
-          if (row_there)
-            give(given + ring_at + (sub * ROWS + j * PASS) * PITCH + g * GATE_WORDS, dr[0][g], dr[1][g], phase_of(t));
-        } else if (ROWS % PASS == 0 || own_row + j * PASS < ROWS) {
-          unsigned* const to = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE +
-                               g * GATE_WORDS + pair * (2 / WORD_ELEMENTS);
-#if ELEMENT_BYTES == 2
-          *to = narrow_pair(dr[0][g], dr[1][g]);
+          if (row_there) give(given_to + g * GATE_WORDS, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
+        } else if (in_shared) {
+          unsigned* const to = put_to + gradient_at(own_row + j * PASS, pair_at + g * GATE_WORDS);
+#if ELEMENT_BYTES == 2 || HALVES
+          *to = operand_pair(dr[0][g] * scale, dr[1][g] * scale);
 #else
           *(uint2*)to = {operand(dr[0][g]), operand(dr[1][g])};
 #endif
         }
       }
-      const auto further = further_on(sub, j);
+      const auto further = further_on(turn, j);
       const bool shown = first && (!PACKED || step_of(t) < own.ends), also = shown && has_second;
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
@@ -474,10 +573,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (OPTIONS) stepper.store(own, h, rows, to_zones, to_inputs, shown);
       if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
 #pragma unroll
-        for (int back = 0; back < PERIOD; ++back)
+        for (int back = 0; back < PERIOD; ++back) {
+          unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (turn * COMPUTED + j * PASS) * PITCH;
 #pragma unroll
-          for (int g = 0; g < RECURRENT; ++g)
-            put(given + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + g * GATE_WORDS, NOTHING);
+          for (int g = 0; g < RECURRENT; ++g) put(old + g * GATE_WORDS, NOTHING);
+          if (HALVES && pair % 8 == 0) put(old + scale_at, NOTHING);
+        }
     }
   };
 
@@ -494,13 +595,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     levels_at += row_step * LEVELS;
 #endif
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub)
+    for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        load(sub, j, step_of(t + 1), t + 2 == time);
-        if constexpr (OPTIONS) stepper.load(item[sub][j].step, kept[sub][j], step_of(t + 1), next_rows);
-        if (t + 1 + AHEAD < time && has_first && is_row(sub, j) && !PACKED) {
-          const auto further = further_on(sub, j);
+        load(turn, j, step_of(t + 1), t + 2 == time);
+        if constexpr (OPTIONS) stepper.load(item[turn][j].step, kept[turn][j], step_of(t + 1), next_rows);
+        if (t + 1 + AHEAD < time && has_first && is_row(turn, j) && !PACKED) {
+          const auto further = further_on(turn, j);
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
 #pragma unroll
@@ -517,16 +618,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
   };
 
+  // of a strip of the warp's, of two neighbouring units of two neighbouring sequences
+  const auto put_sums = [&](int t, int sub, int strip, int n, const float(&sum)[4]) {
+    const int to = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2, at = sub * ROWS + n * 8;
+    unsigned* const there = putting + (t % 2 ? SOURCES * plane : 0) + at * SUM_PITCH + strip * 16;
+    const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | t / 2 % 2; };
+    if (to < UNITS && putting_left > at) put_pair(there, word(0), word(2));
+    if (to < UNITS && putting_left > at + 1) put_pair(there + SUM_PITCH, word(1), word(3));
+  };
+
   const auto product = [&](int t, int sub) {
+#if WARPGROUPS
+    float sums[SHARE][TILES][4];
+    // found anew at each step, or the compiler would find all that follow before the first, and spill them
+    const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
+    const unsigned columns_at =
+        operand_at(shared_address(gradients) + of_warp((t * SUBS + sub) % 2) * GRADIENT_WORDS * 4, STRIDE * 4);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < SHARE * DEPTHS; ++i) {
+      const unsigned columns = columns_at + depth_of(i) * 2 * STRIDE / 4;
+      if (Weights::streamed(i))
+        multiply_shared(sums[strip_of(i)], rows_at + Weights::before(i) * (2048 / 16), columns, depth_of(i) > 0);
+      else
+        multiply_columns(sums[strip_of(i)], resident[Weights::resident(i)], columns, depth_of(i) > 0);
+    }
+    end_products();
+    if (sub + 1 == SUBS) read_on(t);
+    multiplied();
+#pragma unroll
+    for (int i = 0; i < SHARE * TILES * 4; ++i) keep(sums[i / (TILES * 4)][i / 4 % TILES][i % 4]);
+#pragma unroll
+    for (int strip = 0; strip < SHARE; ++strip) {
+      if (warp * SHARE + strip >= STRIPS) break;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) put_sums(t, sub, strip, n, sums[strip][n]);
+    }
+#else
     if (warp * SHARE >= STRIPS) {  // the same for the whole warp
       if (sub + 1 == SUBS) read_on(t);
       return;
     }
     const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
-    const unsigned phase = t / 2 % 2;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
+      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {}, factors[TILES][2];
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
       for (int turn = 0; turn < DEPTHS; turn += 2) {
@@ -544,6 +680,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             Right right[TILES];
 #pragma unroll
             for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+            if constexpr (HALVES)
+              if ((d + half) % RECURRENT == 0)
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) {
+                  const unsigned* const at = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + factors_at + n * 8 * STRIDE;
+                  factors[n][0] = __uint_as_float(at[(d + half) / RECURRENT]);
+                  factors[n][1] = __uint_as_float(at[STRIDE + (d + half) / RECURRENT]);
+                }
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
               if (i0 + c < SHARE) {
@@ -552,6 +696,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                                  : resident[Weights::resident(i)]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
+                if constexpr (HALVES)  // the sums of gradients that were scaled together
+                  if ((d + half + 1) % RECURRENT == 0)
+#pragma unroll
+                    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                      for (int e = 0; e < 4; ++e)
+                        all[c][n][e] += sums[0][c][n][e] * factors[n][e % 2], sums[0][c][n][e] = 0.f;
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
                   if ((turn + half + 1) % GATE_RUN == 0) {
                     const int gate = (turn + half) / GATE_RUN % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -576,39 +727,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #pragma unroll
       for (int c = 0; c < CHUNK; ++c) {
-        const int strip = warp * SHARE + i0 + c, to = (place * STRIPS + strip) * 16 + lane / 4 * 2;
-        if (i0 + c >= SHARE || strip >= STRIPS) break;
+        if (i0 + c >= SHARE || warp * SHARE + i0 + c >= STRIPS) break;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+          float(&sum)[4] = GATEWISE || HALVES ? all[c][n] : sums[0][c][n];
           if constexpr (CHAINS == 2 && !GATEWISE) add(sum, sums[CHAINS - 1][c][n]);
-          unsigned* const at = putting + (t % 2 ? SOURCES * plane : 0) + (sub * ROWS + n * 8) * SUM_PITCH +
-                               (i0 + c) * 16;
-          const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
-          if (to < UNITS && putting_left > sub * ROWS + n * 8) put_pair(at, word(0), word(2));
-          if (to < UNITS && putting_left > sub * ROWS + n * 8 + 1) put_pair(at + SUM_PITCH, word(1), word(3));
+#if HALVES
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[e] *= unscale[min(i0 + c, SHARE - 1)][e / 2] * (1.f / SUM_SHARE);
+#endif
+          put_sums(t, sub, i0 + c, n, sum);
         }
       }
     }
+#endif
   };
 
+  const auto show_gradients = [] {
+#if WARPGROUPS
+    show_products();
+#endif
+  };
   const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   for (int t = 0; t < time; ++t) {
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub) {
+    for (int turn = 0; turn < TURNS; ++turn) {
       Known ahead[OWN][2];
-      if (ROOMY) look_ahead(sub, ahead);  // while the sums travel
+      if (ROOMY) look_ahead(turn, ahead);  // while the sums travel
       if (t > 0) {
-        arrive(t, sub);
+        arrive(t, turn);
         // else threads that leave the wait one by one go on one by one: LSTM in bfloat16, 1024 units at batch 32, took
         // 3.68 us a step on an H200, not 3.18
         __syncwarp();
       }
-      compute(t, sub, ahead);
+      compute(t, turn, ahead);
       if (GATHERED == 1 && goes_on) {
+        show_gradients();
         __syncthreads();
-        product(t, sub);
+        product(t, turn);
       }
     }
     if (GATHERED > 1 && goes_on) {
@@ -619,6 +776,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
         arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
         if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
+        show_gradients();
         __syncthreads();
         product(t, sub);
       }
@@ -636,35 +794,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   if (wants_initial)
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub) {
-      if (!LENGTHS || time > 0) arrive(time, sub);
+    for (int turn = 0; turn < TURNS; ++turn) {
+      if (!LENGTHS || time > 0) arrive(time, turn);
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        const bool first = has_first && is_row(sub, j), second = first && has_second;
+        const bool first = has_first && is_row(turn, j), second = first && has_second;
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           const bool given = a.initial_gradients[s] != nullptr;
-          store_pair(a.initial_gradients[s] + start_of(sub, j), carried[sub][j][s][0], carried[sub][j][s][1],
+          store_pair(a.initial_gradients[s] + start_of(turn, j), carried[turn][j][s][0], carried[turn][j][s][1],
                      given && first, given && second);
         }
-        if constexpr (OPTIONS) stepper.end(kept[sub][j]);
+        if constexpr (OPTIONS) stepper.end(kept[turn][j]);
       }
     }
   if constexpr (LENGTHS && !PACKED)  // past the end of all of the block's sequences
 #pragma unroll
-    for (int sub = 0; sub < SUBS; ++sub)
+    for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        const bool first = kept[sub][j].there, second = first && has_second;
+        const bool first = kept[turn][j].there, second = first && has_second;
         for (long long t = time; t < a.time; ++t) {
-          const long long row = t * batch + kept[sub][j].sequence;
+          const long long row = t * batch + kept[turn][j].sequence;
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
             store_pair(a.gate_gradients[direction] + (row * GATES + g) * UNITS + unit, 0.f, 0.f, first, second);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit, 0.f, 0.f, first, second);
-          stepper.past_the_end(kept[sub][j], t * batch);
+          stepper.past_the_end(kept[turn][j], t * batch);
         }
       }
   if constexpr (SUMMED > 0) {  // over the block's sequences, in their order

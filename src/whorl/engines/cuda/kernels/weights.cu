@@ -8,7 +8,7 @@
 // those streamed before it, resident(i) of those not.
 
 constexpr int LEAST_ROOM = 12;  // operands of a warp that shared memory has room for at a time, as prepare.py says
-constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES;
+constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES, IN_4_BYTES = 4 / ELEMENT_BYTES;
 
 // 16 bytes of a row of the weights to shared memory, of which `left` elements are there, and zero for the others
 __device__ __forceinline__ void bring(unsigned* to, const Element* from, int left) {
@@ -18,11 +18,11 @@ __device__ __forceinline__ void bring(unsigned* to, const Element* from, int lef
   } else if constexpr (ROW_BYTES % 8 == 0) {
 #pragma unroll
     for (int part = 0; part < 2; ++part)
-      copy_8(address + part * 8, from + part * 2 * WORD_ELEMENTS, left > part * 2 * WORD_ELEMENTS);
+      copy_8(address + part * 8, from + part * 2 * IN_4_BYTES, left > part * 2 * IN_4_BYTES);
   } else if constexpr (ROW_BYTES % 4 == 0) {
 #pragma unroll
     for (int part = 0; part < 4; ++part)
-      copy_4(address + part * 4, from + part * WORD_ELEMENTS, left > part * WORD_ELEMENTS);
+      copy_4(address + part * 4, from + part * IN_4_BYTES, left > part * IN_4_BYTES);
   } else {
     unsigned short* const halves = (unsigned short*)to;
 #pragma unroll
@@ -55,10 +55,11 @@ struct Rows {
 __device__ __forceinline__ int depth_of_chunk(int lane) { return lane / ELEMENT_BYTES; }
 __device__ __forceinline__ int unit_of_chunk(int lane) { return lane % ELEMENT_BYTES * 4 * WORD_ELEMENTS; }
 struct Columns {
-  __device__ __forceinline__ static uint4 taken(const unsigned* operand, int lane) {
+  // `apart`: words between the first half of the depth and the other
+  __device__ __forceinline__ static uint4 taken(const unsigned* operand, int lane, int apart = 64) {
 #if ELEMENT_BYTES == 2
     const unsigned* const at = operand + lane % 4 * 16 + lane / 4;
-    const unsigned upper = at[0], lower = at[8], far_upper = at[64], far_lower = at[72];
+    const unsigned upper = at[0], lower = at[8], far_upper = at[apart], far_lower = at[apart + 8];
     return {__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632),
             __byte_perm(far_upper, far_lower, 0x5410), __byte_perm(far_upper, far_lower, 0x7632)};
 #else
@@ -116,6 +117,48 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
   }
 }
 
+#if HALVES
+// Float32 that is multiplied as float16.  A lane asks for its own 4 words of an operand as pairs of float32, of several
+// operands at a time, and makes words of them.  Those that stay in registers pass through shared memory all the same, so
+// that asking is a loop here too.
+//
+//   memory  what is free of the block's shared memory from its begin on, SHARED - `TAKEN` bytes
+//   ask     (i, pairs): the 4 pairs of operand i
+//   make    (i, pairs): words of them
+//   keep    (place, words): the lane's of an operand that stays in registers
+//   stream  (place, words): of one that is streamed
+template <class At, class Ask, class Make, class To>  // operand at(i), for i from `first` on, as words to(i, words)
+__device__ __forceinline__ void make_halves(int first, int last, At at, Ask ask, Make make, To to) {
+  constexpr int AT_ONCE = 8;
+#pragma unroll 1
+  for (int i = first; i < last; i += AT_ONCE) {
+    float2 pairs[AT_ONCE][4];
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e) ask(at(min(i + e, last - 1)), pairs[e]);
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e)
+      if (i + e < last) to(i + e, make(at(i + e), pairs[e]));
+  }
+}
+template <class KEPT, int COUNT, int STREAMED, int WARPS, int TAKEN, class Ask, class Make, class Keep, class Stream>
+__device__ __forceinline__ void bring_halves(unsigned* memory, int warp, int lane, Ask ask, Make make, Keep keep, Stream stream) {
+  constexpr int RESIDENT = COUNT - STREAMED, HELD = (SHARED - TAKEN) / (512 * WARPS);
+  constexpr int LEAST = LEAST_ROOM - (TAKEN + 512 * WARPS - 1) / (512 * WARPS), ROOM = HELD > LEAST ? HELD : LEAST;
+  static_assert(LEAST > 0, "no room for weights on their way");
+  uint4* const room = (uint4*)memory + warp * ROOM * 32 + lane;
+#pragma unroll
+  for (int first = 0; first < RESIDENT; first += ROOM) {
+    make_halves(first, first + ROOM < RESIDENT ? first + ROOM : RESIDENT, [](int place) { return KEPT::resident_at(place); },
+                ask, make, [&](int place, uint4 words) { room[(place - first) * 32] = words; });
+#pragma unroll
+    for (int place = first; place < first + ROOM && place < RESIDENT; ++place) keep(place, room[(place - first) * 32]);
+  }
+  __syncthreads();
+  if constexpr (STREAMED > 0)
+    make_halves(0, STREAMED, [](int place) { return KEPT::streamed_at(place); }, ask, make, stream);
+}
+#endif
+
 // Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].
 template <class KEPT, int COUNT, int STREAMED, class Ask>
 __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int lane, Ask ask) {
@@ -124,6 +167,20 @@ __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int la
   for (int i = 0; i < COUNT; ++i)
     if (KEPT::streamed(i)) ask(i, to + KEPT::before(i) * 512);
   copies_done();
+}
+
+// The same of what `Columns` takes: each warp turns its own 16 rows.
+template <class KEPT, int COUNT, int STREAMED, class Ask>
+__device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp, int lane, Ask ask) {
+  bring_squares<KEPT, COUNT, STREAMED>(memory, warp, lane, ask);
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < STREAMED; ++i) {
+    unsigned* const rows = memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64;
+    const uint4 words = Columns::taken(rows, lane, 256);
+    __syncwarp();
+    rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+  }
 }
 
 // The first RESIDENT operands stay in registers.
