@@ -44,7 +44,11 @@ def assert_right(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, folder: 
     """Outputs and gradients follow the error rule; the baseline is `reference` in the same dtype."""
     truth = outcome(layer, x, torch.float64, "reference", folder)
     plain, got = (outcome(layer, x, dtype, engine, folder) for engine in ("reference", "persistent"))
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * torch.finfo(dtype).eps for name in truth}
+    assert_near(got, plain, truth, torch.finfo(dtype).eps)
+
+
+def assert_near(got: dict[str, Tensor], plain: dict[str, Tensor], truth: dict[str, Tensor], eps: float) -> None:
+    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
     errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
     assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
 
@@ -132,9 +136,25 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
     assert (max(errors.values()) > 1e-5) == tf32
 
 
-@pytest.mark.parametrize("tf32", [False, True])
-def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool, folder: Path) -> None:
+def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
+    """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
+        return spreading.backward(size, 16, gathered, 1, 1, 8, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+
+
+@pytest.mark.parametrize("tf32, spread", [(False, False), (True, False), (True, True)])
+def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
+    tf32: bool, spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 they enter products as float16, each sequence and unit with a scale of its own."""
+    if spread:
+        spread_thinly(monkeypatch, 1)
     torch.manual_seed(1)
     layer, x = whorl.RNN(6, 40, bias=False), torch.zeros(1, 9, 6)
     states = torch.randn(1, 9, 40) * 2.0 ** torch.arange(-13, 23, 4)[:, None]
@@ -150,18 +170,6 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(tf32: bool
     terms = states[0].double().abs() @ layer.weight_hh_l0.detach().double().abs().t()
     got, truth = output(torch.float32, "persistent"), output(torch.float64, "reference")
     assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
-
-
-def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
-    """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates."""
-
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
-        if way == "forward":
-            return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
-        return spreading.backward(size, 16, gathered, 1, 1, 8, chip.shared)
-
-    monkeypatch.setattr(grid, "choose", chosen)
-    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
 
 
 @pytest.mark.parametrize("gathered", [0, 1, 2])
@@ -241,9 +249,14 @@ def test_what_is_not_a_number_stays_in_its_sequence(
     assert to_wrong[:, fine].equal(to_x[:, fine])
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_large_initial_states_stay_right_in_float32(kind: str, folder: Path) -> None:
+def test_large_initial_states_stay_right_in_float32(
+    kind: str, spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
+    if spread:
+        spread_thinly(monkeypatch, 1)
     torch.manual_seed(1)
     layer, x, h = getattr(whorl, kind)(3, 20), torch.randn(3, 5, 3), 10 * torch.randn(1, 5, 20)
 
@@ -262,7 +275,7 @@ def test_large_initial_states_stay_right_in_float32(kind: str, folder: Path) -> 
     [
         ("LSTM", 37, 11, 5, (16, 1, 1, 8, 1), (16, 1, 1, 1, 8), dict(bidirectional=True)),
         ("LSTM", 37, 11, 3, (16, 2, 1, 8, 2), (16, 2, 1, 2, 8), dict(num_layers=2)),
-        ("GRU", 30, 19, 3, (12, 1, 2, 8, 1), (16, 2, 1, 1, 12), dict(bias=False)),
+        ("GRU", 30, 19, 36, (12, 1, 2, 8, 1), (16, 2, 1, 1, 12), dict(bias=False)),
         ("GRU", 37, 70, 3, (16, 2, 1, 8, 2), (16, 2, 2, 4, 8), {}),  # threads compute two parts of a block at once
         ("RNN", 45, 25, 36, (24, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
     ],
@@ -288,10 +301,7 @@ def test_layers_spread_over_blocks_that_exchange(
     got = outcome(layer, x, dtype, "persistent", folder, tf32)
     rounding = to_tf32 if tf32 else None
     plain = with_gradients(PlainLoop(layer, rounding), x.float().detach().requires_grad_())
-    eps = TF32_EPS if tf32 else torch.finfo(dtype).eps
-    bounds = {name: 2 * error(plain[name], truth[name]) + 4 * eps for name in truth}
-    errors = {name: (error(got[name], truth[name]), bounds[name]) for name in truth}
-    assert {name: e for name, e in errors.items() if not e[0] <= e[1]} == {}
+    assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +313,7 @@ def test_layers_spread_over_blocks_that_exchange(
         ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, {}),  # two strips of a warp
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_of_four_warps(
     kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], resident: int | None,
     options: dict[str, Any], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
@@ -318,7 +328,11 @@ def test_products_of_four_warps(
     torch.manual_seed(1)
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
-    assert_right(layer, x, dtype, folder)
+    tf32 = dtype == torch.float32
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    got = outcome(layer, x, dtype, "persistent", folder, tf32)
+    plain = with_gradients(PlainLoop(layer, to_tf32 if tf32 else None), x.float().detach().requires_grad_())
+    assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,9 @@ def test_own_kernels_are_chosen_in_float32_with_options_and_spread_over_clusters
 def test_float32_runs_on_own_kernels_as_torchs_switch_says(tf32: bool) -> None:
     device = replace(H200, tf32=tf32)
     assert decide(replace(HALF, dtype=torch.float32, device=device)).engine == "persistent"
-    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=2000))
-    words = "float32 with TF32 products" if tf32 else "float32"
-    refusal = f"persistent: 2000 units of lstm in {words} do not fit the 132 multiprocessors, at most 1536 do"
+    wide = replace(HALF, dtype=torch.float32, device=device, form=replace(LSTM, units=2500))
+    words, most = ("float32 with TF32 products", 2112) if tf32 else ("float32", 1536)
+    refusal = f"persistent: 2500 units of lstm in {words} do not fit the 132 multiprocessors, at most {most} do"
     assert str(decide(wide).refusals[0]) == refusal
 
 

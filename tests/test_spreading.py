@@ -39,9 +39,9 @@ def test_every_tile_fits_the_chip_and_covers_the_layer(chip: Chip, kind: str) ->
             assert (tile.sources - 1) * tile.gathered * tile.slice < size.units
             if kind == "forward":
                 assert tile.gathered == 1
-                assert tile.warps // tile.groups * tile.depths * 32 // size.element >= size.units
+                assert tile.warps // tile.groups * tile.depths * 32 // spreading.operand(size, kind) >= size.units
             else:
-                assert tile.gathered * size.recurrent * tile.slice % (32 // size.element) == 0
+                assert tile.gathered * size.recurrent * tile.slice % (32 // spreading.operand(size, kind)) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,15 +77,30 @@ def test_what_does_not_fit_has_no_tile() -> None:
     assert grid.fits(size._replace(units=1024), H200, "forward")
     assert not spreading.fits(size_of(library.lstm.graph, 1024, 2), Chip((8, 6), 20), "forward")
     assert spreading.fits(size_of(library.lstm.graph, 1024, 4, exact=True), H200, "forward")
-    assert not spreading.fits(size_of(library.lstm.graph, 2048, 4), H200, "forward")
+    for kind in KINDS:  # as float16, where products are of TF32
+        assert spreading.fits(size_of(library.lstm.graph, 2048, 4), H200, kind)
+        assert spreading.fits(size_of(library.gru.graph, 2048, 4), H200, kind)
+        assert not spreading.fits(size_of(library.lstm.graph, 2048, 4, exact=True), H200, kind)
     assert spreading.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
     assert not tiling.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
+
+
+@pytest.mark.parametrize("name, forward", [("lstm", True), ("gru", True), ("rnn_tanh", True), ("rnn_relu", False)])
+def test_what_float32_is_multiplied_as_float16(name: str, forward: bool) -> None:
+    """Forward only where states stay within 1 or their initial size; never with options, nor where products are exact."""
+    cell = CELLS[name].graph
+    for kind, scaled in (("forward", forward), ("backward", True)):
+        tile = spreading.choose(size_of(cell, 1024, 4), H200, 32, 1, kind)
+        assert tile is not None
+        assert tile.halves == scaled
+        for other in (size_of(cell, 1024, 4, exact=True), size_of(cell, 1024, 4, source.Features(mask=True))):
+            assert not any(tile.halves for tile in spreading.candidates(other, H200, kind))
 
 
 FIXED = [
     ("lstm", 1024, torch.bfloat16, 32), ("lstm", 1500, torch.float16, 20), ("lstm", 2048, torch.bfloat16, 64),
     ("gru", 1025, torch.bfloat16, 300), ("rnn_relu", 1999, torch.float16, 1), ("lstm", 1024, torch.float32, 32),
-    ("gru", 1025, torch.float32, 128), ("rnn_relu", 1999, torch.float32, 5),
+    ("gru", 1025, torch.float32, 128), ("rnn_relu", 1999, torch.float32, 5), ("lstm", 1025, torch.float32, 128),
 ]  # fmt: skip
 
 

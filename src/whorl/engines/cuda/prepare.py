@@ -35,7 +35,7 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     halves = own is None and element == 4 and not source.has_options(cell, features)
-    scales = halves, halves and source.bounded(cell)
+    scales = halves, halves and source.bounded(cell), halves and source.contained(cell)
     return Size(units, *counts, apart, element, gate, *source.registers(cell, features), *masks, exact, own, *scales)
 
 

@@ -122,6 +122,39 @@ def bounded(graph: Graph) -> bool:
 
     An LSTM's is; a GRU's is between what it was and [-1, 1], and initial states may be anything.
     """
+    low, high = _intervals(graph)[graph.outputs[0].digest]
+    return -1 <= low and high <= 1
+
+
+@lru_cache(maxsize=256)
+def contained(graph: Graph) -> bool:
+    """Whether the first state is never larger after a step than the larger of 1 and what it was.
+
+    It is in [-1, 1], or on the way from a number there to what it was, as a GRU's: n + z (h - n).
+    """
+    within, last = _intervals(graph), graph.outputs[0]
+
+    def is_in(node: Expr, least: float) -> bool:
+        low, high = within[node.digest]
+        return least <= low and high <= 1
+
+    def ways(node: Expr, op: str) -> list[tuple[Expr, Expr]]:
+        if node.op != op or not all(isinstance(arg, Expr) for arg in node.args):
+            return []
+        first, second = node.args
+        return [(first, second), (second, first)]
+
+    def goes(far: Expr, n: Expr) -> bool:
+        whole = far.op == "sub" and far.args[1].digest == n.digest and is_in(n, -1)
+        return whole and far.args[0].op == "var" and far.args[0].args[0] == f"s.{graph.states[0]}"
+
+    return bounded(graph) or any(
+        goes(far, n) and is_in(z, 0) for n, product in ways(last, "add") for z, far in ways(product, "mul")
+    )
+
+
+def _intervals(graph: Graph) -> dict[str, tuple[float, float]]:
+    """The least and the most that each value of a step can be, whatever comes in, by digest."""
     within: dict[str, tuple[float, float]] = {}
 
     def interval(node: Expr) -> tuple[float, float]:
@@ -139,8 +172,7 @@ def bounded(graph: Graph) -> bool:
 
     for node in topological(graph.outputs):
         within[node.digest] = interval(node)
-    low, high = within[graph.outputs[0].digest]
-    return -1 <= low and high <= 1
+    return within
 
 
 _SPANS = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "erf": (-1.0, 1.0)}
@@ -266,6 +298,7 @@ def _source(
         f"#define EXACT {int(tile.exact)}",
         f"#define STAGED {int(staged(graph))}",
         f"#define HALVES {int(tile.halves)}",
+        f"#define BOUNDED {int(bounded(graph))}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define WARPGROUPS {int(wide)}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",

@@ -74,10 +74,7 @@ class Spread:
 
 def scaled(size: Size, kind: str) -> bool:
     """Whether a kernel of a kind multiplies float32 as float16, scaled; exact products are of TF32 alone."""
-    return kind in _SCALED and not size.exact and size.scaled(kind)
-
-
-_SCALED: tuple[str, ...] = ("backward",)  # kernels that know how
+    return not size.exact and (size.scaled(kind) or size.contained)
 
 
 def operand(size: Size, kind: str) -> int:
@@ -115,7 +112,8 @@ def forward(
     states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
-    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks)
+    scales = (warps * share * 16 + rows * subs) * halves
+    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks + scales)
     if shared > limit:
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts)

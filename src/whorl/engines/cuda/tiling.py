@@ -75,6 +75,8 @@ class Size(NamedTuple):
     """float32 may be multiplied as float16, scaled, or (where products are exact) as two float16."""
     bounded: bool = False
     """The first state is in [-1, 1] after a step."""
+    contained: bool = False
+    """float32 may be multiplied as float16 where each sequence's states have a scale for all steps."""
 
     def scaled(self, kind: str) -> bool:
         """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""

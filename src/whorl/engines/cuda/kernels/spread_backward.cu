@@ -142,7 +142,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
-  const auto keep_words = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
   const auto strip_of = [](int i) {  // of the warp's
     const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
     return chunk + (i - chunk * DEPTHS) % min(CHUNK, SHARE - chunk);
@@ -191,19 +190,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return uint4{half_pair(pairs[0].x * scales[0], pairs[1].x * scales[0]), half_pair(pairs[0].y * scales[1], pairs[1].y * scales[1]),
                  half_pair(pairs[2].x * scales[0], pairs[3].x * scales[0]), half_pair(pairs[2].y * scales[1], pairs[3].y * scales[1])};
   };
-  bring_scaled<Weights, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, [&](int i, float2(&pairs)[4]) { look_at(strip_of(i), depth_of(i), pairs); }, scaled, keep_words);
+  bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 0>(
+      memory, warp, lane, [&](int i, float2(&pairs)[4]) { look_at(strip_of(i), depth_of(i), pairs); }, scaled,
+      [&](int place, uint4 words) { resident[place] = words; },
+      [&](int place, uint4 words) { ((uint4*)memory)[(warp * STREAMED + place) * 32 + lane] = words; });
 #else
   const auto ask = [&](int i, unsigned* to) {
     const int strip = warp * SHARE + strip_of(i), column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
     const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
     bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
   };
+  const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
 #if WARPGROUPS
-  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
+  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
   bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
 #else
-  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
+  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
 #endif
 #endif
 

@@ -11,6 +11,9 @@
 // With WARPGROUPS the four warps of neighbouring groups multiply together (warpgroup.cu).
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
+// With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): a row of weights has a scale in the depth of each
+// warp, the states of a sequence have one for all steps but the first.
+//
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
 //   shared     the states of one part, partial sums, more weights
 //   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
@@ -34,13 +37,16 @@ constexpr int SUM_STRIDE = STRIPS * 16 + 4;
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : ROWS) * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
+// what scales are the inverse of: of weights for [warp, strip, row], of each sequence's initial states
+constexpr int WEIGHT_SCALES = HALVES ? WARPS * SHARE * 16 : 0, SCALES = HALVES ? SUBS * ROWS : 0;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
 constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
+constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS) == SHARED, "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_SCALES + WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALES) == SHARED, "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
 constexpr bool EVEN = APIECE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
@@ -94,10 +100,12 @@ __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
-  uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
-  unsigned* const states = memory + WEIGHT_WORDS;
+  uint4* const streamed = (uint4*)(memory + WEIGHT_SCALES);  // [warp, strip and depth, lane]
+  unsigned* const states = memory + WEIGHT_SCALES + WEIGHT_WORDS;
   float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
+  float2* const weight_scales = (float2*)memory;  // of an even row and the odd one behind it
+  float* const scales = (float*)(masks + MASK_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
@@ -106,6 +114,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Element* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
+#if HALVES
+  const auto load = [&](int s, int d, float2(&pairs)[4]) {  // the lane's of an operand: words of its even row and its odd
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int m = (group * SHARE + s) * 16 + lane / 4 * 2 + odd, column = ((split * DEPTHS + d) * 8 + lane % 4) * 2;
+      int gate, unit;
+      place_of(m, gate, unit);
+      unit += rank * SLICE;
+      const Element* const at = weights + ((long long)gate * UNITS + unit) * UNITS + column;
+      const int left = m < RECURRENT * SLICE && unit < UNITS ? UNITS - column : 0;
+      pairs[odd] = load_wide_pair(at, left > 0, left > 1);
+      pairs[2 + odd] = load_wide_pair(at + 8, left > 8, left > 9);
+    }
+  };
+#pragma unroll 1
+  for (int s = 0; s < SHARE; ++s) {  // the largest of a row in this warp's depth decides
+    float most[2] = {};
+#pragma unroll 8
+    for (int d = 0; d < DEPTHS; ++d) {
+      float2 pairs[4];
+      load(s, d, pairs);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most[i % 2] = fmaxf(most[i % 2], fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+    }
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd)
+#pragma unroll
+      for (int apart = 1; apart < 4; apart *= 2)
+        most[odd] = fmaxf(most[odd], __shfl_xor_sync(0xffffffffu, most[odd], apart));
+    if (lane % 4 == 0) weight_scales[(warp * SHARE + s) * 8 + lane / 4] = {unscale_of(most[0]), unscale_of(most[1])};
+  }
+  __syncwarp();
+  bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 4 * WEIGHT_SCALES>(
+      memory + WEIGHT_SCALES, warp, lane, [&](int i, float2(&pairs)[4]) { load(i % SHARE, i / SHARE, pairs); },
+      [&](int i, float2(&pairs)[4]) {
+        const float2 its = weight_scales[(warp * SHARE + i % SHARE) * 8 + lane / 4];
+        const float even = scale_of(its.x), odd = scale_of(its.y);
+#pragma unroll
+        for (int p = 0; p < 4; ++p) pairs[p].x *= p % 2 ? odd : even, pairs[p].y *= p % 2 ? odd : even;
+        return halves_of(pairs).plane[0];
+      },
+      [&](int place, uint4 words) { resident[place] = words; },
+      [&](int place, uint4 words) {
+#if WARPGROUPS
+        unsigned* const to = (unsigned*)streamed + (warp / 4 * STREAMED + place) * 512 + warp % 4 * 64 + lane;
+        to[0] = words.x, to[32] = words.y, to[256] = words.z, to[288] = words.w;
+#else
+        streamed[(warp * STREAMED + place) * 32 + lane] = words;
+#endif
+      });
+#else
   const auto ask = [&](int i, unsigned* to) {
     const int m = (group * SHARE + i % SHARE) * 16 + row_of_chunk(lane);
     const int column = (split * DEPTHS + i / SHARE) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
@@ -122,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #else
   bring_operands<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
 #endif
+#endif
   // steps of the longest of these sequences
   const int time = LENGTHS ? longest(a, row0, SUBS * ROWS) : (int)a.time;
   const bool reverse = direction == 1;
@@ -133,6 +193,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int its = i % 32, place = row0 + i / 32 % (SUBS * TILES) * 8 + its / 4, depth = i / 32 / (SUBS * TILES);
       masks[i] = gate_bits(a, place, (depth * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
+#if HALVES
+  for (int line = warp; line < SCALES; line += WARPS) {
+    const bool there = a.initial[0] != nullptr && row0 + line < batch;
+    const Element* const from = a.initial[0] + ((long long)direction * batch + row0 + line) * UNITS;
+    float most = 0.f;
+#pragma unroll 16
+    for (int column = lane * 2; column < UNITS; column += 64) {
+      const float2 two = load_wide_pair(from + column, there, there && column + 1 < UNITS);
+      most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
+    }
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+    if (lane == 0) scales[line] = unscale_of(most);
+  }
+#endif
 #if WARPGROUPS
   show_products();  // weights, and zeros
 #endif
@@ -231,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned *first_seen = ring + (long long)warp * PITCH + lane * 4, *seen = first_seen;
   unsigned* sent = ring + (long long)own_row * PITCH + unit / WORD_ELEMENTS;
   long long sent_at = 0;
-  const bool comes_round = ELEMENT_BYTES == 2 && time > RING;
+  const bool comes_round = OPERAND_BYTES == 2 && time > RING;
   const auto rows_left = [&](int sub) {  // rows of a part from this warp's on
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
@@ -265,6 +340,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     times(second, mask_word(a, own, place, column + 4 * WORD_ELEMENTS, direction)));
   };
 
+#if HALVES
+  // What scales of a thread's states are the inverse of: of initial ones that of the largest; then those are in [-1, 1],
+  // or of a cell that takes each to a number there or between that and what it was, no larger than 1 and the largest.
+  const auto unscale_at = [&](int sub, int j, bool begins) {
+    constexpr float least = 1.f / STATE_SCALE;
+    const auto initial = [&] { return scales[sub * ROWS + own_row + j * PASS]; };
+    return begins ? initial() : BOUNDED ? least : fmaxf(initial(), least);
+  };
+#endif
+
   // x of a part at step t, whose place is given
   GatePair x[SUBS][OWN][GATES];
   const auto read = [&](int sub, int t, const Gate* place, GatePair(&into)[OWN][GATES]) {
@@ -297,7 +382,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const auto value = [&](int unit) {
             return there && unit < UNITS ? first_operand(a, sequence, unit, direction, first_step) : Element{};
           };
-#if ELEMENT_BYTES == 2
+#if HALVES
+          const float scale = scale_of(scales[sub * ROWS + i / PITCH]);
+          states[state_at(i / PITCH, i % PITCH)] = half_pair(value(column) * scale, value(column + 1) * scale);
+#elif ELEMENT_BYTES == 2
           states[state_at(i / PITCH, i % PITCH)] = joined(value(column), value(column + 1));
 #else
           states[state_at(i / PITCH, i % PITCH)] = operand(value(column));
@@ -314,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if WARPGROUPS
         float sums[CHAINS][SHARE][TILES][4];
         // found anew at each step, or the compiler would find all that follow before the first, and spill them
-        const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
+        const unsigned rows_at = operand_at(shared_address(streamed) + of_warp(warp / 4) * STREAMED * 2048, 1024);
         const unsigned columns_at = operand_at(shared_address(states) + of_warp(split) * DEPTHS * 2 * STRIDE * 4, STRIDE * 4);
         begin_products();
 #pragma unroll
@@ -387,14 +475,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
           if (STRIPS % GROUPS != 0 && group * SHARE + s >= STRIPS) break;
+#if HALVES
+          const float2 its = weight_scales[(warp * SHARE + s) * 8 + lane / 4];
+#else
+          constexpr float2 its = {1.f, 1.f};
+#endif
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {
             float* const to = partial + partial_to + n * 8 * SUM_STRIDE + s * 16;
             float(&sum)[4] = sums[0][s][n];
 #pragma unroll
             for (int chain = 1; chain < CHAINS; ++chain) add(sum, sums[chain][s][n]);
-            *(float2*)to = {sum[0], sum[2]};
-            *(float2*)(to + SUM_STRIDE) = {sum[1], sum[3]};
+            *(float2*)to = {sum[0] * its.x, sum[2] * its.y};
+            *(float2*)(to + SUM_STRIDE) = {sum[1] * its.x, sum[3] * its.y};
           }
         }
       }
@@ -412,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
-            r[j][0][g] = GATEWISE ? 0.f : bias[g][0], r[j][1][g] = GATEWISE ? 0.f : bias[g][1];
+            r[j][0][g] = LATE_BIAS ? 0.f : bias[g][0], r[j][1][g] = LATE_BIAS ? 0.f : bias[g][1];
 #pragma unroll
           for (int s = 0; s < SPLITS; ++s) {
             const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
@@ -431,11 +524,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               }
             }
           }
-          if constexpr (GATEWISE)
+          if constexpr (LATE_BIAS) {
+#if HALVES
+            const float scale = unscale_at(sub, j, t == 0);
+#else
+            const float scale = (float)a.o.noise_scale;
+#endif
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-              for (int u = 0; u < 2; ++u) r[j][u][g] = (float)a.o.noise_scale * r[j][u][g] + bias[g][u];
+              for (int u = 0; u < 2; ++u) r[j][u][g] = scale * r[j][u][g] + bias[g][u];
+          }
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const float2 value = wide_gates(x[sub][j][g]);
@@ -485,8 +584,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
             stepper.end(items[sub][j], u, step_now, before, after[j][u], state[sub][j], output[j][u], entering[u]);
           }
-          if (t + 1 < time && is_there(sub, j))
+          if (t + 1 < time && is_there(sub, j)) {
+#if HALVES
+            const float scale = scale_of(unscale_at(sub, j, false));
+            entering[0] *= scale, entering[1] *= scale;
+#endif
             give(sent + sent_at + (sub * ROWS + j * PASS) * PITCH, entering[0], has_second ? entering[1] : 0.f, phase);
+          }
         }
       }
 

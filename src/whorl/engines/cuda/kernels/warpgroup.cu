@@ -5,7 +5,7 @@
 // In shared memory an operand is made of squares of 8 rows x 16 bytes, one row behind the other.  Products are begun in
 // their order and run beside the threads: nobody may look at their sums, or write over what they read, until `multiplied`.
 
-static_assert(ELEMENT_BYTES == 2, "products of four warps are of two bytes");
+static_assert(OPERAND_BYTES == 2, "products of four warps are of two bytes");
 #if BFLOAT16
 #define WIDE_MMA(columns) "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 "
 #else

@@ -117,43 +117,45 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
   }
 }
 
-// All operands of a warp, of weights in float32 that enter as float16: several are asked for before one is stored.
+#if HALVES
+// Float32 that is multiplied as float16.  A lane asks for its own 4 words of an operand as pairs of float32, of several
+// operands at a time, and makes words of them.  Those that stay in registers pass through shared memory all the same, so
+// that asking is a loop here too.
 //
-//   look    (i, words): the lane's 4 pairs of operand i
-//   scaled  (i, words): what they are as an operand
-//   keep    (i, words): operand i is one that stays in registers
-template <class KEPT, int COUNT, int STREAMED, int WARPS, class Look, class Scaled, class Keep>
-__device__ __forceinline__ void bring_scaled(unsigned* memory, int warp, int lane, Look look, Scaled scaled, Keep keep) {
-  constexpr int RESIDENT = COUNT - STREAMED, HELD = SHARED / (512 * WARPS), TOGETHER = 4;
-  constexpr int ROOM = HELD > LEAST_ROOM ? HELD : LEAST_ROOM;
-  const auto bring_all = [&](auto is_wanted, auto place_of) {
+//   memory  what is free of the block's shared memory from its begin on, SHARED - `TAKEN` bytes
+//   ask     (i, pairs): the 4 pairs of operand i
+//   make    (i, pairs): words of them
+//   keep    (place, words): the lane's of an operand that stays in registers
+//   stream  (place, words): of one that is streamed
+template <class KEPT, int COUNT, int STREAMED, int WARPS, int TAKEN, class Ask, class Make, class Keep, class Stream>
+__device__ __forceinline__ void bring_halves(unsigned* memory, int warp, int lane, Ask ask, Make make, Keep keep, Stream stream) {
+  constexpr int RESIDENT = COUNT - STREAMED, HELD = (SHARED - TAKEN) / (512 * WARPS), AT_ONCE = 8;
+  constexpr int LEAST = LEAST_ROOM - (TAKEN + 512 * WARPS - 1) / (512 * WARPS), ROOM = HELD > LEAST ? HELD : LEAST;
+  static_assert(LEAST > 0, "no room for weights on their way");
+  uint4* const room = (uint4*)memory + warp * ROOM * 32 + lane;
+  const auto bring_all = [&](int first, int last, auto at, auto to) {
 #pragma unroll 1
-    for (int first = 0; first < COUNT; first += TOGETHER) {
-      float2 words[TOGETHER][4];
+    for (int i = first; i < last; i += AT_ONCE) {
+      float2 pairs[AT_ONCE][4];
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i)
-        if (first + i < COUNT && is_wanted(first + i)) look(first + i, words[i]);
+      for (int e = 0; e < AT_ONCE; ++e) ask(at(min(i + e, last - 1)), pairs[e]);
 #pragma unroll
-      for (int i = 0; i < TOGETHER; ++i)
-        if (first + i < COUNT && is_wanted(first + i)) *(uint4*)place_of(first + i) = scaled(first + i, words[i]);
+      for (int e = 0; e < AT_ONCE; ++e)
+        if (i + e < last) to(i + e, make(at(i + e), pairs[e]));
     }
-    __syncwarp();
   };
 #pragma unroll
-  for (int round = 0; round < RESIDENT; round += ROOM) {
-    unsigned* const room = memory + warp * ROOM * 128 + lane * 4;
-    bring_all([&](int i) { return !KEPT::streamed(i) && KEPT::resident(i) >= round && KEPT::resident(i) < round + ROOM; },
-              [&](int i) { return room + (KEPT::resident(i) - round) * 128; });
+  for (int first = 0; first < RESIDENT; first += ROOM) {
+    const auto resident_at = [](int place) { return KEPT::resident_at(place); };
+    bring_all(first, first + ROOM < RESIDENT ? first + ROOM : RESIDENT, resident_at,
+              [&](int place, uint4 words) { room[(place - first) * 32] = words; });
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-      if (!KEPT::streamed(i) && KEPT::resident(i) >= round && KEPT::resident(i) < round + ROOM)
-        keep(i, *(const uint4*)(room + (KEPT::resident(i) - round) * 128));
-    __syncwarp();
+    for (int place = first; place < first + ROOM && place < RESIDENT; ++place) keep(place, room[(place - first) * 32]);
   }
   __syncthreads();
-  bring_all([&](int i) { return KEPT::streamed(i); },
-            [&](int i) { return memory + (warp * STREAMED + KEPT::before(i)) * 128 + lane * 4; });
+  if constexpr (STREAMED > 0) bring_all(0, STREAMED, [](int place) { return KEPT::streamed_at(place); }, stream);
 }
+#endif
 
 // Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].
 template <class KEPT, int COUNT, int STREAMED, class Ask>
