@@ -129,7 +129,7 @@ def backward(
     halves, depth = scaled(size, "backward"), 32 // operand(size, "backward")  # elements of 8 words
     if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
         return None
-    if halves and (units % 16 or units & (units - 1)):  # 16 units have a scale, found by threads of one warp
+    if halves and units & (units - 1):  # a block's gradients of a sequence have a scale, found by threads of one warp
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
@@ -141,7 +141,7 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     pair = size.gate // 2
     item = (size.gates + size.apart) * pair + size.element + 2 * (size.states - 1)
-    scales = gathered * units // 16 * halves
+    scales = gathered * halves
     across = -(-(gathered * size.recurrent * units // depth * 2 + _behind(scales) // 4) // 32)
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
     sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 and not wide else 1) + 4 * tiles * (not wide)
@@ -149,11 +149,11 @@ def backward(
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
-    live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves
+    live += 2 * share * halves - 16 * wide
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    gradients = depths * 2 * (rows * 4 + 4) if wide else rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+    gradients = (depths * 2 + _behind(scales) // 4) * (rows * 4 + 4) if wide else rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
     words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
@@ -203,7 +203,7 @@ def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> i
     if kind == "forward":
         return directions * buffers(width) * batch * -(-size.units * width // 16) * 4 + means
     ring = tile.blocks * size.recurrent * tile.slice * width // 4
-    ring += tile.sources * _behind(tile.gathered * tile.slice // 16 * tile.halves)
+    ring += tile.sources * _behind(tile.gathered * tile.halves)
     ring *= buffers(width) * (tile.gathered > 1)
     return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice) + means
 
@@ -230,18 +230,31 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
                     given = size, units, gathered, tiles, subs, warps, chip.shared
                     found = (backward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
                     yield from _first(found, chip)
+        if not _four_warps(size, chip, kind):
+            return
+        for units, gathered, (tiles, subs) in product((16, 32), (2, 4, 8, 12, 16), _WIDE_SHAPES):
+            if units >= least and gathered * units < 2 * size.units:
+                given = size, units, gathered, tiles, subs, 8, chip.shared
+                found = (backward(*given, parts=p, wide=True, spilled=s) for p, s in ((1, 0), (2, 0), (4, 0), (4, 2), (4, 4)))
+                yield from _first(found, chip)
         return
     slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
     for units, (tiles, subs), groups in product(_of(size, slices), _SHAPES, (1, 2, 4)):
         given = size, units, tiles, subs, 8, groups, chip.shared
         found = (forward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
         yield from _first(found, chip)
-    if chip.capability != (9, 0) or width != 2 or size.bits or size.masks or size.staged is not None:
+    if not _four_warps(size, chip, kind):
         return
     for units, shape in product(sorted(slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
         found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
         yield from _first(found, chip)
+
+
+def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
+    """Whether four warps may multiply together."""
+    plain = not size.bits and not size.masks and size.staged is None
+    return chip.capability == (9, 0) and operand(size, kind) == 2 and plain
 
 
 def _of(size: Size, slices: set[int]) -> list[int]:
@@ -254,7 +267,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
-_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))
+_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4))
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -363,7 +376,8 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         taken = (1.66 + tile.subs * part) * (2.0 if size.exact else 1)
         return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
     products = share * depths * tile.tiles * tile.warps / 4
-    part = 0.19 + 1.52e-3 * products + 0.46e-3 * shared / 128 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
+    part = 0.0037 * products / tile.tiles + 0.0013 * products if tile.wide else 1.52e-3 * products + 0.46e-3 * shared / 128
+    part += 0.19 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
     part += 0.045 * rows * depths * 32 / 1024
     return launches(chip, batch, directions, tile) * (0.66 * (1 + (tile.gathered > 1)) + tile.subs * part)
 

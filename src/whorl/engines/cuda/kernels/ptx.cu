@@ -111,6 +111,11 @@ __device__ __forceinline__ unsigned half_pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
 }
+__device__ __forceinline__ unsigned times_pair(unsigned pair, unsigned factors) {
+  unsigned result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(factors));
+  return result;
+}
 __device__ __forceinline__ float low_half(unsigned pair) {
   float result;
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(result) : "r"(pair));

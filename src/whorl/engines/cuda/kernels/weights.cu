@@ -127,33 +127,35 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
 //   make    (i, pairs): words of them
 //   keep    (place, words): the lane's of an operand that stays in registers
 //   stream  (place, words): of one that is streamed
+template <class At, class Ask, class Make, class To>  // operand at(i), for i from `first` on, as words to(i, words)
+__device__ __forceinline__ void make_halves(int first, int last, At at, Ask ask, Make make, To to) {
+  constexpr int AT_ONCE = 8;
+#pragma unroll 1
+  for (int i = first; i < last; i += AT_ONCE) {
+    float2 pairs[AT_ONCE][4];
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e) ask(at(min(i + e, last - 1)), pairs[e]);
+#pragma unroll
+    for (int e = 0; e < AT_ONCE; ++e)
+      if (i + e < last) to(i + e, make(at(i + e), pairs[e]));
+  }
+}
 template <class KEPT, int COUNT, int STREAMED, int WARPS, int TAKEN, class Ask, class Make, class Keep, class Stream>
 __device__ __forceinline__ void bring_halves(unsigned* memory, int warp, int lane, Ask ask, Make make, Keep keep, Stream stream) {
-  constexpr int RESIDENT = COUNT - STREAMED, HELD = (SHARED - TAKEN) / (512 * WARPS), AT_ONCE = 8;
+  constexpr int RESIDENT = COUNT - STREAMED, HELD = (SHARED - TAKEN) / (512 * WARPS);
   constexpr int LEAST = LEAST_ROOM - (TAKEN + 512 * WARPS - 1) / (512 * WARPS), ROOM = HELD > LEAST ? HELD : LEAST;
   static_assert(LEAST > 0, "no room for weights on their way");
   uint4* const room = (uint4*)memory + warp * ROOM * 32 + lane;
-  const auto bring_all = [&](int first, int last, auto at, auto to) {
-#pragma unroll 1
-    for (int i = first; i < last; i += AT_ONCE) {
-      float2 pairs[AT_ONCE][4];
-#pragma unroll
-      for (int e = 0; e < AT_ONCE; ++e) ask(at(min(i + e, last - 1)), pairs[e]);
-#pragma unroll
-      for (int e = 0; e < AT_ONCE; ++e)
-        if (i + e < last) to(i + e, make(at(i + e), pairs[e]));
-    }
-  };
 #pragma unroll
   for (int first = 0; first < RESIDENT; first += ROOM) {
-    const auto resident_at = [](int place) { return KEPT::resident_at(place); };
-    bring_all(first, first + ROOM < RESIDENT ? first + ROOM : RESIDENT, resident_at,
-              [&](int place, uint4 words) { room[(place - first) * 32] = words; });
+    make_halves(first, first + ROOM < RESIDENT ? first + ROOM : RESIDENT, [](int place) { return KEPT::resident_at(place); },
+                ask, make, [&](int place, uint4 words) { room[(place - first) * 32] = words; });
 #pragma unroll
     for (int place = first; place < first + ROOM && place < RESIDENT; ++place) keep(place, room[(place - first) * 32]);
   }
   __syncthreads();
-  if constexpr (STREAMED > 0) bring_all(0, STREAMED, [](int place) { return KEPT::streamed_at(place); }, stream);
+  if constexpr (STREAMED > 0)
+    make_halves(0, STREAMED, [](int place) { return KEPT::streamed_at(place); }, ask, make, stream);
 }
 #endif
 
@@ -167,6 +169,11 @@ __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int la
   copies_done();
 }
 
+// a lane's words of one warp's 16 rows
+__device__ __forceinline__ void put_square(unsigned* rows, int lane, uint4 words) {
+  rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+}
+
 // The same of what `Columns` takes: each warp turns its own 16 rows.
 template <class KEPT, int COUNT, int STREAMED, class Ask>
 __device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp, int lane, Ask ask) {
@@ -177,7 +184,7 @@ __device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp,
     unsigned* const rows = memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64;
     const uint4 words = Columns::taken(rows, lane, 256);
     __syncwarp();
-    rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+    put_square(rows, lane, words);
   }
 }
 
