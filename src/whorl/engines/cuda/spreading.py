@@ -153,7 +153,10 @@ def backward(
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    gradients = (depths * 2 + _behind(scales) // 4) * (rows * 4 + 4) if wide else rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+    if wide:
+        gradients = (depths * 2 + _behind(scales) // 4) * (rows * 4 + 4)
+    else:
+        gradients = rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
     words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
@@ -232,10 +235,10 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
                     yield from _first(found, chip)
         if not _four_warps(size, chip, kind):
             return
-        for units, gathered, (tiles, subs) in product((16, 32), (2, 4, 8, 12, 16), _WIDE_SHAPES):
+        for units, gathered, (tiles, subs) in product((16, 32), (2, 4, 8, 12, 16), (*_WIDE_SHAPES, (4, 2), (2, 4))):
             if units >= least and gathered * units < 2 * size.units:
                 given = size, units, gathered, tiles, subs, 8, chip.shared
-                found = (backward(*given, parts=p, wide=True, spilled=s) for p, s in ((1, 0), (2, 0), (4, 0), (4, 2), (4, 4)))
+                found = (backward(*given, parts=parts, wide=True, spilled=spilled) for parts, spilled in _WIDE_WAYS)
                 yield from _first(found, chip)
         return
     slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
@@ -267,7 +270,8 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
-_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4))
+_WIDE_WAYS = ((1, 0), (2, 0), (4, 0), (4, 2), (4, 4))  # parts, and operands that are spilled
+_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -376,7 +380,10 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         taken = (1.66 + tile.subs * part) * (2.0 if size.exact else 1)
         return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
     products = share * depths * tile.tiles * tile.warps / 4
-    part = 0.0037 * products / tile.tiles + 0.0013 * products if tile.wide else 1.52e-3 * products + 0.46e-3 * shared / 128
+    if tile.wide:
+        part = 0.0037 * products / tile.tiles + 0.0013 * products
+    else:
+        part = 1.52e-3 * products + 0.46e-3 * shared / 128
     part += 0.19 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
     part += 0.045 * rows * depths * 32 / 1024
     return launches(chip, batch, directions, tile) * (0.66 * (1 + (tile.gathered > 1)) + tile.subs * part)
