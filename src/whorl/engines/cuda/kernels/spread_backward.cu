@@ -14,7 +14,8 @@
 // A thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES the gradients of the gates of 16 units of a sequence, which are scaled together, lie beside each other, and
-// what their sums are multiplied with travels behind them, in L2 and in shared memory.
+// what their sums are multiplied with travels behind them, in L2 and in shared memory.  With WARPGROUPS four warps multiply
+// together (warpgroup.cu).
 //
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
