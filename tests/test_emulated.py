@@ -336,6 +336,34 @@ def test_products_of_four_warps(
 
 
 @pytest.mark.parametrize(
+    "kind, units, batch, time, back, resident, options",
+    [
+        ("LSTM", 70, 11, 5, (16, 2, 1, 1, 8), 2, dict(bidirectional=True)),
+        ("LSTM", 37, 37, 36, (16, 1, 2, 2, 8), None, {}),  # of eight warps five have units
+        ("GRU", 45, 43, 4, (16, 2, 3, 2, 8), 0, dict(num_layers=2)),  # nothing stays in registers
+        ("LSTM", 150, 33, 3, (16, 1, 4, 1, 8), 3, {}),  # two strips of a warp
+        ("RNN", 70, 9, 3, (32, 2, 1, 1, 12), 1, {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_four_warps_backward(
+    kind: str, units: int, batch: int, time: int, back: tuple[int, ...], resident: int | None, options: dict[str, Any],
+    dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
+        return spreading.backward(size, *back, chip.shared, resident, parts=2, wide=True)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+    torch.manual_seed(1)
+    layer = getattr(whorl, kind)(6, units, **options).to(dtype)
+    x = torch.randn(time, batch, 6).to(dtype)
+    assert_right(layer, x, dtype, folder)
+
+
+@pytest.mark.parametrize(
     "kind, units, batch, clusters, dtype, ahead, back, options",
     [  # a warp has items of one sub-tile, of several, of none; sub-tiles with one sequence, with none
         ("LSTM", 40, 19, 1, torch.bfloat16, (2, 3, 4, 3), (2, 3, 8, 3), dict(bidirectional=True)),

@@ -14,7 +14,8 @@
 // A thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES the gradients of the gates of 16 units of a sequence, which are scaled together, lie beside each other, and
-// what their sums are multiplied with travels behind them, in L2 and in shared memory.
+// what their sums are multiplied with travels behind them, in L2 and in shared memory.  With WARPGROUPS four warps multiply
+// together (warpgroup.cu).
 //
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
@@ -40,9 +41,13 @@ constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (S
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int SCALES = HALVES ? GATHERED * SLICE / 16 : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
 // of a sequence's gradients, and scales behind them: 8 rows of 16 bytes are in 32 different banks
-constexpr int STRIDE = DEPTHS * 8 + (SCALE_WORDS + 3) / 8 * 8 + 4;
+constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : DEPTHS * 8 + (SCALE_WORDS + 3) / 8 * 8 + 4;
+// where a word of a sequence's gradients lies: with WARPGROUPS 16 bytes of all sequences beside each other
+__device__ constexpr int gradient_at(int row, int word) {
+  return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
+}
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = (WARPGROUPS ? DEPTHS * 2 : ROWS) * STRIDE;
 constexpr bool ROOMY = !STAGED && TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #if STAGED
 struct Known {};
@@ -73,7 +78,9 @@ static_assert(!HALVES || (SLICE % 16 == 0 && PASS * PAIRS % 32 == 0 && !OPTIONS 
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, WARPS * STRIDE, 128, PARTS> Gathered;
+static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE && !HALVES), "no products of four warps");
+typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
+                gradient_at(0, 128), PARTS> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -153,11 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto look_at = [&](int strip, int d, float2(&pairs)[4]) {  // of two units, by 4 gradients
     const int column = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2;
     const bool there = warp * SHARE + strip < STRIPS && column < UNITS;
+    const Element* const rows = row_of_depth(d * 16) + column;  // 16 in a row are of one gate
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int depth = d * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
-      const bool first = there && unit_of_depth(depth) < UNITS;
-      pairs[i] = load_pair(row_of_depth(depth) + column, first, first && column + 1 < UNITS);
+      const int row = lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const bool first = there && unit_of_depth(d * 16) + row < UNITS;
+      pairs[i] = load_pair(rows + row * UNITS, first, first && column + 1 < UNITS);
     }
   };
 #pragma unroll
@@ -171,9 +179,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < 4; ++i) most = {fmaxf(most.x, fabsf(pairs[i].x)), fmaxf(most.y, fabsf(pairs[i].y))};
     }
 #pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2)
-      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
-              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
+    for (int far = 1; far < 4; far *= 2)
+      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, far)),
+              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, far))};
     unscale[strip][0] = unscale_of(most.x), unscale[strip][1] = unscale_of(most.y);
   }
   const auto scaled = [&](int i, const float2(&pairs)[4]) {
@@ -194,8 +202,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
     bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
   };
-  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[Weights::resident(i)] = words; });
+  const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
+#if WARPGROUPS
+  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+  bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
+#else
+  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+#endif
 #endif
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums
@@ -348,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* putting = sums_at + source * plane + lane % 4 * 2 * (long long)SUM_PITCH +
                             (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
   const int putting_left = batch - row0 - lane % 4 * 2;
-  int weights_at = warp * STREAMED * 32 + lane, arrived_at = warp * STRIDE + lane * 4;
+  int weights_at = warp * STREAMED * 32 + lane, arrived_at = gradient_at(warp, lane * 4);
   int columns_at = (lane % 8) * STRIDE + lane / 8 * 4, factors_at = lane % 4 * 2 * STRIDE + DEPTHS * 8;
   keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
   keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
@@ -517,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if constexpr (RESET) own.was_cut = read.step.cut;
       if constexpr (NOISE && !GATEWISE) own.operand_before = h;
       unsigned* const given_to = given + ring_at + (turn * COMPUTED + j * PASS) * PITCH;
-      unsigned* const put_to = gradients + (t * SUBS + turn) % 2 * GRADIENT_WORDS + (own_row + j * PASS) * STRIDE + pair_at;
+      unsigned* const put_to = gradients + (t * SUBS + turn) % 2 * GRADIENT_WORDS;
       const bool in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
       float scale = 1.f;
 #if HALVES
@@ -525,12 +538,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[0][g]), fabsf(dr[1][g])));
 #pragma unroll
-      for (int apart = 1; apart < 8; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+      for (int far = 1; far < 8; far *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, far));
       const float unscaled = unscale_of(most);
       const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
       scale = scale_of(unscaled);
       if (pair % 8 == 0) {
-        if (GATHERED == 1 && in_shared) put_to[scale_at] = factor;
+        if (GATHERED == 1 && in_shared) put_to[gradient_at(own_row + j * PASS, pair_at + scale_at)] = factor;
         if (GATHERED > 1 && row_there) put(given_to + scale_at, factor);
       }
 #endif
@@ -539,7 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if constexpr (GATHERED > 1) {
           if (row_there) give(given_to + g * GATE_WORDS, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
         } else if (in_shared) {
-          unsigned* const to = put_to + g * GATE_WORDS;
+          unsigned* const to = put_to + gradient_at(own_row + j * PASS, pair_at + g * GATE_WORDS);
 #if ELEMENT_BYTES == 2 || HALVES
           *to = operand_pair(dr[0][g] * scale, dr[1][g] * scale);
 #else
@@ -603,13 +616,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
   };
 
+  // of a strip of the warp's, of two neighbouring units of two neighbouring sequences
+  const auto put_sums = [&](int t, int sub, int strip, int n, const float(&sum)[4]) {
+    const int to = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2, at = sub * ROWS + n * 8;
+    unsigned* const there = putting + (t % 2 ? SOURCES * plane : 0) + at * SUM_PITCH + strip * 16;
+    const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | t / 2 % 2; };
+    if (to < UNITS && putting_left > at) put_pair(there, word(0), word(2));
+    if (to < UNITS && putting_left > at + 1) put_pair(there + SUM_PITCH, word(1), word(3));
+  };
+
   const auto product = [&](int t, int sub) {
+#if WARPGROUPS
+    float sums[SHARE][TILES][4];
+    // found anew at each step, or the compiler would find all that follow before the first, and spill them
+    const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
+    const unsigned columns_at =
+        operand_at(shared_address(gradients) + of_warp((t * SUBS + sub) % 2) * GRADIENT_WORDS * 4, STRIDE * 4);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < SHARE * DEPTHS; ++i) {
+      const unsigned columns = columns_at + depth_of(i) * 2 * STRIDE / 4;
+      if (Weights::streamed(i))
+        multiply_shared(sums[strip_of(i)], rows_at + Weights::before(i) * (2048 / 16), columns, depth_of(i) > 0);
+      else
+        multiply_columns(sums[strip_of(i)], resident[Weights::resident(i)], columns, depth_of(i) > 0);
+    }
+    end_products();
+    if (sub + 1 == SUBS) read_on(t);
+    multiplied();
+#pragma unroll
+    for (int i = 0; i < SHARE * TILES * 4; ++i) keep(sums[i / (TILES * 4)][i / 4 % TILES][i % 4]);
+#pragma unroll
+    for (int strip = 0; strip < SHARE; ++strip) {
+      if (warp * SHARE + strip >= STRIPS) break;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) put_sums(t, sub, strip, n, sums[strip][n]);
+    }
+#else
     if (warp * SHARE >= STRIPS) {  // the same for the whole warp
       if (sub + 1 == SUBS) read_on(t);
       return;
     }
     const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
-    const unsigned phase = t / 2 % 2;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
       float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {}, factors[TILES][2];
@@ -677,8 +725,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #pragma unroll
       for (int c = 0; c < CHUNK; ++c) {
-        const int strip = warp * SHARE + i0 + c, to = (place * STRIPS + strip) * 16 + lane / 4 * 2;
-        if (i0 + c >= SHARE || strip >= STRIPS) break;
+        if (i0 + c >= SHARE || warp * SHARE + i0 + c >= STRIPS) break;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
           float(&sum)[4] = GATEWISE || HALVES ? all[c][n] : sums[0][c][n];
@@ -687,16 +734,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[e] *= unscale[min(i0 + c, SHARE - 1)][e / 2] * (1.f / SUM_SHARE);
 #endif
-          unsigned* const at = putting + (t % 2 ? SOURCES * plane : 0) + (sub * ROWS + n * 8) * SUM_PITCH +
-                               (i0 + c) * 16;
-          const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
-          if (to < UNITS && putting_left > sub * ROWS + n * 8) put_pair(at, word(0), word(2));
-          if (to < UNITS && putting_left > sub * ROWS + n * 8 + 1) put_pair(at + SUM_PITCH, word(1), word(3));
+          put_sums(t, sub, i0 + c, n, sum);
         }
       }
     }
+#endif
   };
 
+  const auto show_gradients = [] {
+#if WARPGROUPS
+    show_products();
+#endif
+  };
   const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   for (int t = 0; t < time; ++t) {
     const bool goes_on = t + 1 < time || wants_initial;
@@ -712,6 +761,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       compute(t, turn, ahead);
       if (GATHERED == 1 && goes_on) {
+        show_gradients();
         __syncthreads();
         product(t, turn);
       }
@@ -724,6 +774,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
         arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
         if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
+        show_gradients();
         __syncthreads();
         product(t, sub);
       }

@@ -55,10 +55,11 @@ struct Rows {
 __device__ __forceinline__ int depth_of_chunk(int lane) { return lane / ELEMENT_BYTES; }
 __device__ __forceinline__ int unit_of_chunk(int lane) { return lane % ELEMENT_BYTES * 4 * WORD_ELEMENTS; }
 struct Columns {
-  __device__ __forceinline__ static uint4 taken(const unsigned* operand, int lane) {
+  // `apart`: words between the first half of the depth and the other
+  __device__ __forceinline__ static uint4 taken(const unsigned* operand, int lane, int apart = 64) {
 #if ELEMENT_BYTES == 2
     const unsigned* const at = operand + lane % 4 * 16 + lane / 4;
-    const unsigned upper = at[0], lower = at[8], far_upper = at[64], far_lower = at[72];
+    const unsigned upper = at[0], lower = at[8], far_upper = at[apart], far_lower = at[apart + 8];
     return {__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632),
             __byte_perm(far_upper, far_lower, 0x5410), __byte_perm(far_upper, far_lower, 0x7632)};
 #else
@@ -166,6 +167,25 @@ __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int la
   for (int i = 0; i < COUNT; ++i)
     if (KEPT::streamed(i)) ask(i, to + KEPT::before(i) * 512);
   copies_done();
+}
+
+// a lane's words of one warp's 16 rows
+__device__ __forceinline__ void put_square(unsigned* rows, int lane, uint4 words) {
+  rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+}
+
+// The same of what `Columns` takes: each warp turns its own 16 rows.
+template <class KEPT, int COUNT, int STREAMED, class Ask>
+__device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp, int lane, Ask ask) {
+  bring_squares<KEPT, COUNT, STREAMED>(memory, warp, lane, ask);
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < STREAMED; ++i) {
+    unsigned* const rows = memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64;
+    const uint4 words = Columns::taken(rows, lane, 256);
+    __syncwarp();
+    put_square(rows, lane, words);
+  }
 }
 
 // The first RESIDENT operands stay in registers.
