@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cells_for_tests import CELLS
-from whorl.engines.cuda import grid, source, tiling
+from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
@@ -70,7 +70,8 @@ def time_loop(lines: list[str]) -> list[str]:
         whole = [found for found in whole if not any("UCGABAR" in line for line in found)]  # that is before and after
         return min(whole, key=len, default=[])
 
-    return smallest("HMMA", "STG") or smallest("HMMA") + smallest("STG", "STAS")
+    product = "HGMMA" if any("HGMMA" in line for line in lines) else "HMMA"  # of four warps together, or of one
+    return smallest(product, "STG") or smallest(product) + smallest("STG", "STAS")
 
 
 @needs_tools
@@ -83,6 +84,18 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
     assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
+
+
+@needs_tools
+@pytest.mark.parametrize("name, units, batch", [("lstm", 1024, 128), ("lstm", 1500, 20), ("gru", 2048, 64)])
+def test_nothing_is_spilled_where_blocks_exchange(name: str, units: int, batch: int, tmp_path: Path) -> None:
+    """Backward in two bytes, where four warps multiply together."""
+    cell, dtype = CELLS[name].graph, torch.bfloat16
+    tile = spreading.choose(size_of(cell, units, dtype.itemsize), H200, batch, 1, "backward")
+    assert tile is not None
+    loop = time_loop(disassembled(source.backward(cell, units, dtype, tile, True), tile, tmp_path / "kernel.cubin"))
+    assert any("HGMMA" in line for line in loop)
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
 
 
 @needs_tools
@@ -101,6 +114,21 @@ def test_masks_by_gate_add_no_product(name: str, kind: str, tmp_path: Path) -> N
     products = rows // 16 * (depth // 16) * (tile.rows // 8)
     multiply = tile.warps - (tile.slice // 16 * tile.pointwise if isinstance(tile, Tile) else 0)
     assert sum("HMMA" in line for line in loop) == products // multiply
+
+
+@needs_tools
+@pytest.mark.parametrize("units, batch", [(1024, 128), (2048, 64)])
+def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_path: Path) -> None:
+    """Of layers that no cluster holds; where their blocks exchange, fences are few and meant."""
+    cell = CELLS["lstm"].graph
+    tile = grid.estimated(size_of(cell, units, 4), H200, batch, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert tile.wide
+    assert tile.halves
+    text = source.forward(cell, units, torch.float32, tile, True)
+    lines = disassembled(text, tile, tmp_path / "kernel.cubin")
+    assert any("HGMMA" in line for line in lines)
+    assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
 
 
 @needs_tools

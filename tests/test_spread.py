@@ -101,6 +101,22 @@ def test_products_of_four_warps(
     assert_right(build(cell, 250, PRECISIONS[precision], inputs=9, bidirectional=True), 70, 75)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("tile", [(32, 4, 1, 1, 8), (16, 2, 2, 2, 8), (32, 1, 4, 1, 8), (16, 8, 4, 2, 8)])
+def test_products_of_four_warps_backward(
+    tile: tuple[int, ...], cell: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Any:
+        if way == "forward":
+            return spreading.choose(size, chip, batch, directions, way)
+        return spreading.backward(size, *tile, chip.shared, 2, wide=True)
+
+    monkeypatch.setattr(layers, "_prepared", {})
+    monkeypatch.setattr(grid, "choose", chosen)
+    assert_right(build(cell, 250, PRECISIONS[precision], inputs=9, bidirectional=True), 70, 75)
+
+
 @pytest.mark.parametrize("precision", ["two bytes", "tf32", "float32"])
 @pytest.mark.parametrize("seed", range(24))
 def test_it_is_right_at_random_sizes(spread: None, seed: int, precision: str) -> None:

@@ -129,7 +129,7 @@ def backward(
     halves, depth = scaled(size, "backward"), 32 // operand(size, "backward")  # elements of 8 words
     if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
         return None
-    if halves and (units % 16 or units & (units - 1)):  # 16 units have a scale, found by threads of one warp
+    if halves and (wide or units % 16 or units & (units - 1)):  # 16 units have a scale, found by threads of one warp
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
@@ -149,11 +149,12 @@ def backward(
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
-    live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves
+    live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves - 16 * wide
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
-    gradients = depths * 2 * (rows * 4 + 4) if wide else rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+    padded = depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4  # words of a sequence's gradients
+    gradients = depths * 2 * (rows * 4 + 4) if wide else rows * padded
     words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
     shared = 4 * max(words, step * summed * units)
@@ -230,18 +231,32 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
                     given = size, units, gathered, tiles, subs, warps, chip.shared
                     found = (backward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
                     yield from _first(found, chip)
+        if not _four_warps(size, chip, kind):
+            return
+        for units, gathered, (tiles, subs) in product((16, 32), (2, 4, 8, 12, 16), _WIDE_BACK):
+            if units >= least and gathered * units < 2 * size.units:
+                given = size, units, gathered, tiles, subs, 8, chip.shared
+                found = (backward(*given, parts=parts, wide=True, spilled=spilled) for parts, spilled in _WIDE_WAYS)
+                yield from _first(found, chip)
         return
     slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
     for units, (tiles, subs), groups in product(_of(size, slices), _SHAPES, (1, 2, 4)):
         given = size, units, tiles, subs, 8, groups, chip.shared
         found = (forward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
         yield from _first(found, chip)
-    if chip.capability != (9, 0) or width != 2 or size.bits or size.masks or size.staged is not None:
+    if not _four_warps(size, chip, kind):
         return
     for units, shape in product(sorted(slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
         found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
         yield from _first(found, chip)
+
+
+def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
+    """Whether four warps may multiply together."""
+    plain = not size.bits and not size.masks and size.staged is None
+    two_bytes = operand(size, kind) == 2 and (kind == "forward" or not scaled(size, kind))
+    return chip.capability == (9, 0) and two_bytes and plain
 
 
 def _of(size: Size, slices: set[int]) -> list[int]:
@@ -254,7 +269,9 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 
 
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
-_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))
+_WIDE_BACK = ((2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4))  # with 8 columns they bring nothing
+_WIDE_WAYS = ((1, 0), (2, 0), (4, 0), (4, 2), (4, 4))  # parts, and operands that are spilled
+_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4))
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -304,6 +321,14 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     What four warps multiply together takes as long for 8 columns as for 16; all blocks of a launch read L2 at once, 4.4
     MB in a microsecond.  That is within an eighth of 18 of 21 tiles of LSTM and GRU, from 512 to 2,048 units.
 
+    With TF32 products, as float16, it is within an eighth for LSTM and GRU with 512 to 1,500 units; LSTM with 2,048 at
+    batch 64 took 17.4 us instead of 15.0, and 23.0 instead of 16.9 with weights that are spilled.
+
+    Backward it is 0 to 27 percent above 8 tiles whose four warps multiply together (LSTM and GRU, 1,024 units at batch
+    32 and 128, 1,500 at 20, 2,048 at 64).  A thread that computes two sequences one after the other takes 1.5 us more
+    (GRU, 1,024 units at batch 128: 7.37 us, and 6.39 with one warp's products).  TF32 as scaled float16 took 1.03 to
+    1.19 times what is estimated in two bytes, in 8 cases of the same sizes.
+
     In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
     forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
@@ -341,7 +366,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             at_once = min(tile.at_once(chip), directions * -(-batch // tile.rows))
             part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1)
             part += 0.225 * at_once * tile.blocks * states / 2**20
-            return launches(chip, batch, directions, tile) * (1.34 + tile.subs * part)
+            return launches(chip, batch, directions, tile) * (1.36 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
             states += size.masks * rows * size.units * 4
@@ -365,9 +390,17 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         taken = (1.66 + tile.subs * part) * (2.0 if size.exact else 1)
         return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
     products = share * depths * tile.tiles * tile.warps / 4
-    part = 0.19 + 1.52e-3 * products + 0.46e-3 * shared / 128 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
+    if tile.wide:
+        part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.01 * rows * depths * 32 / 1024
+        part += 1.5 * (-(-rows // (32 * tile.warps // (tile.slice // 2))) - 1)
+    else:
+        part = 1.52e-3 * products + 0.46e-3 * shared / 128
+    part += 0.19 + 0.077 * rows * 4 * tile.sources * tile.slice / 1024
     part += 0.045 * rows * depths * 32 / 1024
-    return launches(chip, batch, directions, tile) * (0.66 * (1 + (tile.gathered > 1)) + tile.subs * part)
+    taken = 0.66 * (1 + (tile.gathered > 1)) + tile.subs * part
+    if tile.halves:
+        return launches(chip, batch, directions, tile) * (1.12 * taken + _BEGIN) - _BEGIN
+    return launches(chip, batch, directions, tile) * taken
 
 
 LEAST = {"forward": 1.08, "backward": 0.85}

@@ -14,7 +14,8 @@
 // A thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES the gradients of the gates of 16 units of a sequence, which are scaled together, lie beside each other, and
-// what their sums are multiplied with travels behind them, in L2 and in shared memory.
+// what their sums are multiplied with travels behind them, in L2 and in shared memory.  With WARPGROUPS four warps multiply
+// together (warpgroup.cu).
 //
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
@@ -159,11 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto look_at = [&](int strip, int d, float2(&pairs)[4]) {  // of two units, by 4 gradients
     const int column = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2;
     const bool there = warp * SHARE + strip < STRIPS && column < UNITS;
+    const Element* const rows = row_of_depth(d * 16) + column;  // 16 in a row are of one gate
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int depth = d * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
-      const bool first = there && unit_of_depth(depth) < UNITS;
-      pairs[i] = load_pair(row_of_depth(depth) + column, first, first && column + 1 < UNITS);
+      const int row = lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const bool first = there && unit_of_depth(d * 16) + row < UNITS;
+      pairs[i] = load_pair(rows + row * UNITS, first, first && column + 1 < UNITS);
     }
   };
 #pragma unroll
@@ -177,9 +179,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < 4; ++i) most = {fmaxf(most.x, fabsf(pairs[i].x)), fmaxf(most.y, fabsf(pairs[i].y))};
     }
 #pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2)
-      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
-              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
+    for (int far = 1; far < 4; far *= 2)
+      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, far)),
+              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, far))};
     unscale[strip][0] = unscale_of(most.x), unscale[strip][1] = unscale_of(most.y);
   }
   const auto scaled = [&](int i, const float2(&pairs)[4]) {
@@ -200,12 +202,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
     bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
   };
-  const auto keep_words = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
+  const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
 #if WARPGROUPS
-  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
+  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
   bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
 #else
-  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, keep_words);
+  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
 #endif
 #endif
 
@@ -540,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[0][g]), fabsf(dr[1][g])));
 #pragma unroll
-      for (int apart = 1; apart < 8; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+      for (int far = 1; far < 8; far *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, far));
       const float unscaled = unscale_of(most);
       const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
       scale = scale_of(unscaled);

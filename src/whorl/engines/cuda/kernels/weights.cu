@@ -169,6 +169,11 @@ __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int la
   copies_done();
 }
 
+// a lane's words of one warp's 16 rows
+__device__ __forceinline__ void put_square(unsigned* rows, int lane, uint4 words) {
+  rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+}
+
 // The same of what `Columns` takes: each warp turns its own 16 rows.
 template <class KEPT, int COUNT, int STREAMED, class Ask>
 __device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp, int lane, Ask ask) {
@@ -179,7 +184,7 @@ __device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp,
     unsigned* const rows = memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64;
     const uint4 words = Columns::taken(rows, lane, 256);
     __syncwarp();
-    rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+    put_square(rows, lane, words);
   }
 }
 
