@@ -117,6 +117,21 @@ def test_masks_by_gate_add_no_product(name: str, kind: str, tmp_path: Path) -> N
 
 
 @needs_tools
+@pytest.mark.parametrize("units, batch", [(1024, 128), (2048, 64)])
+def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_path: Path) -> None:
+    """Of layers that no cluster holds; where their blocks exchange, fences are few and meant."""
+    cell = CELLS["lstm"].graph
+    tile = grid.estimated(size_of(cell, units, 4), H200, batch, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert tile.wide
+    assert tile.halves
+    text = source.forward(cell, units, torch.float32, tile, True)
+    lines = disassembled(text, tile, tmp_path / "kernel.cubin")
+    assert any("HGMMA" in line for line in lines)
+    assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
+@needs_tools
 def test_a_fence_in_the_time_loop_is_found(tmp_path: Path) -> None:
     wider = ("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.parity.acquire.cluster.shared")
     loop = time_loop(listing("forward", "lstm", 512, 32, "bfloat16", tmp_path / "kernel.cubin", wider))

@@ -68,8 +68,14 @@ def test_layers_that_a_cluster_holds_stay_there_unless_they_are_much_faster_spre
     for units, ahead, back in ((128, Tile, Tile), (512, Tile, Tile), (768, Spread, Tile), (1024, Spread, Spread)):
         size = size_of(library.lstm.graph, units, 2)
         assert [type(grid.choose(size, H200, 32, 1, way)) for way in ("forward", "backward")] == [ahead, back]
-    for way in KINDS:
-        assert type(grid.choose(size_of(library.lstm.graph, 512, 4), H200, 32, 1, way)) is Tile
+    for cell, units, batch, ahead in (
+        (library.lstm, 512, 32, Tile), (library.lstm, 256, 512, Tile), (library.lstm, 650, 20, Spread),
+        (library.gru, 512, 128, Spread),
+    ):  # fmt: skip
+        size = size_of(cell.graph, units, 4)  # with TF32 products
+        assert type(grid.choose(size, H200, batch, 1, "forward")) is ahead
+        for other, way in ((size, "backward"), (size._replace(exact=True), "forward")):
+            assert type(grid.choose(other, H200, batch, 1, way)) is Tile or not tiling.fits(other, H200, way)
 
 
 def test_what_does_not_fit_has_no_tile() -> None:

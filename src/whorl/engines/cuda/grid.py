@@ -33,7 +33,8 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
 def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
-    In two bytes a layer that a cluster holds is spread too where its steps are estimated to take less time so.
+    In two bytes, and forward with TF32 products as float16, a layer that a cluster holds is spread too where its steps
+    are estimated to take less time so.
     Not, where a cluster holds them, layers whose masks by gate are given: where blocks exchange through L2, they are
     read from there at each step.
     """
@@ -45,7 +46,10 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
         worth = tiling.step_time(*where, tile) / _MUCH[kind]
     else:
         worth = staging.step_time(size.staged, *where, tile) / _MUCH_STAGED[kind]
-    if size.element == 4 or size.masks or worth <= spreading.LEAST[kind]:
+    known = size.element == 2
+    if kind == "forward" and spreading.scaled(size, kind):
+        worth, known = worth / _MUCH_TF32, True
+    if not known or size.masks or worth <= spreading.LEAST[kind]:
         return tile  # without a look at what is spread, of which there are hundreds of candidates
     spread = spreading.choose(*where)
     return tile if spread is None or worth <= spreading.step_time(*where) else spread
@@ -57,6 +61,11 @@ batch 32, 1.85 and 2.11 at 128, and 1.55 and 2.40 with 256 at 512; 30 steps with
 with 650 at 20, 93 and 64 with 768 at 16.  Backward, where the estimate is too low by up to 1.46 for what is spread, 67
 and 99, 80 and 109, 143 and 159 with 512 units at batch 1, 32 and 128, 123 and 128, 110 and 125 with 650 and 768."""
 
+_MUCH_TF32 = 1.1
+"""And with TF32 products.  On an H200 a step in a cluster and spread took 2.37 and 1.80 us with 768 units at batch 16,
+2.37 and 1.86 with 650 at 20, 1.95 and 2.04 with 512 at 128 (LSTM), 3.65 and 1.79 with 512 at 128, 1.34 and 1.54 at 32
+(GRU), and a launch 80 and 4, 71 and 4, 53 and 23, 11 and 23, 10 and 3 us beside its steps.  Backward was not measured."""
+
 _MUCH_STAGED = {"forward": 1.1, "backward": 1.6}
 """Of a step with means, set before any was measured.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster
 and spread took 5.9 and 4.5 us with 512 units at batch 128, 2.7 and 3.4 at 32, 1.8 and 2.8 with 256 at 32; backward 7.1
@@ -65,8 +74,8 @@ and 7.3, 3.0 and 4.9, with 256 units at 128 3.1 and 4.5, with 650 at 20 5.9 and 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
     """Microseconds that a step of the tile takes that `estimated` gives, of a cell of one stage; the whole batch."""
-    tile = tiling.choose(size, chip, batch, directions, kind)
-    if tile is not None:
+    tile = estimated(size, chip, batch, directions, kind)
+    if isinstance(tile, Tile):
         return tiling.step_time(size, chip, batch, directions, kind, tile)
     return spreading.step_time(size, chip, batch, directions, kind)
 

@@ -72,7 +72,7 @@ class Persistent(Engine):
         form = problem.form
         if problem.device.capability < (9, 0):
             return [f"it never ran on a GPU of compute capability {_dotted(problem.device.capability)}"]
-        few = problem.batch < 64 and (problem.dtype.itemsize == 2 or form.units <= 1024)
+        few = problem.batch < 64 and (problem.dtype.itemsize == 2 or problem.tf32 or form.units <= 1024)
         if form.units < 512 or few or CuDNN().obstacles(problem):
             return []
         if problem.dtype == torch.float16 and problem.batch <= 128 and form.cell == library.lstm.graph:

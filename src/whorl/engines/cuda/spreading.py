@@ -271,7 +271,7 @@ def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (2, 4), (1, 6), (1, 8))
 _WIDE_BACK = ((2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4))  # with 8 columns they bring nothing
 _WIDE_WAYS = ((1, 0), (2, 0), (4, 0), (4, 2), (4, 4))  # parts, and operands that are spilled
-_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2))
+_WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4))
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -321,6 +321,9 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     What four warps multiply together takes as long for 8 columns as for 16; all blocks of a launch read L2 at once, 4.4
     MB in a microsecond.  That is within an eighth of 18 of 21 tiles of LSTM and GRU, from 512 to 2,048 units.
 
+    With TF32 products, as float16, it is within an eighth for LSTM and GRU with 512 to 1,500 units; LSTM with 2,048 at
+    batch 64 took 17.4 us instead of 15.0, and 23.0 instead of 16.9 with weights that are spilled.
+
     Backward it is 0 to 27 percent above 8 tiles whose four warps multiply together (LSTM and GRU, 1,024 units at batch
     32 and 128, 1,500 at 20, 2,048 at 64).  A thread that computes two sequences one after the other takes 1.5 us more
     (GRU, 1,024 units at batch 128: 7.37 us, and 6.39 with one warp's products).  TF32 as scaled float16 took 1.03 to
@@ -361,7 +364,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             at_once = min(tile.at_once(chip), directions * -(-batch // tile.rows))
             part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1)
             part += 0.225 * at_once * tile.blocks * states / 2**20
-            return launches(chip, batch, directions, tile) * (1.34 + tile.subs * part)
+            return launches(chip, batch, directions, tile) * (1.36 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
             states += size.masks * rows * size.units * 4
