@@ -64,7 +64,8 @@ and 99, 80 and 109, 143 and 159 with 512 units at batch 1, 32 and 128, 123 and 1
 _MUCH_TF32 = 1.1
 """And with TF32 products.  On an H200 a step in a cluster and spread took 2.37 and 1.80 us with 768 units at batch 16,
 2.37 and 1.86 with 650 at 20, 1.95 and 2.04 with 512 at 128 (LSTM), 3.65 and 1.79 with 512 at 128, 1.34 and 1.54 at 32
-(GRU), and a launch 80 and 4, 71 and 4, 53 and 23, 11 and 23, 10 and 3 us beside its steps.  Backward was not measured."""
+(GRU), and a launch 80 and 4, 71 and 4, 53 and 23, 11 and 23, 10 and 3 us beside its steps.
+Backward was not measured."""
 
 _MUCH_STAGED = {"forward": 1.1, "backward": 1.6}
 """Of a step with means, set before any was measured.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster
