@@ -741,12 +741,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
-            x[j][g] = load_gates((ORDER ? gates_of(j, row_step) : now_at + row_step * GATES * UNITS) + g * UNITS, read, also);
+            x[j][g] = load_gates(ORDER ? gates_of(j, row_step) + g * UNITS : now_at + (row_step * GATES + g) * UNITS, read,
+                                 also);
         }
         if (t + AHEAD < time && is_there(j) && !PACKED) {
-          const Gate* const far = ORDER ? gates_of(j, AHEAD * row_step) : now_at + AHEAD * row_step * GATES * UNITS;
+          const Gate* const far = ORDER ? gates_of(j, AHEAD * row_step) : now_at;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) prefetch(far + g * UNITS);
+          for (int g = 0; g < GATES; ++g) prefetch(far + ((ORDER ? 0 : AHEAD * row_step * GATES) + g) * UNITS);
         }
         store_pair(y_of(j), output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {
@@ -826,7 +827,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
-        if (!lasts(t, sub)) continue;
+        if (!PARTED && !has_lines(sub)) break;  // where none ends, not `continue`, for which the compiler spills
+        if (PARTED && !lasts(t, sub)) continue;
         multiply_states(t - late(sub), sub);
         compute_items(t - late(sub), sub);
       }
