@@ -404,7 +404,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
     float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT], to_inputs[OWN][2][MOST(INPUTS)], to_zones[OWN][2][STATES];
     Pair entered[OWN][2];
-    const auto goes_on = [&](int sub) { return t - late(sub) + 1 < lasting[sub] || wants_initial; };
+    const bool all_go_on = t + 1 < time || wants_initial;
+    const auto goes_on = [&](int sub) { return PARTED ? t - late(sub) + 1 < lasting[sub] || wants_initial : all_go_on; };
     const auto read_on = [&](int sub) {  // what the next step needs
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
