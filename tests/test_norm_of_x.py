@@ -15,7 +15,7 @@ from test_emulated import assert_right, with_gradients
 from whorl.cells import library
 from whorl.cells.expr import var
 from whorl.cells.wrappers import ahead, clipped, layer_norm
-from whorl.engines.cuda.norms import inside
+from whorl.engines.cuda.norms import inside, normed
 from whorl.problem import Form, Problem, slots
 
 
@@ -51,6 +51,14 @@ def test_the_plan_says_where_it_is_computed() -> None:
     said = whorl.engines.cuda.persistent.Persistent().numbers(problem)
     assert said[0] == "the layer norm of x: by torch, for all steps before the first"
     assert said[1:] == whorl.engines.cuda.persistent.Persistent().numbers(inside(problem))
+
+
+def test_an_equal_problem_without_a_norm_has_none() -> None:
+    problems = [Problem(Form(library.lstm.graph, 4, 512), H200, torch.bfloat16, 30, 32) for _ in range(2)]
+    for problem in problems:
+        assert inside(problem) == problem
+        assert not normed(problem)
+        assert "norm" not in whorl.engines.cuda.persistent.Persistent().numbers(problem)[0]
 
 
 FORMS: dict[str, Any] = {

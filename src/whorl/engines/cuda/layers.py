@@ -12,7 +12,7 @@ from whorl.engines.cuda import grid, source
 from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
-from whorl.engines.cuda.norms import KEPT, Norms, inside
+from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import Numbers, kernels, size_of
 from whorl.engines.cuda.products import product
@@ -51,7 +51,7 @@ class Layers:
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
-        self.norms = None if problem is plan.problem else Norms(plan.problem, self.gate)
+        self.norms = Norms(plan.problem, self.gate) if normed(plan.problem) else None
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles

@@ -27,6 +27,11 @@ def inside(problem: Problem) -> Problem:
     return problem if cell is None else replace(problem, form=replace(problem.form, cell=cell))
 
 
+def normed(problem: Problem) -> bool:
+    """Whether `inside` leaves another problem."""
+    return ahead(problem.form.cell) is not None
+
+
 class Made(NamedTuple):
     """Gradients of one layer and direction."""
 

@@ -14,7 +14,7 @@ from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import aligned, cudnn, grid, projected, source
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
-from whorl.engines.cuda.norms import inside
+from whorl.engines.cuda.norms import inside, normed
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
 from whorl.engines.cuda.prepare import Numbers, adding_code, codes, row_copier_code, size_of
@@ -94,10 +94,11 @@ class Persistent(Engine):
         return [f"{what} is estimated at {own:.0f} us a step, and cuDNN, with all products, at {rival:.0f}"]
 
     def numbers(self, problem: Problem) -> list[str]:
-        whole, problem = problem, inside(problem)
+        ahead = ["the layer norm of x: by torch, for all steps before the first"] if normed(problem) else []
+        problem = inside(problem)
         form, features, chip = problem.form, expected(problem), _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-        lines = ["the layer norm of x: by torch, for all steps before the first"] if problem is not whole else []
+        lines = ahead
         for kind in ("forward", "backward")[: 1 + problem.gradient]:
             where = (size, chip, problem.batch, form.directions, kind)
             tile = grid.choose(*where)
