@@ -89,9 +89,9 @@ def test_any_shape_is_right(room: None, seed: int) -> None:
     gradients in float32 up to 1,500 times, by single values on the other side of zero, others at most 1.8 times.
     """
     case = drawn(seed)
-    layer = case.build()
-    print(case, layer.engine)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=case.precision == "tf32"):
+        layer = case.build()
+        print(case, layer.engine)
 
         def row() -> dict[str, tuple[float, float]]:
             return measured(layer, case.time, case.batch, case.initial, lay=LAYOUTS[case.layout])
