@@ -288,6 +288,7 @@ inline void emulated_arrive_here(unsigned barrier) {
 }
 inline void emulated_barriers_started() {}
 inline void emulated_expect(unsigned barrier, unsigned bytes) {
+  if (bytes == 0) fprintf(stderr, "a phase of no bytes may be over before all have seen the end of the one before\n"), abort();
   host::Barrier& b = host::barrier_at(barrier);
   b.bytes += bytes, --b.pending;
   host::settle(b);

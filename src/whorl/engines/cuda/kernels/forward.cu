@@ -453,10 +453,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
     return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
   };
+  // Of a step that none computes nothing comes: a phase of no bytes would be over at once, and warps that still wait for
+  // the one before it would wait for ever.
+  const auto expect_some = [&](int barrier, unsigned bytes) {
+    if (ORDER ? lane == 0 && bytes > 0 : true) expect(barriers + 8 * barrier, bytes);
+  };
   const auto expect_more = [&](int t, int sub) {  // of the step after the next, once those of this one have come
     if (ORDER ? warp != EXPECTING : threadIdx.x != 32 * EXPECTING) return;
-    const unsigned bytes = arriving(t + 2, sub);
-    if (!ORDER || lane == 0) expect(barriers + 8 * (2 * sub + t % 2), bytes);
+    expect_some(2 * sub + t % 2, arriving(t + 2, sub));
   };
   if (ORDER ? warp == EXPECTING : threadIdx.x == 0) {
     if (!ORDER || lane == 0) {
@@ -464,8 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       barriers_started();
     }
     for (int i = 0; i < 2 * SUBS; ++i) {
-      const unsigned bytes = arriving(i % 2 ? 1 : 2, i / 2);
-      if ((!ORDER || lane == 0) && has_lines(i / 2)) expect(barriers + 8 * i, bytes);
+      if (has_lines(i / 2)) expect_some(i, arriving(i % 2 ? 1 : 2, i / 2));
     }
   }
   cluster_barrier();
