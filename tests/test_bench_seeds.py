@@ -62,6 +62,7 @@ def test_figures_come_back_from_their_file(tmp_path: Path) -> None:
     "words, command",
     [
         ("/home/me/whorl/examples/imdb.py data --figures /tmp/a.json --bf16", "python examples/imdb.py data --bf16"),
+        ("imdb.py /home/me/data/imdb.npz --length 200", "python imdb.py data/imdb.npz --length 200"),
         ("/usr/lib/whorl/__main__.py bench --out /tmp/a --suite seeds", "whorl bench --suite seeds"),
         ("/usr/bin/whorl bench --batches '1, 2'", "whorl bench --batches '1, 2'"),
     ],

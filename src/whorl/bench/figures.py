@@ -122,7 +122,7 @@ class Figures:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command that a process was called with, less where its figures went and where the program lies."""
+    """The command that a process was called with, less where its figures went, and where the program and its data lie."""
     program, *others = words
     parts = Path(program).parts
     known = ["python", "/".join(parts[-2:])] if program.endswith(".py") and parts[-2:-1] != ("whorl",) else ["whorl"]
@@ -130,7 +130,12 @@ def _command(words: Sequence[str]) -> str:
         if name in others:
             at = others.index(name)
             del others[at : at + 2]
-    return shlex.join([*known, *others])
+    return shlex.join([*known, *(_told(word) for word in others)])
+
+
+def _told(word: str) -> str:
+    """A word of a command: of a path from the root the last folder and the file, which say no machine's name."""
+    return "/".join(Path(word).parts[-2:]) if Path(word).is_absolute() else word
 
 
 def _read(data: dict[str, Any]) -> Figures:
