@@ -251,11 +251,8 @@ def test_a_mean_of_other_squares_is_no_variance() -> None:
     ],
 )
 def test_nothing_is_spilled_or_fenced_in_the_time_loop(
-    name: str, units: int, batch: int, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, units: int, batch: int, kind: str, tmp_path: Path
 ) -> None:
-    if (units, kind) == (1024, "backward"):
-        reason = "a known fault: since parts are computed at once, four words that never change are loaded at each step"
-        request.node.add_marker(pytest.mark.xfail(strict=True, reason=reason))
     of_c = library.make_lstm(layer_norm=True).graph
     more = {"layer norm of r and c": wrappers.layer_norm(of_c, ("r",))[0]}
     cell, dtype = (STAGED | more)[name], torch.bfloat16

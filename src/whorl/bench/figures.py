@@ -122,7 +122,7 @@ class Figures:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command that a process was called with, less where its figures went, and where the program and its data lie."""
+    """The command that a process was called with, less where its figures went and where the files it names lie."""
     program, *others = words
     parts = Path(program).parts
     known = ["python", "/".join(parts[-2:])] if program.endswith(".py") and parts[-2:-1] != ("whorl",) else ["whorl"]

@@ -620,14 +620,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
   };
 
-  // of a strip of the warp's, of two neighbouring units of two neighbouring sequences
-  const auto put_sums = [&](int t, int sub, int strip, int n, const float(&sum)[4]) {
-    const int to = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2, at = sub * ROWS + n * 8;
-    unsigned* const there = putting + (t % 2 ? SOURCES * plane : 0) + at * SUM_PITCH + strip * 16;
-    const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | t / 2 % 2; };
-    if (to < UNITS && putting_left > at) put_pair(there, word(0), word(2));
-    if (to < UNITS && putting_left > at + 1) put_pair(there + SUM_PITCH, word(1), word(3));
+  // of two neighbouring units of two neighbouring sequences, from row `at` of all parts on
+  const auto put_sums = [&](unsigned* there, int at, const float(&sum)[4], unsigned phase) {
+    const auto word = [&](int e) { return (__float_as_uint(sum[e]) & ~1u) | phase; };
+    if (putting_left > at) put_pair(there, word(0), word(2));
+    if (putting_left > at + 1) put_pair(there + SUM_PITCH, word(1), word(3));
   };
+  const auto sums_of = [&](int t, int strip) { return putting + (t % 2 ? SOURCES * plane : 0) + strip * 16; };
+  const auto has_units = [&](int strip) { return (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2 < UNITS; };
 
   const auto product = [&](int t, int sub) {
 #if WARPGROUPS
@@ -654,7 +654,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int strip = 0; strip < SHARE; ++strip) {
       if (warp * SHARE + strip >= STRIPS) break;
 #pragma unroll
-      for (int n = 0; n < TILES; ++n) put_sums(t, sub, strip, n, sums[strip][n]);
+      for (int n = 0; n < TILES; ++n) {
+        const int at = sub * ROWS + n * 8;
+        if (has_units(strip)) put_sums(sums_of(t, strip) + at * SUM_PITCH, at, sums[strip][n], t / 2 % 2);
+      }
     }
 #else
     if (warp * SHARE >= STRIPS) {  // the same for the whole warp
@@ -738,7 +741,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[e] *= unscale[min(i0 + c, SHARE - 1)][e / 2] * (1.f / SUM_SHARE);
 #endif
-          put_sums(t, sub, i0 + c, n, sum);
+          const int at = sub * ROWS + n * 8;
+          if (has_units(i0 + c)) put_sums(sums_of(t, i0 + c) + at * SUM_PITCH, at, sum, t / 2 % 2);
         }
       }
     }
