@@ -384,6 +384,11 @@ def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
         assert (one - other).double().norm() <= bound * other.double().norm()
 
 
+def by_sequence(tensor: Tensor) -> Tensor:
+    """The same, as it lies in memory with batch_first."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("marked", [False, True], ids=["", "mask"])
 @pytest.mark.parametrize("kind, time, batch, inputs, units", [
@@ -396,19 +401,20 @@ def test_how_weights_and_x_lie_changes_no_bit(
     x = torch.randn(time, batch, inputs, dtype=dtype)
     marks = PLAIN._replace(mask=torch.rand(time, batch) < 0.8) if marked else PLAIN
 
-    def everything(x: Tensor, weights: list[Tensor], gradient: bool) -> list[Tensor]:
-        row = [one.detach().requires_grad_(gradient) for one in (x, *weights)]
+    def everything(x: Tensor, dy: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
+        row = [one.detach().requires_grad_(dy is not None) for one in (x, *weights)]
         y, *ends = recurrent(layer._form, Call(row[0], (), tuple(row[1:]), marks=marks), "cpu")
-        return [y, *ends, *(torch.autograd.grad(y.double().square().sum(), row) if gradient else [])]
+        return [y, *ends, *(torch.autograd.grad(y, row, dy) if dy is not None else [])]
 
     weights = list(layer.parameters())
     others = [weight.detach().t().contiguous().t() if weight.dim() == 2 else weight for weight in weights]
     assert (inputs == 1) == others[0].is_contiguous()
-    by_sequence = x.transpose(0, 1).contiguous().transpose(0, 1)
-    for gradient in (False, True):
-        found = everything(x, weights, gradient)
-        for one, other in zip(found, everything(by_sequence, others, gradient), strict=True):
+    dy = torch.randn(time, batch, 2 * units, dtype=dtype)
+    same = dy[:1].expand(dy.shape)
+    for grad, as_it_lies in ((None, None), (dy, by_sequence(dy)), (same.contiguous(), same)):
+        found = everything(x, grad, weights)
+        for one, other in zip(found, everything(by_sequence(x), as_it_lies, others), strict=True):
             assert torch.equal(one, other)
     once = x[:1].expand(x.shape)  # a step that lies where the one before does
-    for one, other in zip(everything(once.contiguous(), weights, False), everything(once, weights, False), strict=True):
+    for one, other in zip(everything(once.contiguous(), dy, weights), everything(once, dy, weights), strict=True):
         assert torch.equal(one, other)

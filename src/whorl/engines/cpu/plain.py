@@ -110,7 +110,7 @@ def forward(made: Sizes, call: Call) -> Outcome:
     apart, weights = problem.batch * form.units * wide.itemsize, _weights(made, call)
     x, kept, read, inner = call.x, [], [], []
     for layer in range(form.layers):
-        x, steps_apart, rows_apart = _entering(x, made.within[layer * form.directions])
+        x, *apart_x = _entering(x, made.within[layer * form.directions])
         y = empty(problem.time, problem.batch, form.units * form.directions, dtype=dtype)
         for direction in range(form.directions):
             index = layer * form.directions + direction
@@ -122,7 +122,7 @@ def forward(made: Sizes, call: Call) -> Outcome:
             if made.reads_x and projected is not None:
                 read.append(as_bytes(projected))
             plain = Plain(
-                x.data_ptr(), steps_apart, rows_apart, *one.described, ctypes.addressof(one.addresses),
+                x.data_ptr(), *apart_x, *one.described, ctypes.addressof(one.addresses),
                 made.within[index], address(projected), y.data_ptr() + direction * form.units * dtype.itemsize,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
                 _each(finals, index * apart), noise=address(noise), seed=seed,
@@ -152,8 +152,10 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     vectors = len(form.cell.vectors)
     dv = borrowed(problem.batch, vectors, units, dtype=wide)
     for layer in reversed(range(form.layers)):
-        below = call.x.contiguous() if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)
-        grad = None if grad is None else grad.to(dtype).contiguous()
+        below = call.x if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)
+        (below, *apart_x), apart_y = _entering(below), [0, 0]
+        if grad is not None:
+            grad, *apart_y = _entering(grad.to(dtype))
         inputs, to_x, found = form.layer_inputs(layer), None, None
         columns, wanted = filled_up(inputs), layer > 0 or "x" not in problem.constants
         for direction in range(directions):
@@ -163,10 +165,10 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(rows, columns, dtype=wide)
             plain = Plain(
-                below.data_ptr(), 0, 0, *one.described, ctypes.addressof(one.addresses), False,
+                below.data_ptr(), *apart_x, *one.described, ctypes.addressof(one.addresses), False,
                 saved[count + index].data_ptr() if made.reads_x else None, y.data_ptr() + begin,
                 saved[index].data_ptr(), (), (),
-                None if grad is None else grad.data_ptr() + begin, _each(dfinals, index * apart),
+                None if grad is None else grad.data_ptr() + begin, *apart_y, _each(dfinals, index * apart),
                 _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
                 dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
                 dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), to_vectors=ctypes.addressof(to_vectors),
@@ -176,8 +178,8 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             if found is not None:
                 part = found[:, :inputs] if columns != inputs else found
                 to_x = part if to_x is None else to_x + part
-        grad, y = to_x, below
-    every = [None if grad is None else grad.reshape(call.x.shape), *dstarts, *to_weights]
+        grad, y = None if to_x is None else to_x.view(*shape, inputs), below
+    every = [grad, *dstarts, *to_weights]
     return every if wide == dtype else [None if one is None else one.to(dtype) for one in every]
 
 
@@ -227,13 +229,13 @@ def _weights(made: Sizes, call: Call) -> list[_Weights]:
     return found
 
 
-def _entering(x: Tensor, within: bool) -> tuple[Tensor, int, int]:
+def _entering(x: Tensor, free: bool = True) -> tuple[Tensor, int, int]:
     """What a layer reads as its kernel takes it, and how far its steps and sequences are apart; 0: as if contiguous.
 
     Args:
-        within: the loop makes the input projection: then they may lie as they like.
+        free: they may lie as they like.
     """
-    if x.is_contiguous() or not within or x.stride(2) != 1 or not x.stride(0):
+    if x.is_contiguous() or not free or x.stride(2) != 1 or not x.stride(0):
         return x.contiguous(), 0, 0
     return x, x.stride(0), x.stride(1)
 

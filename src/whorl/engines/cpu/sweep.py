@@ -43,7 +43,7 @@ for _row in (
     ("y", c_void_p),
     ("y_stride", c_int64),
     ("sequences sequence_strides entered unprojected saved operands dy", c_void_p),
-    ("dy_stride", c_int64),
+    ("dy_stride dy_step dy_row", c_int64),
     ("dsequences dsequence_strides dstates dreset dheld dx dr dp dv de dprojected", c_void_p),
     ("ih_turned hh_turned unread", c_int64),
 ):
@@ -76,6 +76,7 @@ class Plain(Structure):
         ("starts", c_void_p * 4),
         ("finals", c_void_p * 4),
         ("dy", c_void_p),
+        *((name, c_int64) for name in "dy_step dy_row".split()),
         ("dfinals", c_void_p * 4),
         ("dstarts", c_void_p * 4),
         *((name, c_void_p) for name in "begin dx dr to_input to_ih to_hh to_bias_ih to_bias_hh".split()),

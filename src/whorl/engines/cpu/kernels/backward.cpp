@@ -51,7 +51,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         own.active[n] = i, own.outer[n] = o, ++n;
       } else {
         if (k.dy)
-          for (int64_t u = g.wfirst; u < g.wlast; ++u) k.dheld[r * k.width + u] += widened(k.dy[o * k.dy_stride + u]);
+          for (int64_t u = g.wfirst; u < g.wlast; ++u) k.dheld[r * k.width + u] += widened(g.dy(t, r, o)[u]);
       }
     }
     for (int64_t j = 0; j < n; ++j) {
@@ -68,7 +68,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         real* d = given + (j * cell.states + s) * larger;
         const int64_t begin = g.begin_of(s), end = g.end_of(s);
         if (s == 0 && k.dy) {
-          const store* dy = k.dy + o * k.dy_stride;
+          const store* dy = g.dy(t, r, o);
           EACH_ALONE
           for (int64_t u = begin; u < end; ++u) state[u] += widened(dy[u]);
         }

@@ -12,8 +12,7 @@ static void project_ahead(const Group& g, const Own& own, int64_t step, int64_t 
       const int64_t r = g.rows[i], t = k.reverse ? k.time - 1 - next : next;
       if (t >= g.length(r) || !g.counts(g.outer(t, r))) continue;
       const int64_t o = g.outer(t, r);
-      own.ahead_a[n] = k.input + (k.input_step ? t * k.input_step + r * k.input_row : o * k.inputs);
-      own.ahead_c[n] = at(next, i, o), ++n;
+      own.ahead_a[n] = g.input(t, r, o), own.ahead_c[n] = at(next, i, o), ++n;
     }
   g.team.wait();
   g.multiply(g.w.input, n, own.ahead_a, own.ahead_c);

@@ -34,6 +34,13 @@ struct Group {
   int64_t length(int64_t r) const { return k.lengths ? k.lengths[r] : k.time; }
   int64_t outer(int64_t t, int64_t r) const { return (k.starts ? k.starts[t] : t * k.batch) + r; }
   int64_t compact(int64_t o) const { return k.place ? k.place[o] : o; }
+  // Rows of the caller's, which may have another order of steps and sequences.
+  const store* input(int64_t t, int64_t r, int64_t o) const {
+    return k.input + (k.input_step ? t * k.input_step + r * k.input_row : o * k.inputs);
+  }
+  const store* dy(int64_t t, int64_t r, int64_t o) const {
+    return k.dy + (k.dy_step ? t * k.dy_step + r * k.dy_row : o * k.dy_stride);
+  }
   bool counts(int64_t o) const { return !k.mask || k.mask[o]; }
   // Whether no state enters step t of r from the step that is processed before it.  The cut of a reset lies between a
   // step and the one before: backwards, it is the step before that the state does not enter.

@@ -15,9 +15,11 @@ struct Outer {
   const real* factor;       // of b: of the sequence of each row a row of m; null: none
   const int64_t* sequence;  // of each row; null: row % batch
   int64_t batch;
+  int64_t step;             // from the first row of a batch of b to that of the next; 0: as the rows of one
 
   // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
   static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 2 * WIDE;
+  const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
   int64_t place(int64_t piece) const { return piece < pieces ? up(n * piece / pieces, ROWS) : n; }
   Packed block(int64_t begin) const {
     Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
@@ -147,12 +149,12 @@ static void pack_outer(void* data, int thread, int threads) {
   for (int64_t begin = thread * Outer::DEEP; begin < o.rows; begin += threads * Outer::DEEP) {
     const Packed block = o.block(begin);
     for (int64_t i = 0; o.factor && i < block.k; ++i) {
-      const store* from = o.b + (begin + i) * o.ldb;
+      const store* from = o.row(begin + i);
       const real* factor = o.factor + (o.sequence ? o.sequence[begin + i] : (begin + i) % o.batch) * o.m;
       EACH_ALONE
       for (int64_t u = 0; u < o.m; ++u) put(scaled + i * o.m + u, widened(from[u]) * factor[u]);
     }
-    pack(block, scaled ? scaled : o.b + begin * o.ldb, scaled ? o.m : o.ldb, false, 0, block.panels());
+    pack_rows(block, [&](int64_t r) { return scaled ? scaled + r * o.m : o.row(begin + r); }, 0, block.panels());
   }
   free(scaled);
 }

@@ -6,7 +6,7 @@ namespace kernel {
 
 struct Plain {
   const store* input;                // [outer rows, inputs]
-  int64_t input_step, input_row;     // forward: as a Sweep has them
+  int64_t input_step, input_row;     // as a Sweep has them
   const store *ih, *hh;              // [gates x units, inputs], [recurrent gates x units, width]
   int64_t ih_turned, hh_turned;      // or the other way round
   const real *bias_ih, *bias_hh;     // of the same rows; null: zero
@@ -18,6 +18,7 @@ struct Plain {
   const real* starts[MOST_STATES];   // initial states [batch, width]; null: zero
   real* finals[MOST_STATES];         // forward: final states
   const store* dy;                   // [outer rows, dy_stride]; null: zero
+  int64_t dy_step, dy_row;           // as a Sweep has them
   const real* dfinals[MOST_STATES];  // gradients of the final states; null: zero
   real* dstarts[MOST_STATES];        // of the initial ones; null: not wanted
   const store* begin;                // the first state of `starts` as it enters products; null: zero
@@ -91,7 +92,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     set_or_zero(dstates[s], p.dfinals[s], k.batch * k.units);
   }
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
-  k.dy = p.dy, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv, k.unread = !p.dstarts[0];
+  k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv, k.unread = !p.dstarts[0];
   k.noise = p.noise, k.seed = p.seed;
   run_all(k, true);
   free(room);
@@ -99,7 +100,8 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   if (p.to_input)
     project({p.to_input, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, k.inputs, false, 0, 0, nullptr, nullptr, nullptr, nullptr, 0}, threads);
+  outer({p.to_ih, p.to_bias_ih, p.dx, p.input, rows, x_wide, k.inputs, x_wide, p.input_step ? p.input_row : k.inputs, false,
+         0, 0, nullptr, nullptr, nullptr, nullptr, k.batch, p.input_step}, threads);
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;
   if (sums) set_or_zero(sums, nullptr, wide);
@@ -109,7 +111,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     const real* factor = p.noise && apart ? p.noise + column / k.units * k.batch * k.width : p.noise;
     real *to = p.to_hh + column * k.width, *part = sums ? sums + column : nullptr;
     auto add_rows = [&](const store* d, const store* entered, int64_t count, int64_t stride, bool add) {
-      outer({to, part, d + column, entered, count, columns, k.width, wide, stride, add, 0, 0, nullptr, nullptr, factor, nullptr, k.batch}, threads);
+      outer({to, part, d + column, entered, count, columns, k.width, wide, stride, add, 0, 0, nullptr, nullptr, factor, nullptr, k.batch, 0}, threads);
     };
     if (p.entered) {
       add_rows(dr, p.entered, rows, k.width, false);

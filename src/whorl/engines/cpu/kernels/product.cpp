@@ -105,8 +105,25 @@ INLINE void transpose(const store*, int64_t, packed_t*, int64_t) {}
 constexpr bool TRANSPOSES = false;
 #endif
 
+// Columns are those of rows: row(k) is where one begins.
+template <typename Row>
+static void pack_rows(const Packed& to, Row row, int64_t first, int64_t last) {
+  const store zero = {};
+  for (int64_t panel = first; panel < last; ++panel) {
+    const int64_t width = panel < to.wide() ? PANEL : LANES, begin = to.column(panel);
+    packed_t* base = to.data + begin * to.steps();
+    const int64_t full = to.n - begin < width ? to.n - begin : width;
+    for (int64_t k = 0; k < to.steps(); ++k, base += width) {
+      const store *low = row(k * STEP) + begin, *high = STEP == 2 && k * 2 + 1 < to.k ? row(k * 2 + 1) + begin : nullptr;
+      for (int64_t j = 0; j < full; ++j) base[j] = pair(low[j], high ? high[j] : zero);
+      for (int64_t j = full; j < width; ++j) base[j] = packed_t(0);
+    }
+  }
+}
+
 // Columns are rows of `weight` [n, ld] (`across` false: columns are columns of [k, ld]).
 static void pack(const Packed& to, const store* weight, int64_t ld, bool across, int64_t first, int64_t last) {
+  if (!across) return pack_rows(to, [=](int64_t k) { return weight + k * ld; }, first, last);
   const store zero = {};
   for (int64_t panel = first; panel < last; ++panel) {
     const int64_t width = panel < to.wide() ? PANEL : LANES, begin = to.column(panel);
@@ -114,25 +131,17 @@ static void pack(const Packed& to, const store* weight, int64_t ld, bool across,
     const int64_t full = to.n - begin < width ? to.n - begin : width;
     for (int64_t k0 = 0; k0 < to.steps(); k0 += 16) {
       const int64_t k1 = k0 + 16 < to.steps() ? k0 + 16 : to.steps();
-      if (across) {
-        int64_t j = 0;
-        for (; TRANSPOSES && (k0 + 16) * STEP <= to.k && j + 16 <= full; j += 16) {
-          const store* from = weight + (begin + j) * ld + k0 * STEP;
-          for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(from + i * ld + 64 * STEP);  // rows lie too far apart to be guessed
-          transpose(from, ld, base + k0 * width + j, width);
-        }
-        for (; j < full; ++j)
-          for (int64_t k = k0; k < k1; ++k) {
-            const store* from = weight + (begin + j) * ld + k * STEP;
-            base[k * width + j] = pair(from[0], STEP == 2 && k * 2 + 1 < to.k ? from[STEP - 1] : zero);
-          }
-      } else {
-        for (int64_t k = k0; k < k1; ++k)
-          for (int64_t j = 0; j < full; ++j) {
-            const store* from = weight + k * STEP * ld + begin + j;
-            base[k * width + j] = pair(from[0], STEP == 2 && k * 2 + 1 < to.k ? from[(STEP - 1) * ld] : zero);
-          }
+      int64_t j = 0;
+      for (; TRANSPOSES && (k0 + 16) * STEP <= to.k && j + 16 <= full; j += 16) {
+        const store* from = weight + (begin + j) * ld + k0 * STEP;
+        for (int64_t i = 0; i < 16; ++i) __builtin_prefetch(from + i * ld + 64 * STEP);  // rows lie too far apart to be guessed
+        transpose(from, ld, base + k0 * width + j, width);
       }
+      for (; j < full; ++j)
+        for (int64_t k = k0; k < k1; ++k) {
+          const store* from = weight + (begin + j) * ld + k * STEP;
+          base[k * width + j] = pair(from[0], STEP == 2 && k * 2 + 1 < to.k ? from[STEP - 1] : zero);
+        }
       for (int64_t k = k0; k < k1; ++k)
         for (int64_t j = full; j < width; ++j) base[k * width + j] = packed_t(0);
     }

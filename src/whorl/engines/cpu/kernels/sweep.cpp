@@ -65,6 +65,7 @@ struct Sweep {
   store* const* operands;    // what entered each product of the step, [compact rows, width]; null: not kept
   const store* dy;           // [outer rows, dy_stride]; null: zero
   int64_t dy_stride;
+  int64_t dy_step, dy_row;  // as `input_step` and `input_row`
   const store* const* dsequences;  // null, or null for a state: zero
   const int64_t* dsequence_strides;
   real* const* dstates;   // of the final states, then of the initial ones
