@@ -95,36 +95,38 @@ struct Ahead {
 template <int M, int N>
 static void outer_tile(
     const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add, Ahead ahead) {
-  vector sum[M][N] = {};
+  vector sum[M][N];
+  each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] = vector{}; });
   const int64_t place = b.column(panel), steps = b.steps();
   const packed_t* weights = b.data + place * steps;
   for (int64_t k = 0; k < steps; ++k, weights += N * LANES, a += Outer::WIDE, ahead.at += ahead.apart) {
     __builtin_prefetch(ahead.at, 0, 2);
 #if PAIRS
     __m512bh w[N];
-    for (int j = 0; j < N; ++j) w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES);
-    for (int i = 0; i < M; ++i) {
+    each<N>([&](auto j) ALWAYS { w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES); });
+    each<M>([&](auto i) ALWAYS {
       const __m512bh x = (__m512bh)_mm512_set1_epi32(int32_t(a[i]));
-      for (int j = 0; j < N; ++j) sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]);
-    }
+      each<N>([&](auto j) ALWAYS { sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]); });
+    });
 #else
     vector w[N];
-    for (int j = 0; j < N; ++j) w[j] = *(const loose*)(weights + j * LANES);
-    for (int i = 0; i < M; ++i) {
+    each<N>([&](auto j) ALWAYS { w[j] = *(const loose*)(weights + j * LANES); });
+    each<M>([&](auto i) ALWAYS {
       const vector x = a[i] - vector{};
-      for (int j = 0; j < N; ++j) sum[i][j] += x * w[j];
-    }
+      each<N>([&](auto j) ALWAYS { sum[i][j] += x * w[j]; });
+    });
 #endif
   }
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) {
-      real* out = o.out + (column + i) * o.m + place + j * LANES;
-      const int64_t left = o.m - place - j * LANES;
-      if (left >= LANES)
-        *(loose*)out = add ? *(loose*)out + sum[i][j] : sum[i][j];
-      else  // the next row begins where this one ends
-        for (int64_t lane = 0; lane < left; ++lane) out[lane] = add ? out[lane] + sum[i][j][lane] : sum[i][j][lane];
-    }
+  const int64_t left = o.m - place;
+  real* const out = o.out + column * o.m + place;
+  if (N > 1 || left >= LANES) {
+    if (add) each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] += *(loose*)(out + i * o.m + j * LANES); });
+    each_of<M, N>([&](auto i, auto j) ALWAYS { *(loose*)(out + i * o.m + j * LANES) = sum[i][j]; });
+  } else {  // the next row begins where this one ends
+    each<M>([&](auto i) ALWAYS {
+      for (int64_t lane = 0; lane < left; ++lane) out[i * o.m + lane] = (add ? out[i * o.m + lane] : real(0)) + sum[i][0][lane];
+    });
+  }
 }
 
 template <int N>

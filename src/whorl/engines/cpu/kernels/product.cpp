@@ -182,43 +182,63 @@ struct Fetch {
   }
 };
 
+// body(i) for i from 0 to before COUNT, each a constant of its own.  GCC leaves the sums of a tile in memory where a loop
+// over them is unrolled late, and brings them there and back before and after the loop over k.
+template <int I>
+struct Number {
+  constexpr operator int() const { return I; }
+};
+template <int COUNT, int I = 0, typename Body>
+INLINE void each(const Body& body) {
+  if constexpr (I < COUNT) {
+    body(Number<I>());
+    each<COUNT, I + 1>(body);
+  }
+}
+template <int M, int N, typename Body>
+INLINE void each_of(const Body& body) {
+  each<M * N>([&](auto place) __attribute__((always_inline)) { body(Number<place / N>(), Number<place % N>()); });
+}
+#define ALWAYS __attribute__((always_inline))
+
 template <int M, int N>
 static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add, const char* ahead) {
-  vector sum[M][N], total[M][N] = {};
+  vector sum[M][N], total[M][N];
   const int64_t column = b.column(panel), steps = b.steps();
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j)
-      sum[i][j] = *(const loose*)((add ? c[i] : b.bias) + column + j * LANES);
+  each_of<M, N>([&](auto i, auto j) ALWAYS {
+    sum[i][j] = *(const loose*)((add ? c[i] : b.bias) + column + j * LANES);
+    if (ROUNDS_TWICE) total[i][j] = vector{};
+  });
   const packed_t* weights = b.data + column * steps;
   const store* row[M];
-  for (int i = 0; i < M; ++i) row[i] = a[i];
+  each<M>([&](auto i) ALWAYS { row[i] = a[i]; });
   const int64_t line = ahead ? Fetch::LINE : 0;
   if (!ahead) ahead = (const char*)weights;
   for (int64_t k = 0; k < steps; ++k, weights += N * LANES, ahead += line) {
     __builtin_prefetch(ahead, 0, 2);
 #if PAIRS
     __m512bh w[N];
-    for (int j = 0; j < N; ++j) w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES);
-    for (int i = 0; i < M; ++i) {
+    each<N>([&](auto j) ALWAYS { w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES); });
+    each<M>([&](auto i) ALWAYS {
       int32_t both;
       __builtin_memcpy(&both, row[i] + 2 * k, 4);
       const __m512bh x = (__m512bh)_mm512_set1_epi32(both);
-      for (int j = 0; j < N; ++j) sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]);
-    }
+      each<N>([&](auto j) ALWAYS { sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]); });
+    });
 #else
     vector w[N];
-    for (int j = 0; j < N; ++j) w[j] = *(const loose*)(weights + j * LANES);
-    for (int i = 0; i < M; ++i) {
+    each<N>([&](auto j) ALWAYS { w[j] = *(const loose*)(weights + j * LANES); });
+    each<M>([&](auto i) ALWAYS {
       const vector x = widened(row[i][k]) - vector{};
-      for (int j = 0; j < N; ++j) sum[i][j] += x * w[j];
-    }
+      each<N>([&](auto j) ALWAYS { sum[i][j] += x * w[j]; });
+    });
     if (ROUNDS_TWICE && k % RUN == RUN - 1)
-      for (int i = 0; i < M; ++i)
-        for (int j = 0; j < N; ++j) total[i][j] += sum[i][j], sum[i][j] = vector{};
+      each_of<M, N>([&](auto i, auto j) ALWAYS { total[i][j] += sum[i][j], sum[i][j] = vector{}; });
 #endif
   }
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) *(loose*)(c[i] + column + j * LANES) = ROUNDS_TWICE ? total[i][j] + sum[i][j] : sum[i][j];
+  each_of<M, N>([&](auto i, auto j) ALWAYS {
+    *(loose*)(c[i] + column + j * LANES) = ROUNDS_TWICE ? total[i][j] + sum[i][j] : sum[i][j];
+  });
 }
 
 template <int N>
