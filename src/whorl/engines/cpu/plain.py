@@ -132,7 +132,8 @@ def forward(made: Sizes, call: Call) -> Outcome:
         if problem.gradient and layer < form.layers - 1:
             inner.append(as_bytes(y))
         x = y
-    return Outcome(y, tuple([final.to(dtype) for final in finals]), (*kept, *read, *inner))
+    ends = finals if wide == dtype else [final.to(dtype) for final in finals]
+    return Outcome(y, tuple(ends), (*kept, *read, *inner))
 
 
 def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
@@ -155,7 +156,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
         below = call.x if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)
         (below, *apart_x), apart_y = _entering(below), [0, 0]
         if grad is not None:
-            grad, *apart_y = _entering(grad.to(dtype))
+            grad, *apart_y = _entering(grad if grad.dtype == dtype else grad.to(dtype))
         inputs, to_x, found = form.layer_inputs(layer), None, None
         columns, wanted = filled_up(inputs), layer > 0 or "x" not in problem.constants
         for direction in range(directions):
@@ -163,7 +164,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             one, to = weights[index], to_weights[index * each : (index + 1) * each]
             to_vectors, (noise, seed) = addresses(to[each - vectors :]), _noise(made, call, (layer, direction))
             if wanted:
-                found = (empty if columns == inputs and dtype == wide else borrowed)(rows, columns, dtype=wide)
+                found = (empty if columns == inputs and dtype == wide else borrowed)(*shape, columns, dtype=wide)
             plain = Plain(
                 below.data_ptr(), *apart_x, *one.described, ctypes.addressof(one.addresses), False,
                 saved[count + index].data_ptr() if made.reads_x else None, y.data_ptr() + begin,
@@ -176,9 +177,9 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:
-                part = found[:, :inputs] if columns != inputs else found
+                part = found[..., :inputs] if columns != inputs else found
                 to_x = part if to_x is None else to_x + part
-        grad, y = None if to_x is None else to_x.view(*shape, inputs), below
+        grad, y = to_x, below
     every = [grad, *dstarts, *to_weights]
     return every if wide == dtype else [None if one is None else one.to(dtype) for one in every]
 

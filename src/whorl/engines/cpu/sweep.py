@@ -154,7 +154,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 def turned(weight: Tensor) -> bool:
     """Whether a matrix lies in memory the other way round, as those of Keras do: kernels read it so too."""
-    return weight.stride() == (1, weight.shape[0]) and not weight.is_contiguous()
+    return not weight.is_contiguous() and weight.stride() == (1, weight.shape[0])
 
 
 def laid(weight: Tensor) -> Tensor:
