@@ -2,13 +2,14 @@
 
     python benchmarks/cpu.py                 every case, with torch's number of threads
     python benchmarks/cpu.py --out FILE      and the results as JSON, beside those of the same commit that are there
-    python benchmarks/cpu.py grid            one group of cases: grid, ragged, resets, options, cells, norm
+    python benchmarks/cpu.py grid            one group of cases: grid, null, ragged, resets, options, cells, norm
     python benchmarks/cpu.py --only LSTM     the cases with this in their name
 
 Both run in turns, each first in every other turn.  A ratio is the median over the turns of torch's time over whorl's,
 so that what the machine does for a while meets both; above 1 whorl is faster.  A time is the least of all: wall time,
 and the processor's time of this thread where one thread runs (what others do on the machine then matters less).  The
-grid runs the engine that whorl chooses: `cpu`, or for inference of most LSTMs torch's own kernel.  All else runs `cpu`.
+grid runs the engine that whorl chooses: `cpu`, or for inference of most LSTMs torch's own kernel.  All else runs `cpu`,
+but `null`, which has torch's LSTM on both sides: what its ratios are from 1 is what the measuring itself is worth.
 
 Where a case says how much it multiplies, `most` is torch's time over that of nothing but these products at the peak of
 the processor, measured before and after (cpu_peak.py): no program that multiplies all of it in float32 has more.
@@ -95,6 +96,19 @@ def grid() -> Iterator[Case]:
                 both = [train(call, x, grad, layer) for call, layer in zip(calls, (theirs, ours), strict=True)]
                 work = gflop({"LSTM": 4, "GRU": 3, "RNN": 1}[kind], batch, steps, units, units, layers)
                 yield Case(f"{name} train", *both, work * (dtype == torch.float32))
+
+
+def null() -> Iterator[Case]:
+    """The inference of two of torch's LSTMs of the same weights."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for layers, batch, steps, units in GRID:
+            pair = [nn.LSTM(units, units, layers, dtype=dtype) for _ in range(2)]
+            pair[1].load_state_dict(pair[0].state_dict())
+            x = torch.randn(steps, batch, units, dtype=dtype)
+            one, other = (forward(lambda x, layer=layer: layer(x)[0], x) for layer in pair)
+            yield Case(
+                f"null: torch beside torch, LSTM {str(dtype)[6:]} {(layers, batch, steps, units)} forward", one, other
+            )
 
 
 def ragged() -> Iterator[Case]:
@@ -215,7 +229,15 @@ def cells() -> Iterator[Case]:
         yield Case(f"option: a user's cell of four gates with {name}, LSTM (1, 32, 30, 128), train", *both)
 
 
-GROUPS = {"grid": grid, "ragged": ragged, "resets": resets, "options": options, "cells": cells, "norm": norm}
+GROUPS = {
+    "grid": grid,
+    "null": null,
+    "ragged": ragged,
+    "resets": resets,
+    "options": options,
+    "cells": cells,
+    "norm": norm,
+}
 
 
 def measure(case: Case, clock: Callable[[], float], seconds: float, peak: Peak) -> dict[str, Any]:
@@ -269,6 +291,9 @@ def main() -> None:
                 print(
                     f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}{most}", flush=True
                 )
+    nulls = [row["ratio"] for row in rows if row["case"].startswith("null")]
+    if nulls:
+        print(f"torch beside torch: from {min(nulls):.2f} to {max(nulls):.2f}")
     for kind in ("LSTM", "GRU", "RNN"):
         for dtype in ("float32", "bfloat16"):
             for what in ("forward", "train"):
