@@ -120,7 +120,13 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       g.team.wait();
     }
     for (int segment = 0; segment < cell.backward.segments && n; ++segment) {
-      for (int64_t j = 0; j < n; ++j) cell.backward.segment(segment, own.row[j], g.team);
+      for (int64_t j = 0; j < n; ++j) {
+        if (segment == 0 && k.dy && step > 0) {
+          const int64_t before = k.reverse ? t + 1 : t - 1, r = g.rows[own.active[j]];
+          fetch<0>(g.dy(before, r, g.outer(before, r)) + g.wfirst, g.wlast - g.wfirst);
+        }
+        cell.backward.segment(segment, own.row[j], g.team);
+      }
       for (int l = 0; l < cell.backward.links; ++l) {
         const Link& link = cell.backward.link[l];
         if (link.segment != segment) continue;

@@ -131,7 +131,10 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
     }
     g.team.wait();
     for (int segment = 0; segment < cell.forward.segments; ++segment) {
-      for (int64_t j = 0; j < n; ++j) cell.forward.segment(segment, own.row[j], g.team);
+      for (int64_t j = 0; j < n; ++j) {
+        if (segment == 0) fetch<1>(k.y + own.outer[j] * k.y_stride + g.wfirst, g.wlast - g.wfirst);
+        cell.forward.segment(segment, own.row[j], g.team);
+      }
       for (int l = 0; l < cell.forward.links; ++l) {
         const Link& link = cell.forward.link[l];
         if (link.segment != segment) continue;
