@@ -110,7 +110,7 @@ def test_a_gradient_does_not_run_the_forward_again(name: str, monkeypatch: pytes
     for kind in ("forward", "backward"):
         own = getattr(engine, kind)
         monkeypatch.setattr(engine, kind, lambda *given, kind=kind, own=own: calls.append(kind) or own(*given))
-    layer = whorl.keras.Bidirectional(whorl.keras.LSTM(2, engine=name))
+    layer = whorl.keras.RNN([keras.layers.LSTMCell(2), keras.layers.LSTMCell(2)], engine=name)
     layer.build(x.shape)
     weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
     gradient = jax.jit(jax.grad(lambda weights, x: layer.stateless_call(weights, others, x)[0].sum()))
@@ -118,16 +118,17 @@ def test_a_gradient_does_not_run_the_forward_again(name: str, monkeypatch: pytes
     calls.clear()
     jax.block_until_ready(gradient(weights, x))
     by_torch = engine.recorded and jax.default_backend() == "cpu"  # its backward, which autograd recorded
-    assert calls == (["forward"] if by_torch else ["forward", "backward"])
+    assert calls == (["forward"] * 2 if by_torch else ["forward", "forward", "backward", "backward"])
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what engine `cpu` is asked")
-@pytest.mark.parametrize("options", [{}, dict(dropout=0.2, recurrent_dropout=0.2, seed=1)], ids=["", "dropout"])
-def test_no_gradient_is_made_that_jax_does_not_ask_for(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of x, and of dropout's masks."""
+@pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["", "dropout"])
+def test_no_gradient_is_made_that_jax_does_not_ask_for(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of x, and of dropout's masks; by the operation of XLA, which takes no dropout of x, and by the callback."""
     seen, own = [], ENGINES["cpu"].backward
     monkeypatch.setattr(ENGINES["cpu"], "backward", lambda plan, *given: seen.append(plan) or own(plan, *given))
-    layer = whorl.keras.LSTM(2, engine="cpu", **options)
+    traced = recorded(monkeypatch)
+    layer = whorl.keras.LSTM(2, engine="cpu", dropout=dropout, recurrent_dropout=0.2, seed=1)
     layer.build(x.shape)
     weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
 
@@ -139,7 +140,9 @@ def test_no_gradient_is_made_that_jax_does_not_ask_for(options: Any, monkeypatch
     for one, other in zip(found, both[0], strict=True):
         close(one, other)
     assert np.abs(both[1]).sum() > 0
-    assert [plan.problem.constants for plan in seen] == ([("x", "noise"), ("noise",)] if options else [("x",), ()])
+    asked = [numbers.wants_x for name, numbers in traced if name == "backward"]
+    assert [plan.problem.constants for plan in seen] == ([("x", "noise"), ("noise",)] if dropout else [])
+    assert asked == ([] if dropout else [0, 1])
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU nothing waits on the host")
@@ -148,7 +151,7 @@ def test_what_waits_too_long_for_its_backward_is_computed_again(monkeypatch: pyt
 
     calls, own = [], ENGINES["cpu"].forward
     monkeypatch.setattr(ENGINES["cpu"], "forward", lambda *given: calls.append("forward") or own(*given))
-    layer = whorl.keras.GRU(2, engine="cpu")
+    layer = whorl.keras.RNN([keras.layers.GRUCell(2), keras.layers.GRUCell(2)], engine="cpu")
     layer.build(x.shape)
     inputs = [scale * x for scale in (1, 2, 3)]
     wanted = [jax.vjp(layer, one)[1](jnp.ones((4, 2)))[0] for one in inputs]
@@ -158,7 +161,7 @@ def test_what_waits_too_long_for_its_backward_is_computed_again(monkeypatch: pyt
     pulls = [jax.vjp(layer, one)[1] for one in inputs]
     assert len(on_jax._waiting) == 1
     close([pull(jnp.ones((4, 2)))[0] for pull in pulls], wanted)
-    assert len(calls) == 3 + 2
+    assert len(calls) == 2 * (3 + 2)
 
 
 def test_what_is_saved_lives_as_long_as_the_gradient_needs_it() -> None:
@@ -172,6 +175,90 @@ def test_what_is_saved_lives_as_long_as_the_gradient_needs_it() -> None:
     close(found[:2], found[2:])
     wanted = [jax.grad(lambda x, given=given: layer(x, mask=given).sum())(x) for given in masks]
     close(found[:2], wanted)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What becomes an operation of XLA from here on: (name, numbers) of each."""
+    from whorl.keras import xla
+
+    made, own = [], xla._call
+    monkeypatch.setattr(xla, "_call", lambda name, *given: made.append((name, given[1])) or own(name, *given))
+    return made
+
+
+LAYERS = {
+    "LSTM": lambda **how: whorl.keras.LSTM(7, **how),
+    "GRU": lambda **how: whorl.keras.GRU(7, **how),
+    "reset before": lambda **how: whorl.keras.GRU(7, reset_after=False, **how),
+    "no bias": lambda **how: whorl.keras.LSTM(17, activation="relu", use_bias=False, **how),
+    "backwards": lambda **how: whorl.keras.SimpleRNN(7, go_backwards=True, **how),
+    "dropout": lambda **how: whorl.keras.GRU(7, reset_after=False, recurrent_dropout=0.3, seed=1, **how),
+    "both": lambda **how: whorl.keras.Bidirectional(whorl.keras.LSTM(7, recurrent_dropout=0.3, seed=1, **how)),
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [(n, m) for place, n in enumerate(LAYERS) for m in ("holes", ["", "ends", "nothing"][place % 3])],
+)
+def test_an_operation_of_xla_gives_what_the_callback_gives(
+    name: str, masked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, final states, and gradients of x, initial states and weights, where threads share rows unevenly."""
+    from whorl.keras import xla
+
+    batch, time, inputs = 5, 19, 18
+    x = generator.standard_normal((batch, time, inputs)).astype("float32")
+    given: Any = generator.random((batch, time)) < 0.7
+    given[0] = False
+    given = {"": None, "ends": np.arange(time) < [[19], [0], [7], [1], [18]], "holes": given}.get(masked, 0 * given > 0)
+    how = dict(return_sequences=masked != "ends", return_state=True, zero_output_for_mask=masked == "holes")
+    layer = LAYERS[name](engine="cpu", **how)
+    layer.build(x.shape)
+    count = len(getattr(layer, "forward_layer", layer).state_size) * (1 + (name == "both"))
+    units = layer.compute_output_shape(x.shape)[1][-1]
+    states = list(generator.standard_normal((count, batch, units)).astype("float32"))
+    weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
+
+    def loss(weights: Any, x: Any, states: Any) -> Any:
+        outputs, _ = layer.stateless_call(weights, others, x, initial_state=states, mask=given, training=True)
+        return sum((jnp.cos(place + jnp.arange(out.size)).reshape(out.shape) * out).sum() ** 2
+                   for place, out in enumerate(outputs)), outputs  # fmt: skip
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        traced = recorded(monkeypatch)
+        own = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(weights, x, states)
+        ways = 1 + (name == "both")
+        assert [kind for kind, _ in traced] == ["forward"] * ways + ["backward"] * ways
+        alone = loss(weights, x, states)[1]
+        monkeypatch.setattr(xla, "takes", lambda *given: False)
+        other = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(weights, x, states)
+    finally:
+        torch.set_num_threads(threads)
+    for found, wanted in zip(jax.tree.leaves((own, alone)), jax.tree.leaves((other, other[1])), strict=True):
+        scale = max(1.0, float(np.abs(wanted).max()))
+        close(found / scale, wanted / scale)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")
+def test_what_is_no_operation_of_xla_is_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine, dropout of x, another dtype, a cell of whorl's own, and a call that somebody asks about."""
+    traced, ones = recorded(monkeypatch), jnp.ones((4, 9, 3))
+    cell = whorl.keras.Cell(whorl.cells.library.make_lstm(peephole=True), 4)
+    whorl.keras.LSTM(4, engine="onednn")(ones)
+    whorl.keras.LSTM(4, dropout=0.2)(ones, training=True)
+    whorl.keras.LSTM(4, dtype="mixed_bfloat16")(ones)
+    whorl.keras.RNN(cell)(ones)
+    layer = whorl.keras.LSTM(4, engine="cpu")
+    layer.explain(ones)
+    assert not traced
+    layer(ones)
+    assert [name for name, _ in traced] == ["forward"]
+    with pytest.raises(whorl.UnsupportedError, match="onednn"):
+        whorl.keras.LSTM(4, engine="onednn", activation="relu")(ones)
 
 
 def test_vmap_runs_rows_one_after_the_other() -> None:

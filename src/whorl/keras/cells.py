@@ -96,7 +96,7 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
     drawn = [0.0 < rate < 1.0 for rate in rates]
     if BACKEND != "torch" or cell.seed_generator._initial_seed is None or not any(drawn):
         return
-    if x.is_meta or torch.compiler.is_compiling() or any(getattr(cell, name, None) is not None for name in _MASKS):
+    if x.is_meta or torch.compiler.is_compiling() or has_masks(cell):
         return
     count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
     each = 1 if count is None else count
@@ -105,12 +105,19 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
     generator = torch.Generator(x.device)
     for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
         if some:
-            keep, masks = torch.full(like.shape, 1.0 - rate, device=like.device), []
-            for _ in range(each):
+            keep = torch.full(like.shape, 1.0 - rate, device=like.device)
+            drawn_here = keep.new_empty((each, *keep.shape))
+            for to in drawn_here.unbind():
                 generator.manual_seed((first + number) & 0xFFFFFFFF)
-                masks.append(torch.bernoulli(keep, generator=generator).to(like.dtype).div_(1.0 - rate))
+                torch.bernoulli(keep, generator=generator, out=to)
                 number += 1
+            masks = list(drawn_here.to(like.dtype).div_(1.0 - rate).unbind())
             setattr(cell, name, masks[0] if count is None else masks)
+
+
+def has_masks(cell: DropoutRNNCell) -> bool:
+    """Whether a cell holds masks of a call."""
+    return any(getattr(cell, name, None) is not None for name in _MASKS)
 
 
 _MASKS = ("_dropout_mask", "_recurrent_dropout_mask")

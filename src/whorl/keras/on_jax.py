@@ -1,5 +1,6 @@
 """The sweep on arrays of JAX: torch inside XLA's program, on its buffers and its stream, and the host copies nothing.
 
+One layer on a CPU mostly needs neither torch nor Python: see xla.  For all else, and on GPUs,
 `jax.experimental.buffer_callback` calls a Python function with XLA's own buffers, which torch sees through DLPack.  JAX
 differentiates nothing of it, so the gradient is a second callback.  On a CPU what backward needs stays with torch, and
 XLA's program carries its number.  On a GPU, where the host runs ahead and reads nothing, what an engine saves for its
@@ -27,6 +28,7 @@ from torch import Tensor
 from whorl.errors import InputError
 from whorl.functional import recurrent
 from whorl.keras import sweep as on_torch
+from whorl.keras import xla
 from whorl.keras.sweep import Part, Swept, Tensors
 from whorl.problem import Call, Plan
 
@@ -69,6 +71,8 @@ def sweep(
     """`whorl.keras.sweep.sweep` on arrays of JAX."""
     for place, (part, own) in enumerate(zip(parts, tensors, strict=True)):
         on_torch.check(part, x, own, mask, first=place == 0)
+    if len(parts) == 1 and notes is None and _device([x]) == "cpu" and xla.takes(parts[0], x, tensors, mask):
+        return xla.sweep(parts[0], x, tensors[0], mask, go_backwards, zero_output, sequences)
     outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
     ends = iter(states)
     return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in own.states) for own in tensors))
@@ -87,6 +91,8 @@ def both_ways(
     """`whorl.keras.sweep.both_ways` on arrays of JAX."""
     for own in (forward, backward):
         on_torch.check(cell, x, own, mask)
+    if notes is None and _device([x]) == "cpu" and xla.takes(cell, x, (forward, backward), mask):
+        return xla.both_ways(cell, x, forward, backward, mask, zero_output, sequences)
     there, back, *states = _run([cell], x, (forward, backward), mask, True, False, zero_output, sequences, notes)
     count = len(states) // 2
     return Swept(there[:, -1], there, (tuple(states[:count]),)), Swept(back[:, 0], back, (tuple(states[count:]),))

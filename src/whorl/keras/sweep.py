@@ -163,7 +163,7 @@ def _run(
     run: Run,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Outputs [time, batch, directions x units], and final states [directions, batch, units]."""
-    states = tuple([torch.stack(state) for state in zip(*(own.states for own in directions), strict=True)])
+    states = tuple([_joined(state) for state in zip(*(own.states for own in directions), strict=True)])
     weights = tuple([weight for own in directions for weight in _weights(cell.kind, own.weights)])
     call = Call(x, states, weights)
     seed = directions[0].seed
@@ -181,6 +181,11 @@ def _run(
         notes.append(planned(form, call, cell.engine))
     y, *finals = run(form, call, cell.engine)
     return y, finals
+
+
+def _joined(state: Sequence[Tensor]) -> Tensor:
+    """[directions, batch, units] of one state; of a single direction it is only looked at in another way."""
+    return state[0].unsqueeze(0) if len(state) == 1 else torch.stack(list(state))
 
 
 _OPERATORS: dict[int, Any] = {0: torch._VF.rnn_relu, 1: torch._VF.rnn_tanh, 2: torch._VF.lstm, 3: torch._VF.gru}

@@ -74,7 +74,7 @@ def fault() -> str:
 
 def flags(defines: str) -> list[str]:
     """What the compiler is given beside the files."""
-    return [*_FLAGS.split(), *_NATIVE.get(platform.machine(), "-mcpu=native").split(), *defines.split()]
+    return [*_FLAGS.split(), *_NATIVE.get(platform.machine(), "-mcpu=native").split(), *shlex.split(defines)]
 
 
 def _key(source: str, defines: str) -> str:

@@ -53,6 +53,11 @@ def _direction(name: str, way: Pass) -> str:
     return f"{{{', '.join(map(str, counts))}, {name.upper()}_LINKS, {name}_segment}}"
 
 
+def shared() -> str:
+    """The C++ of what a call into that is: what stands before another library that makes one."""
+    return _text((*_SHARED, "sweep.cpp"))
+
+
 @lru_cache(maxsize=1)
 def sweep() -> str:
     """The C++ that every cell shares."""
