@@ -169,7 +169,10 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
         value = torch.tensor(value, dtype=torch.int64)
     kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     if not isinstance(value, Tensor) or value.dtype not in kinds or value.shape != (batch,):
-        raise InputError(f"lengths is {_shown(value)}, {axes.who} takes {batch} integers, one for each sequence.")
+        raise InputError(
+            f"lengths is {_shown(value)}, {axes.who} takes {batch} integers, one for each sequence: "
+            "a list of int, or torch.tensor of them."
+        )
     unseen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_virtual((value,))
     if value.device.type == "cpu" and batch and not unseen:
         low, high = int(value.min()), int(value.max())
