@@ -341,7 +341,15 @@ def test_too_little_memory_is_one_line(
     assert "out of memory" in err
 
 
-@pytest.mark.parametrize(("words", "message"), [([], "required: COMMAND"), (["dance"], "invalid choice: 'dance'")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["doctor", "--tempo", "3"], "whorl doctor: unrecognized arguments: --tempo 3 (whorl doctor --help"),
+        (["bench", "--batches", "1,a"], "--batches: '1,a': write whole numbers with commas between them"),
+    ],
+)
 def test_an_unknown_command_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)

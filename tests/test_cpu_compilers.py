@@ -4,6 +4,7 @@
 that is planted must be found.  What a compiler or a machine lacks is skipped, with the reason.
 """
 
+import errno
 import importlib.util
 import platform
 import shlex
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from cells_for_tests import CELLS as CELLS_OF_TESTS
 from engine_cases import CELLS, FORMS, assert_agrees
 from whorl import compiler, plan, problem
 from whorl.engines.cpu import build, generate, sweep
+from whorl.errors import CompileError
 
 DRIVER = Path(__file__).with_name("cpu_driver.cpp")
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -223,6 +226,36 @@ def broken(
     monkeypatch.undo()
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.mark.parametrize("named", ["/no/such/g++", "no-such-compiler -O3", 'g++ "'])
+def test_a_compiler_that_cxx_names_is_never_another(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", named)
+    assert shlex.split(compiler.found()) == ([named] if '"' in named else named.split())
+    assert compiler.version(compiler.found()) == ""
+    assert compiler.remedy() == "name another in CXX, or unset it"
+
+
+@pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
+def test_a_compiler_may_lie_where_a_path_has_blanks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    (command,) = shlex.split(compiler.found())
+    (tmp_path / "my tools").mkdir()
+    (tmp_path / "my tools" / "c++").symlink_to(str(shutil.which(command)))
+    said = compiler.version(command)
+    monkeypatch.setenv("CXX", str(tmp_path / "my tools" / "c++"))
+    assert compiler.version(compiler.found()) == said != ""
+
+
+@pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(build, "_loaded", {})
+    with whorl.settings(cache=tmp_path), pytest.raises(CompileError, match="No space left on device.*WHORL_CACHE"):
+        build.load("a kernel", "int a;", "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the compilers of this test are shell scripts")

@@ -137,6 +137,14 @@ def test_explain_draws_no_numbers_for_a_layer_and_runs_nothing() -> None:
     assert str(whorl.explain(torch.nn.Linear(5, 5), X)).startswith("no recurrent layer was called")
 
 
+@pytest.mark.parametrize(
+    "module, what", [(whorl.LSTM, "the class LSTM"), ([whorl.LSTM(5, 7)], "of type list")], ids=["class", "list"]
+)
+def test_explain_of_no_module_says_what_it_takes(module: Any, what: str) -> None:
+    with pytest.raises(whorl.InputError, match=f"module is {what}: whorl.explain takes a torch.nn.Module"):
+        whorl.explain(module, X)
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_explain_shows_what_settings_would_refuse() -> None:
     """To see why a layer is slow is most wanted where being slow is an error."""

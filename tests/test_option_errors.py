@@ -61,7 +61,7 @@ LAYERS: list[tuple[str, dict[str, Any], str]] = [
     *((kind, {"reset_after": False}, f"reset_after is False, which {kind} does not take: GRU takes it.")
       for kind in ("LSTM", "RNN")),
     ("RNN", {"recurrent_activation": "tanh"},
-     "recurrent_activation is 'tanh', which RNN does not take: LSTM, GRU takes it."),
+     "recurrent_activation is 'tanh', which RNN does not take: LSTM and GRU take it."),
     *((kind, {name: value}, f"{name} is {value!r}: give a function of one argument, or one of tanh, sigmoid, relu,")
       for kind in ("LSTM", "GRU") for name in ("activation", "recurrent_activation") for value in ("tanhh", 3)),
     ("RNN", {"activation": "TANH"}, "activation is 'TANH': give a function of one argument"),
@@ -125,7 +125,8 @@ def test_an_unknown_option_is_torchs_own_error(kind: str) -> None:
 
 # --- options of a call ------------------------------------------------------------------------------------------------
 
-THREE = "LSTM takes 3 integers, one for each sequence."
+THREE = "LSTM takes 3 integers, one for each sequence: a list of int, or torch.tensor of them."
+ONE = THREE.replace("3", "1")
 STEPS = "LSTM takes [time, batch] = [4, 3] for this x."
 CALLS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "lengths": [
@@ -263,7 +264,7 @@ def test_a_mistaken_call_with_a_packed_sequence(options: dict[str, Any], text: s
 
 
 UNBATCHED: list[tuple[dict[str, Any], str]] = [
-    ({"lengths": [3, 2]}, "lengths is torch.int64 of shape [2], LSTM takes 1 integers, one for each sequence."),
+    ({"lengths": [3, 2]}, f"lengths is torch.int64 of shape [2], {ONE}"),
     ({"lengths": 9}, "lengths go from 9 to 9 and x has 4 steps: each must be from 0 to 4."),
     ({"mask": FLAGS}, "mask is torch.bool of shape [4, 3], LSTM takes [time] = [4] for this x."),
     ({"reset": FLAGS[:3, 0]}, "reset is torch.bool of shape [3], LSTM takes [time] = [4] for this x."),

@@ -17,7 +17,7 @@ from whorl.engines.cuda import persistent, stepwise
 from whorl.engines.native import OneDNN
 from whorl.engines.reference import Reference
 from whorl.plan import decide, decide_step
-from whorl.problem import EXTRAS, Device, Form, Problem
+from whorl.problem import EXTRAS, VIRTUAL, Device, Form, Problem
 
 X = torch.zeros(6, 3, 5)
 
@@ -52,6 +52,7 @@ ON = {
 MEAN = replace(LSTM, cell=layer_norm_lstm.graph)
 
 LIMITS: list[tuple[str, dict[str, Any], str]] = [
+    *((engine, {"virtual": True}, VIRTUAL) for engine in ("persistent", "stepwise", "cpu")),
     ("persistent", {"device": CPU}, "the tensors are on cpu, whorl's CUDA kernels run on cuda"),
     ("persistent", {"device": T4}, "the GPU has compute capability 7.5, these kernels are made for 8.0 to 9.0"),
     ("persistent", {"dtype": torch.float64}, "the dtype is float64, these kernels take float16, bfloat16 and float32"),

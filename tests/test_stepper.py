@@ -342,6 +342,8 @@ def test_without_a_compiler_it_says_what_runs() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
+    "a list": (lambda s: s([[0.0] * 4] * 2), r"x is of type list: give a tensor \[batch, inputs\]"),
+    "an array": (lambda s: s(torch.zeros(2, 4).numpy()), "x is of type ndarray"),
     "axes": (lambda s: s(torch.zeros(3, 1, 4)), r"x has shape \[3, 1, 4\], this stepper takes one step .* = \[2, 4\]"),
     "batch": (lambda s: s(torch.zeros(3, 4)), "make a stepper of another batch"),
     "features": (lambda s: s(torch.zeros(2, 5)), "x has 5 features in its last axis, this GRU was made for 4"),

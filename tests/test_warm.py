@@ -56,6 +56,10 @@ def test_inference_needs_the_forward_kernel_alone(capsys: pytest.CaptureFixture[
         ),
         (["--units", "8", "--gpu", "hopper"], "'hopper': write compute capability and multiprocessors, as in 9.0:132"),
         (["--units", "8", "--gpu", "9.0:0"], "'9.0:0': write compute capability"),
+        (["--units", "0", *H200], "--units: '0': write a whole number of 1 or more"),
+        (["--units", "8", "-3", *H200], "--units: '-3': write a whole number of 1 or more"),
+        (["--units", "8", "--inputs", "0", *H200], "--inputs: '0': write a whole number of 1 or more"),
+        (["--units", "8", "--layers", "0", *H200], "--layers: '0': write a whole number of 1 or more"),
     ],
 )
 def test_what_cannot_be_compiled_says_why(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from whorl.errors import InputError
-from whorl.problem import PLAIN, Marks
+from whorl.problem import PLAIN, Marks, is_virtual
 
 # What each takes and means, for the page of all options; where a shape begins with [time, batch] it is that of x:
 # [batch, time] with batch_first, [time] unbatched, a PackedSequence for a PackedSequence.
@@ -169,9 +169,12 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
         value = torch.tensor(value, dtype=torch.int64)
     kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     if not isinstance(value, Tensor) or value.dtype not in kinds or value.shape != (batch,):
-        raise InputError(f"lengths is {_shown(value)}, {axes.who} takes {batch} integers, one for each sequence.")
-    inspected = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if value.device.type == "cpu" and batch and not inspected:
+        raise InputError(
+            f"lengths is {_shown(value)}, {axes.who} takes {batch} integers, one for each sequence: "
+            "a list of int, or torch.tensor of them."
+        )
+    unseen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_virtual((value,))
+    if value.device.type == "cpu" and batch and not unseen:
         low, high = int(value.min()), int(value.max())
         if low < 0 or high > time:
             raise InputError(f"lengths go from {low} to {high} and x has {time} steps: each must be from 0 to {time}.")

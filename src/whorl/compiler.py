@@ -17,10 +17,12 @@ _REMEDIES = {
 
 
 def found() -> str:
-    """The command of the compiler: $CXX, else the first of `COMPILERS` on the PATH, else pip's; "" where none is."""
-    for words in [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]:
-        if words and shutil.which(words[0]):
-            return shlex.join(words)
+    """The command of the compiler: $CXX, there or not, else the first of `COMPILERS`, else pip's; "" where none is."""
+    if named := os.environ.get("CXX", "").strip():
+        return shlex.join(_words(named))
+    for name in COMPILERS:
+        if shutil.which(name):
+            return name
     return shlex.join([sys.executable, "-m", _ZIG, "c++"]) if importlib.util.find_spec(_ZIG) else ""
 
 
@@ -35,6 +37,16 @@ def version(command: str) -> str:
     return (done.stdout + done.stderr).strip() if done.returncode == 0 else ""
 
 
+def _words(named: str) -> list[str]:
+    """The program and its arguments, of $CXX: a path may have blanks, and on Windows backslashes."""
+    if shutil.which(named):
+        return [named]
+    try:
+        return shlex.split(named, posix=os.name != "nt")
+    except ValueError:  # a quote that is not closed: no program has such a name, and it will be said
+        return [named]
+
+
 def is_microsofts(command: str) -> bool:
     """Whether it is `cl`, which takes other arguments than the rest and another C++."""
     return bool(command) and Path(shlex.split(command)[0]).stem == "cl"
@@ -42,5 +54,7 @@ def is_microsofts(command: str) -> bool:
 
 def remedy(platform: str = sys.platform) -> str:
     """How to get one, as a command to type."""
+    if os.environ.get("CXX", "").strip():
+        return "name another in CXX, or unset it"
     system = _REMEDIES.get(platform, "type `sudo apt install g++` (Fedora: `sudo dnf install gcc-c++`)")
     return f"{system}, or `pip install {_ZIG}`"

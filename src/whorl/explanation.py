@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from whorl.engines import ENGINES
+from whorl.errors import InputError
 from whorl.problem import Plan, autocast_is_on
 from whorl.recurrence import Recurrence
 from whorl.settings import settings
@@ -52,8 +53,12 @@ def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
       for lstm, 8 inputs, 16 units; 5 steps, batch 3; float32 on cpu, with gradient; train mode, autocast off
 
     Raises:
+        InputError: `module` is no module.
         UnsupportedError: an engine named by a layer cannot run its call.
     """
+    if not isinstance(module, torch.nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"of type {type(module).__name__}"
+        raise InputError(f"module is {what}: whorl.explain takes a torch.nn.Module, and then what it is called with.")
     noted = [_note("", module, args, kwargs)] if isinstance(module, Recurrence) else _run_once(module, args, kwargs)
     names, plans, modes = zip(*noted, strict=True) if noted else ((), (), ())
     others = tuple(

@@ -200,7 +200,8 @@ def refuse_others(layer: str, options: Options) -> None:
     for name, value in options.given().items():
         if not takes(layer, name):
             having = [other for other in _OF_CELL if takes(other, name)]
-            instead = "write it in the step" if layer == "Recurrent" else f"{', '.join(having)} takes it"
+            others = f"{' and '.join(having)} take{'s' * (len(having) == 1)} it"
+            instead = "write it in the step" if layer == "Recurrent" else others
             raise InputError(f"{name} is {value!r}, which {layer} does not take: {instead}.")
 
 

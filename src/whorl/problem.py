@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,10 @@ EXTRAS = {
 }
 
 
+VIRTUAL = "the tensors are fake, traced (make_fx) or of a class with a dispatch of its own, these kernels read memory"
+"""The reason of an engine that is no code of torch's against a `Problem.virtual`."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything that decides which engine runs, and with which numbers; no tensors."""
@@ -140,6 +144,8 @@ class Problem:
     """A backward pass may follow."""
     constants: tuple[str, ...] = ()
     """What of the call needs no gradient where others do, by the names of its fields: x, dropout, noise."""
+    virtual: bool = False
+    """Python stands between the tensors and memory: see `is_virtual`."""
 
     @property
     def sequences(self) -> bool:
@@ -306,6 +312,7 @@ class Facts(NamedTuple):
     tf32: bool = False
     """torch's switch of TF32 in recurrent layers, where the dtype is float32 on CUDA."""
     constants: tuple[str, ...] = ()
+    virtual: bool = False
 
 
 def facts(call: Call, gradient: bool, sequences: bool = False, constants: tuple[str, ...] = ()) -> Facts:
@@ -321,9 +328,13 @@ def facts(call: Call, gradient: bool, sequences: bool = False, constants: tuple[
     dtype = x.dtype
     # What torch's own recurrent layers ask: torch.backends.cudnn.allow_tf32 sets it, cudnn.rnn.fp32_precision is it.
     tf32 = dtype is torch.float32 and kind == "cuda" and _get_fp32_precision("cuda", "rnn") == "tf32"
+    virtual = is_virtual(call.tensors)
+    if virtual:  # make_fx may follow sizes, which a plan takes as they are
+        time, batch = int(time), int(batch)
     return Facts(
-        kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32, constants
-    )
+        kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32, constants,
+        virtual,
+    )  # fmt: skip
 
 
 def _extras(call: Call, sequences: bool) -> tuple[str, ...]:
@@ -355,6 +366,7 @@ def problem(form: str, known: Facts) -> Problem:
         extras=known.extras,
         gradient=known.gradient,
         constants=known.constants,
+        virtual=known.virtual,
     )
 
 
@@ -372,6 +384,22 @@ def constants(call: Call) -> tuple[str, ...]:
     x: tuple[str, ...] = () if call.x.requires_grad else ("x",)
     parts = {"dropout": call.dropout, "noise": call.noise} if call.dropout or call.noise else {}
     return (*x, *(name for name, part in parts.items() if part and not _any_wants(part)))
+
+
+def is_virtual(tensors: Iterable[Tensor]) -> bool:
+    """Whether Python stands between these and memory, so that what a kernel reads and writes there is lost.
+
+    Tensors are fake or traced (FakeTensorMode, make_fx), or of a class that dispatches for itself, such as DTensor.
+    """
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(key) for key in _TRACING):
+        return True
+    others: set[Any] = set(map(type, tensors)) - _ORDINARY
+    return any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in others)
+
+
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
+_ORDINARY = {Tensor, torch.nn.Parameter}
 
 
 def _any_wants(tensors: Iterable[Tensor]) -> bool:

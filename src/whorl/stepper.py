@@ -92,6 +92,8 @@ class Stepper:
         """
         self._keep_up()
         extras: tuple[Tensor, ...] = ()
+        if not isinstance(x, Tensor):
+            raise InputError(f"x is of type {type(x).__name__}: give a tensor [batch, inputs].")
         if x.shape != self._shape or x.dtype != self._dtype or x.device != self._device:
             if x.dim() == 1 and self._batch == 1:
                 inputs = {name: one[None] for name, one in inputs.items()} if isinstance(inputs, Mapping) else inputs
@@ -157,10 +159,8 @@ class Stepper:
                 "sequence, and a stepper has none: write layer.eval() before."
             )
 
-    def _refuse(self, x: Any) -> NoReturn:
+    def _refuse(self, x: Tensor) -> NoReturn:
         layer, who = self._layer, type(self._layer).__name__
-        if not isinstance(x, Tensor):
-            raise InputError(f"x is of type {type(x).__name__}: give a tensor [batch, inputs].")
         if x.dim() != 2 or x.shape[0] != self._batch:
             raise InputError(
                 f"x has shape {[*x.shape]}, this stepper takes one step [batch, inputs] = {[*self._shape]}: "

@@ -33,7 +33,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for command in (train, generate, bench, warm, tune, doctor):
         command.add(commands)
-    return parser.parse_args(words)
+    arguments, surplus = parser.parse_known_args(words)
+    if surplus:
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(surplus)}")
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -115,7 +115,10 @@ def _run_seeds(console: Console, given: Mapping[str, Any]) -> int:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write whole numbers with commas between them") from error
 
 
 def _words(text: str) -> tuple[str, ...]:

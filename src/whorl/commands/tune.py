@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from whorl.commands.warm import CELLS, DTYPES, own_gpu
+from whorl.commands.warm import CELLS, DTYPES, count, own_gpu
 from whorl.engines.cuda.grid import described
 from whorl.engines.cuda.tuning import tune
 from whorl.errors import InputError, KernelError
@@ -19,9 +19,11 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser("tune", help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     parser.add_argument("cell", choices=CELLS, help="the layer's cell")
-    parser.add_argument("--units", type=int, nargs="+", required=True, help="its units; several tune several")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences side by side (32)")
-    parser.add_argument("--time", type=int, default=100, help="steps that are measured; the choice holds for any (100)")
+    parser.add_argument("--units", type=count, nargs="+", required=True, help="its units; several tune several")
+    parser.add_argument("--batch", type=count, nargs="+", default=[32], help="sequences side by side (32)")
+    parser.add_argument(
+        "--time", type=count, default=100, help="steps that are measured, the choice holds for any (100)"
+    )
     which = "bfloat16 unless given; tf32 is what float32 is by torch's own default"
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"], help=which)
     parser.add_argument("--bidirectional", action="store_true", help="both directions")

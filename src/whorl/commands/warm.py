@@ -35,12 +35,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser = commands.add_parser("warm", help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     parser.add_argument("cell", choices=CELLS, help="the layer's cell")
-    parser.add_argument("--units", type=int, nargs="+", required=True, help="its units; several compile several")
-    parser.add_argument("--inputs", type=int, help="features of the input; as many as units unless given")
-    parser.add_argument("--layers", type=int, default=1, help="layers on each other (1)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[32], help="sequences side by side (32)")
+    parser.add_argument("--units", type=count, nargs="+", required=True, help="its units; several compile several")
+    parser.add_argument("--inputs", type=count, help="features of the input; as many as units unless given")
+    parser.add_argument("--layers", type=count, default=1, help="layers on each other (1)")
+    parser.add_argument("--batch", type=count, nargs="+", default=[32], help="sequences side by side (32)")
     copied = "steps: where there are many, odd widths are copied for cuBLAS, by a kernel of its own (100)"
-    parser.add_argument("--time", type=int, default=100, help=copied)
+    parser.add_argument("--time", type=count, default=100, help=copied)
     which = "bfloat16 unless given; tf32 is what float32 is by torch's own default"
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bfloat16"], help=which)
     parser.add_argument("--bidirectional", action="store_true", help="both directions")
@@ -80,6 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def count(text: str) -> int:
+    """A number of 1 or more, of the command line."""
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number of 1 or more")
+    return int(text)
+
+
 def _gpu(text: str) -> Gpu:
     found = re.fullmatch(r"(\d+)\.(\d):(\d+)", text)
     if found is None or int(found[3]) < 1:
@@ -95,6 +102,6 @@ def own_gpu() -> Gpu:
         InputError: it sees none.
     """
     if not torch.cuda.is_available():
-        raise InputError("torch sees no NVIDIA GPU here: say which one to compile for, as in --gpu 9.0:132.")
+        raise InputError("torch sees no NVIDIA GPU here: `whorl warm` compiles for another with --gpu 9.0:132.")
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Gpu(seen.name, Chip((seen.major, seen.minor), seen.multi_processor_count))

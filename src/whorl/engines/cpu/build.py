@@ -46,7 +46,13 @@ def load(name: str, source: str, defines: str) -> ctypes.CDLL:
     with _lock:
         if key not in _loaded:
             folder = _folder()
-            path = _kept(folder, key) or _build(folder, key, name, source, defines)
+            try:
+                path = _kept(folder, key) or _build(folder, key, name, source, defines)
+            except OSError as error:  # a disk that is full
+                raise CompileError(
+                    f"{name} cannot be compiled into {folder} ({error.strerror}): make room there, or set WHORL_CACHE "
+                    "to another folder."
+                ) from None
             try:
                 _loaded[key] = ctypes.CDLL(str(path))
             except OSError as error:  # built, and not to be run from there: a disk mounted with noexec

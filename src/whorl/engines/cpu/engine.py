@@ -22,7 +22,7 @@ from whorl.engines.cpu.stream import Stream
 from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, laid, projects_within, turned
 from whorl.engines.native import OneDNN
 from whorl.noise import given
-from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
+from whorl.problem import VIRTUAL, Call, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, join, split
 
 
@@ -45,6 +45,8 @@ class CPU(Engine):
             found.append(f"the dtype is {dtype}, the kernels take float32, float64 and bfloat16")
         if problem.batch == 0:
             found.append("the batch is 0, the kernels take 1 or more")
+        if problem.virtual:
+            found.append(VIRTUAL)
         return found
 
     def slower(self, problem: Problem) -> list[str]:

@@ -24,7 +24,7 @@ from whorl.engines.cuda.staged import spreadable, staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
-from whorl.problem import Call, Device, Outcome, Plan, Problem
+from whorl.problem import VIRTUAL, Call, Device, Outcome, Plan, Problem
 
 
 class Persistent(Engine):
@@ -48,6 +48,8 @@ class Persistent(Engine):
             found += projected.obstacles(problem)
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
+        if problem.virtual:
+            found.append(VIRTUAL)
         features = expected(problem)
         if cell.products and features.noise:
             found.append(f"the step of {cell.name} has products inside, these kernels take no recurrent dropout there")

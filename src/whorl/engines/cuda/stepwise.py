@@ -19,7 +19,7 @@ from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.source import saving
 from whorl.engines.cuda.steps import Kernels, Sizes, kernels, matrix_product, sweep
 from whorl.noise import RECURRENT, ZONEOUT, Given, Noise, given, tag, threshold
-from whorl.problem import Call, Outcome, Plan, Problem, autocast_is_on
+from whorl.problem import VIRTUAL, Call, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, join, split
 
 NONE, HELD, BY_GATE, BY_STEP, DRAWN = range(5)
@@ -46,6 +46,8 @@ class Stepwise(Engine):
             found.append(f"the dtype is {dtype}, the kernels take float16, bfloat16, float32 and float64")
         if problem.batch == 0:
             found.append("the batch is 0, the kernels take 1 or more")
+        if problem.virtual:
+            found.append(VIRTUAL)
         return found
 
     def prepares(self, problem: Problem) -> bool:
