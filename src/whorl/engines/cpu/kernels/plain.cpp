@@ -92,8 +92,8 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     set_or_zero(dstates[s], p.dfinals[s], k.batch * k.units);
   }
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
-  k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv, k.unread = !p.dstarts[0];
-  k.noise = p.noise, k.seed = p.seed;
+  k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv;
+  k.unread = !p.dstarts[0], k.noise = p.noise, k.seed = p.seed;
   run_all(k, true);
   free(room);
 

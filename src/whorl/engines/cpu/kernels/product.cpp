@@ -182,6 +182,7 @@ struct Fetch {
   }
 };
 
+#define ALWAYS __attribute__((always_inline))
 // body(i) for i from 0 to before COUNT, each a constant of its own.  GCC leaves the sums of a tile in memory where a loop
 // over them is unrolled late, and brings them there and back before and after the loop over k.
 template <int I>
@@ -197,9 +198,8 @@ INLINE void each(const Body& body) {
 }
 template <int M, int N, typename Body>
 INLINE void each_of(const Body& body) {
-  each<M * N>([&](auto place) __attribute__((always_inline)) { body(Number<place / N>(), Number<place % N>()); });
+  each<M * N>([&](auto place) ALWAYS { body(Number<place / N>(), Number<place % N>()); });
 }
-#define ALWAYS __attribute__((always_inline))
 
 template <int M, int N>
 static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add, const char* ahead) {
