@@ -187,37 +187,47 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 LAYERS = {
-    "LSTM": lambda **how: whorl.keras.LSTM(7, **how),
-    "GRU": lambda **how: whorl.keras.GRU(7, **how),
-    "reset before": lambda **how: whorl.keras.GRU(7, reset_after=False, **how),
-    "no bias": lambda **how: whorl.keras.LSTM(17, activation="relu", use_bias=False, **how),
-    "backwards": lambda **how: whorl.keras.SimpleRNN(7, go_backwards=True, **how),
-    "dropout": lambda **how: whorl.keras.GRU(7, reset_after=False, recurrent_dropout=0.3, seed=1, **how),
-    "both": lambda **how: whorl.keras.Bidirectional(whorl.keras.LSTM(7, recurrent_dropout=0.3, seed=1, **how)),
+    "LSTM": lambda units, **how: whorl.keras.LSTM(units, **how),
+    "GRU": lambda units, **how: whorl.keras.GRU(units, **how),
+    "reset before": lambda units, **how: whorl.keras.GRU(units, reset_after=False, **how),
+    "no bias": lambda units, **how: whorl.keras.LSTM(units, activation="relu", use_bias=False, **how),
+    "backwards": lambda units, **how: whorl.keras.SimpleRNN(units, go_backwards=True, **how),
+    "dropout": lambda units, **how: whorl.keras.GRU(units, reset_after=False, recurrent_dropout=0.3, seed=1, **how),
+    "both": lambda units, **how: whorl.keras.Bidirectional(
+        whorl.keras.LSTM(units, recurrent_dropout=0.3, seed=1, **how)
+    ),
+}
+SIZES = {"small": (1, 1, 1, 1), "odd": (5, 19, 18, 7), "past a tile": (3, 4, 65, 65)}
+"""Batch, time, inputs, units: two threads share none of these batches evenly."""
+MASKS = {
+    "": lambda batch, time: None,
+    "ends": lambda batch, time: np.arange(time) < np.arange(batch)[::-1, None] * time // batch,
+    "holes": lambda batch, time: (np.arange(time) + np.arange(batch)[:, None]) % 3 > 0,
+    "nothing": lambda batch, time: np.zeros((batch, time), bool),
 }
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")
 @pytest.mark.parametrize(
-    ("name", "masked"),
-    [(n, m) for place, n in enumerate(LAYERS) for m in ("holes", ["", "ends", "nothing"][place % 3])],
+    ("name", "masked", "size"),
+    [(name, "holes", "odd") for name in LAYERS]
+    + [
+        (name, ["", "ends", "nothing"][place % 3], ["past a tile", "small"][place % 2])
+        for place, name in enumerate(LAYERS)
+    ],
 )
 def test_an_operation_of_xla_gives_what_the_callback_gives(
-    name: str, masked: str, monkeypatch: pytest.MonkeyPatch
+    name: str, masked: str, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs, final states, and gradients of x, initial states and weights, where threads share rows unevenly."""
+    """Outputs, final states, and gradients of x, initial states and weights."""
     from whorl.keras import xla
 
-    batch, time, inputs = 5, 19, 18
-    x = generator.standard_normal((batch, time, inputs)).astype("float32")
-    given: Any = generator.random((batch, time)) < 0.7
-    given[0] = False
-    given = {"": None, "ends": np.arange(time) < [[19], [0], [7], [1], [18]], "holes": given}.get(masked, 0 * given > 0)
+    batch, time, inputs, units = SIZES[size]
+    x, given = generator.standard_normal((batch, time, inputs)).astype("float32"), MASKS[masked](batch, time)
     how = dict(return_sequences=masked != "ends", return_state=True, zero_output_for_mask=masked == "holes")
-    layer = LAYERS[name](engine="cpu", **how)
+    layer = LAYERS[name](units, engine="cpu", **how)
     layer.build(x.shape)
     count = len(getattr(layer, "forward_layer", layer).state_size) * (1 + (name == "both"))
-    units = layer.compute_output_shape(x.shape)[1][-1]
     states = list(generator.standard_normal((count, batch, units)).astype("float32"))
     weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
 

@@ -65,7 +65,7 @@ class Recurrent:
         super()._maybe_config_dropout_masks(cell, input_sequence, input_state)  # type: ignore[misc]
 
     def _maybe_reset_dropout_masks(self, cell: Any) -> None:
-        """Keras' hook: the cell lets the masks of a call go, where it has some (Keras writes None each time: 25 us)."""
+        """Keras' hook: the cell lets the masks of a call go, where it has some; Keras writes None at each call."""
         if not isinstance(cell, DropoutRNNCell) or has_masks(cell):
             super()._maybe_reset_dropout_masks(cell)  # type: ignore[misc]
 
