@@ -1,5 +1,6 @@
 """`explain` says what a profiler sees, for layers and for modules around them."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_explain_draws_no_numbers_for_a_layer_and_runs_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), begin)
     assert not _ran_onednn(seen)
     assert str(whorl.explain(torch.nn.Linear(5, 5), X)).startswith("no recurrent layer was called")
+
+
+def test_explain_of_a_model_on_the_cpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several, each generator asked for would cost a context, and torch would warn."""
+
+    def touched(*_: Any) -> None:
+        raise AssertionError("a GPU's generator was read")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", touched)
+    model, begin = torch.nn.Sequential(torch.nn.Dropout(0.5), whorl.LSTM(5, 7)), torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert whorl.explain(model, X).names == ("1",)
+    assert torch.equal(torch.get_rng_state(), begin)
 
 
 @pytest.mark.parametrize(

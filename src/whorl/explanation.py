@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from whorl.engines import ENGINES
 from whorl.errors import InputError
@@ -76,6 +77,13 @@ def _note(name: str, layer: Any, args: tuple, kwargs: dict) -> tuple[str, Plan, 
     return name, plan, f"{'train' if layer.training else 'eval'} mode, autocast {'on' if autocast else 'off'}"
 
 
+def _gpus(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[int]:
+    """The GPUs on which the call may draw: no other is touched, to which its generator alone would be a context."""
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    tensors = [*module.parameters(), *module.buffers(), *given]
+    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+
+
 def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Plan, str]]:
     hooks, noted = [], []
     for name, inner in module.named_modules():
@@ -87,7 +95,7 @@ def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[tuple[
             hooks.append(module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
     try:
         # What is slow is shown, not refused.
-        with torch.random.fork_rng(), settings(slow="allow"):
+        with torch.random.fork_rng(_gpus(module, args, kwargs)), settings(slow="allow"):
             module(*args, **kwargs)
     finally:
         for hook in hooks:
