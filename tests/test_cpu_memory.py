@@ -66,6 +66,7 @@ def test_a_child_writes_into_its_own() -> None:
 @pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
 def test_a_training_step_takes_its_memory_from_the_one_before() -> None:
+    """Most steps do: a single one may find malloc's free memory in pieces too small, and the heap grows once more."""
     script = """
 import resource, torch, whorl
 layer, x = whorl.GRU(128, 128, batch_first=True, engine="cpu"), torch.randn(128, 30, 128, requires_grad=True)
@@ -73,9 +74,9 @@ dy = torch.randn_like(x)
 def faults():
     torch.autograd.grad(layer(x)[0], [x, *layer.parameters()], dy)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-[faults() for _ in range(20)]
-found = -faults() + [faults() for _ in range(10)][-1]
-assert found < 1500, f"{found} pages were new in ten steps, each of which takes 4 MB of malloc"
+seen = [faults() for _ in range(101)][20:]
+found = sorted(after - before for before, after in zip(seen, seen[1:]))
+assert found[60] < 100, f"new pages of 80 steps, each of which takes 4 MB of malloc: {found}"
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
