@@ -200,6 +200,8 @@ static void outer_columns(void* data, int, int) {
 }
 
 static void outer(Outer o, int threads) {
+  if (!o.rows && !o.add) memset(o.out, 0, size_t(o.n * o.m) * sizeof(real));
+  if (!o.rows) return;
   const int64_t blocks = up(o.rows, Outer::DEEP);
   o.packed = (packed_t*)aligned_alloc(64, size_t(up(up(o.m, LANES) * (blocks / STEP) * int64_t(sizeof(packed_t)), 64) + 64));
   const int now = o.rows * o.n * o.m < 200000 ? 1 : threads;
