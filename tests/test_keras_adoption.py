@@ -1,5 +1,6 @@
 """whorl.keras around cells and layers: Bidirectional, RNN, Cell, accelerate, enable, explain (torch backend)."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,21 @@ def test_explain_lists_every_layer() -> None:
     text = str(found)
     assert "(GRU): reference, plain torch, a loop over time in Python" in text
     assert "not onednn: the cell is relu_gru" in text
+
+
+def test_explain_on_the_cpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several, each generator asked for would cost a context, and torch would warn."""
+
+    def touched(*_: Any) -> None:
+        raise AssertionError("a GPU's generator was read")
+
+    layer = whorl.keras.LSTM(4)
+    layer(x)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", touched)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(whorl.keras.explain(layer, x).rows) == 1
 
 
 def test_explain_says_what_whorl_does_not_run() -> None:

@@ -70,18 +70,17 @@ def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(plans, names, modes, others)
 
 
+def gpus(*given: Any) -> list[int]:
+    """Those that the tensors in it are on, and so may draw: another's generator read would alone be a context there."""
+    tensors = [value for value in tree_leaves(given) if isinstance(value, torch.Tensor)]
+    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
+
+
 def _note(name: str, layer: Any, args: tuple, kwargs: dict) -> tuple[str, Plan, str]:
     """Name, plan and mode of one call."""
     plan = layer.plan(*args, **kwargs)
     autocast = autocast_is_on(plan.problem.device.kind)
     return name, plan, f"{'train' if layer.training else 'eval'} mode, autocast {'on' if autocast else 'off'}"
-
-
-def _gpus(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[int]:
-    """The GPUs on which the call may draw: no other is touched, to which its generator alone would be a context."""
-    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    tensors = [*module.parameters(), *module.buffers(), *given]
-    return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
 
 
 def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Plan, str]]:
@@ -95,7 +94,8 @@ def _run_once(module: torch.nn.Module, args: tuple, kwargs: dict) -> list[tuple[
             hooks.append(module.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
     try:
         # What is slow is shown, not refused.
-        with torch.random.fork_rng(_gpus(module, args, kwargs)), settings(slow="allow"):
+        held = [*module.parameters(), *module.buffers()]
+        with torch.random.fork_rng(gpus(held, args, kwargs)), settings(slow="allow"):
             module(*args, **kwargs)
     finally:
         for hook in hooks:

@@ -8,6 +8,7 @@ import torch
 
 from whorl.engines import ENGINES
 from whorl.errors import InputError
+from whorl.explanation import gpus
 from whorl.keras import loops
 from whorl.problem import Plan
 from whorl.settings import settings
@@ -59,7 +60,8 @@ def explain(
     entering = _ones(model, batch, time) if x is None else x
     variables = [variable for variable in model.variables if not variable.trainable]
     before = [keras.ops.copy(variable) for variable in variables]
-    with loops.recording() as found, torch.set_grad_enabled(training), torch.random.fork_rng(), settings(slow="allow"):
+    drawing = torch.random.fork_rng(gpus([variable.value for variable in model.variables], entering, kwargs))
+    with loops.recording() as found, torch.set_grad_enabled(training), drawing, settings(slow="allow"):
         model(entering, training=training, **kwargs)
     for variable, value in zip(variables, before, strict=True):
         variable.assign(value)
