@@ -18,6 +18,7 @@ from whorl.cells.expr import var  # noqa: E402
 from whorl.cells.graphs import Evaluator  # noqa: E402
 from whorl.keras import loops  # noqa: E402
 from whorl.keras.activations import pointwise  # noqa: E402
+from whorl.keras.cells import settle  # noqa: E402
 from whorl.weights import from_keras, to_keras  # noqa: E402
 
 NAMES = ["LSTM", "GRU", "SimpleRNN"]
@@ -340,6 +341,7 @@ def test_masks_are_those_that_keras_draws(name: str, rates: tuple[float, float])
                     layer.cell, given[0].to(getattr(torch, layer.compute_dtype)), given[1]
                 )
                 cell = layer.cell
+                settle(cell)
                 found.append(
                     (cell._dropout_mask, cell._recurrent_dropout_mask, cell.seed_generator.state.value.clone())
                 )
