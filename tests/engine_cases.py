@@ -169,6 +169,7 @@ FORMS = {
     "packed": Case({"layers": 2, "directions": 2}, packed=True, sequences=True),
     "lengths": Case({"layers": 2, "directions": 2}, marks=("lengths",), sequences=True),
     "mask": Case({"layers": 2, "directions": 2}, marks=("mask",), sequences=True),
+    "a mask alone": Case({"layers": 2, "directions": 2}, marks=("mask",)),
     "mask and lengths": Case({"directions": 2}, marks=("mask", "lengths"), sequences=True),
     "reset": Case({"layers": 2, "directions": 2}, marks=("reset",), sequences=True),
     "reset to": Case({"directions": 2}, marks=("reset_to", "mask", "lengths")),

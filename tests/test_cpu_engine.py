@@ -17,10 +17,11 @@ from torch import Tensor
 
 import whorl
 from comparison import EXACT, error, flat, weighted
-from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, results
+from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
 from whorl import compiler
 from whorl.engines import ENGINES
 from whorl.engines.cpu import build, generate, plain
+from whorl.engines.cpu.masks import NONE
 from whorl.errors import CompileError
 from whorl.functional import planned, recurrent
 from whorl.problem import PLAIN, Call
@@ -379,11 +380,78 @@ def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
         return [y, *ends, *torch.autograd.grad(sum(weighed), wanted)]
 
     found = everything()
-    assert plain.sizes(layer.plan(x, hx).problem, torch.get_num_threads()) is not None
+    assert plain.sizes(layer.plan(x, hx).problem, torch.get_num_threads(), NONE) is not None
     monkeypatch.setattr(plain, "sizes", lambda *_: None)
     bound = 1e-13 if dtype == torch.float64 else 2**-7
     for one, other in zip(found, everything(), strict=True):
         assert (one - other).double().norm() <= bound * other.double().norm()
+
+
+MASKED: dict[str, Case] = {
+    "a mask": Case({"layers": 2, "directions": 2}, marks=("mask",)),
+    "a mask, no states": Case({"directions": 2, "bias": False}, marks=("mask",), initial=False),
+    "a mask of a panel and one": Case({"directions": 2}, 4, 37, 65, 65, marks=("mask",)),
+    "a mask of one": Case({}, 1, 1, 1, 1, marks=("mask",), seed=1),
+    "given": Case({"layers": 2, "directions": 2}, given=("recurrent",)),
+    "given, and a mask": Case({"layers": 2, "directions": 2}, given=("recurrent",), marks=("mask",)),
+    "given, of a panel and one": Case({"directions": 2}, 4, 37, 65, 65, given=("recurrent",), marks=("mask",)),
+    "given to all gates": Case({"recurrent_dropout_mode": "shared", "directions": 2}, given=("recurrent",)),
+    "given to all gates, and a mask": Case(
+        {"recurrent_dropout_mode": "shared", "directions": 2, "layers": 2}, given=("recurrent",), marks=("mask",)
+    ),
+    "drawn, and a mask": Case({"recurrent_dropout": 0.4, "zoneout": (0.3, 0.2)}, marks=("mask",)),
+    "drawn by step, and a mask": Case(
+        {"recurrent_dropout": 0.4, "recurrent_dropout_mode": "step", "directions": 2}, marks=("mask",)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "which, dtype",
+    [
+        *(("some", dtype) for dtype in DTYPES),
+        *((which, torch.float64) for which in ("all", "none", "not first or last")),
+    ],
+)
+@pytest.mark.parametrize("cell", ["lstm", "gru", "layer norm"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_give_what_they_give_in_the_way_of_all_calls(
+    name: str, cell: str, dtype: torch.dtype, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, case = (CELLS | WRAPPED)[cell], MASKED[name]
+    zoneout = case.form.get("zoneout", ())[: len(graph.states)]
+    form, call = replace(case, form=case.form | {"zoneout": zoneout}).build(graph)
+    call = in_dtype(call, dtype)
+    if call.marks.mask is not None:
+        mask = by_sequence(call.marks.mask[..., None])[..., 0]  # as Keras' lie
+        for step in {"some": [], "not first or last": [0, -1]}.get(which, range(len(mask))):
+            mask[step] = which == "all"
+        call = call._replace(marks=call.marks._replace(mask=mask), x=call.x.nan_to_num())
+    constant = len(call.tensors) - len(call.noise)
+
+    def everything(gradient: bool) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_(gradient and i < constant) for i, tensor in enumerate(call.tensors)]
+        outputs = recurrent(form.to_json(), Call.of(leaves, call.layout, call.marks), "cpu")
+        made = torch.autograd.grad(weighted(outputs), leaves[:constant]) if gradient else ()
+        return [*outputs, *made]
+
+    problem = planned(form.to_json(), call, "cpu").problem
+    assert plain.sizes_of(problem, call) is not None
+    found = [*everything(False), *everything(True)]
+    monkeypatch.setattr(plain, "sizes", lambda *_: None)
+    bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    for one, other in zip(found, [*everything(False), *everything(True)], strict=True):
+        assert (one - other).double().norm() <= bound * other.double().norm()
+
+
+@pytest.mark.parametrize("name, problem", [
+    ("given", {}), ("given", {"gradient": True}), ("given, and a mask", {"gradient": True, "constants": ("x",)}),
+])  # fmt: skip
+def test_masks_of_dropout_with_a_gradient_go_the_way_of_all_calls(name: str, problem: dict[str, Any]) -> None:
+    form, call = MASKED[name].build(CELLS["lstm"])
+    made = replace(planned(form.to_json(), call, "cpu").problem, **problem)
+    assert (plain.sizes_of(made, call) is None) == made.gradient
+    assert plain.sizes_of(replace(made, constants=("noise",)), call) is not None
 
 
 def by_sequence(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from whorl.cells.expr import var  # noqa: E402
 from whorl.cells.graphs import Evaluator  # noqa: E402
 from whorl.keras import loops  # noqa: E402
 from whorl.keras.activations import pointwise  # noqa: E402
+from whorl.keras.cells import settle  # noqa: E402
 from whorl.weights import from_keras, to_keras  # noqa: E402
 
 NAMES = ["LSTM", "GRU", "SimpleRNN"]
@@ -83,6 +84,29 @@ def test_what_is_not_pointwise_runs_on_keras_loop_and_says_so(activation: Any) -
     ours.engine = "reference"
     with pytest.raises(whorl.UnsupportedError, match="'reference' cannot run lstm"):
         ours(x)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "softmax"], ids=["whorl's loop", "Keras' loop"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+def test_evaluation_takes_the_numbers_of_the_seed_and_draws_no_masks(
+    name: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = dict(dropout=0.3, recurrent_dropout=0.4, seed=7, activation=activation)
+    layers = [getattr(source, name)(4, **how) for source in (whorl.keras, keras.layers)]
+    if name != "SimpleRNN":  # Keras' own forgets its seed in a Bidirectional
+        layers += [source.Bidirectional(getattr(source, name)(4, **how)) for source in (whorl.keras, keras.layers)]
+    for ours, stock in zip(layers[::2], layers[1::2], strict=True):
+        for layer in (ours, stock):
+            layer.build(x.shape)
+        ours.set_weights(stock.get_weights())
+        with whorl.settings(slow="allow"):
+            for training in (False, True, False, True):
+                wanted = stock(x, training=training)
+                with monkeypatch.context() as patch:
+                    if not training and activation == "tanh":
+                        patch.setattr(torch, "bernoulli", None)
+                    found = ours(x, training=training)
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 # --- configs and files ------------------------------------------------------------------------------------------------
@@ -317,6 +341,7 @@ def test_masks_are_those_that_keras_draws(name: str, rates: tuple[float, float])
                     layer.cell, given[0].to(getattr(torch, layer.compute_dtype)), given[1]
                 )
                 cell = layer.cell
+                settle(cell)
                 found.append(
                     (cell._dropout_mask, cell._recurrent_dropout_mask, cell.seed_generator.state.value.clone())
                 )

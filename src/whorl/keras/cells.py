@@ -1,5 +1,6 @@
 """What a cell of Keras is to whorl: the plain values of its sweep, and its tensors."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -78,12 +79,34 @@ def tensors_of(cell: Any, x: Any, states: tuple[Any, ...], training: Any) -> Ten
     weights = tuple([keras.ops.convert_to_tensor(variable, cell.compute_dtype) for variable in own])
     if not training:
         return Tensors(weights, states)
+    settle(cell)
     masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(states[0]))
     return Tensors(weights, states, *masks, cell.draw() if isinstance(cell, Cell) else None)
 
 
+@dataclass(frozen=True)
+class _Undrawn:
+    """Masks of a call before anybody reads them: in evaluation nobody does, and what Keras' seed gave is taken."""
+
+    like: torch.Tensor
+    """Each is of its shape, dtype and device."""
+    rate: float
+    seeds: range
+    alone: bool
+    """One mask, and no list of one for each gate."""
+
+    def draw(self) -> Any:
+        keep = torch.full(self.like.shape, 1.0 - self.rate, device=self.like.device)
+        drawn, generator = keep.new_empty((len(self.seeds), *keep.shape)), torch.Generator(self.like.device)
+        for seed, to in zip(self.seeds, drawn.unbind(), strict=True):
+            generator.manual_seed(seed & 0xFFFFFFFF)
+            torch.bernoulli(keep, generator=generator, out=to)
+        masks = list(drawn.to(self.like.dtype).div_(1.0 - self.rate).unbind())
+        return masks[0] if self.alone else masks
+
+
 def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
-    """Puts the masks of one call into a cell, with the numbers that Keras draws for its seed, all in one go.
+    """Puts the masks of one call into a cell, of the numbers that Keras draws for its seed, to be drawn by `settle`.
 
     Keras reads and writes its seed for each mask, for which a GPU waits.  Where it has no seed, and on other backends
     than torch, its own methods draw.
@@ -102,17 +125,19 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
     each = 1 if count is None else count
     first, number = seed.value.tolist()
     seed.assign(torch.tensor([first, number + each * sum(drawn)], dtype=seed.value.dtype))
-    generator = torch.Generator(x.device)
+    number += first
     for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
         if some:
-            keep = torch.full(like.shape, 1.0 - rate, device=like.device)
-            drawn_here = keep.new_empty((each, *keep.shape))
-            for to in drawn_here.unbind():
-                generator.manual_seed((first + number) & 0xFFFFFFFF)
-                torch.bernoulli(keep, generator=generator, out=to)
-                number += 1
-            masks = list(drawn_here.to(like.dtype).div_(1.0 - rate).unbind())
-            setattr(cell, name, masks[0] if count is None else masks)
+            setattr(cell, name, _Undrawn(like, rate, range(number, number + each), count is None))
+            number += each
+
+
+def settle(cell: Any) -> None:
+    """Draws the masks that a cell holds, for one who reads them."""
+    for name in _MASKS:
+        masks = getattr(cell, name, None)
+        if isinstance(masks, _Undrawn):
+            setattr(cell, name, masks.draw())
 
 
 def has_masks(cell: DropoutRNNCell) -> bool:

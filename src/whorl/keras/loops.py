@@ -12,7 +12,7 @@ import keras
 import torch
 
 from whorl.errors import SlowError, SlowWarning, UnsupportedError
-from whorl.keras.cells import part_of, tensors_of
+from whorl.keras.cells import part_of, settle, tensors_of
 from whorl.keras.path import BACKEND, both_ways, sweep
 from whorl.keras.sweep import Part
 from whorl.problem import Plan
@@ -36,6 +36,8 @@ def inner_loop(
     parts, reasons = parts_of(layer, sequences)
     if reasons:
         _announce(layer, reasons)
+        for cell in cells_of(layer):
+            settle(cell)
         loop = own if BACKEND not in ("torch", "jax") else partial(KERAS_LOOP, layer)
         return loop(sequences, initial_state, mask=mask, training=training)
     stacked = is_stacked(layer)

@@ -9,7 +9,6 @@
 
 #include <condition_variable>
 #include <mutex>
-#include <new>
 #include <thread>
 
 #include "xla/ffi/api/ffi.h"
@@ -26,6 +25,9 @@ struct Numbers {  // as `Numbers` in xla.py
   int64_t wants_x, wants_states;
   int64_t process;            // of this process alone: what holds addresses is no other's
 
+  Places places(const uint8_t* mask, Scratch& scratch) const { return {time, batch, mask, {1, time}, scratch}; }
+  Apart x_apart() const { return {inputs, time * inputs}; }
+
   void project_rows(real* y, const real* x, const real* w, const real* bias, int64_t rows, int64_t in, int64_t out,
                     int64_t stride, bool across) const {
     auto call = (void (*)(real*, const real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))project;
@@ -36,24 +38,7 @@ struct Numbers {  // as `Numbers` in xla.py
                  const real* factor, const int64_t* sequence) const {
     auto call = (void (*)(real*, real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
                           const real*, const int64_t*, int64_t, int64_t))outer;
-    if (rows) return call(out, sums, a, b, rows, n, m, lda, m, 0, factor, sequence, batch, threads);
-    memset(out, 0, size_t(n * m) * sizeof(real));
-  }
-};
-
-// Memory of one call, all of which goes at its end.
-struct Scratch {
-  void* all[16] = {};
-  int count = 0;
-
-  template <typename T>
-  T* take(int64_t size) {
-    void* made = aligned_alloc(64, size_t(up(size * int64_t(sizeof(T)) + 64, 64)));
-    if (!made) throw std::bad_alloc();
-    return (T*)(all[count++] = made);
-  }
-  ~Scratch() {
-    while (count) free(all[--count]);
+    call(out, sums, a, b, rows, n, m, lda, m, 0, factor, sequence, batch, threads);
   }
 };
 
@@ -111,34 +96,6 @@ struct Buffers {
   }
 };
 
-// Which rows count, and where each lies among them.
-struct Places {
-  int64_t rows;                   // that count
-  const uint8_t* mask = nullptr;  // by outer row; null: all count
-  int64_t *place = nullptr, *batch_row = nullptr, *sequence = nullptr;
-
-  // `mask` is [batch, time]; `batch_row` says where a row lies in a tensor [batch, time], by compact row.
-  Places(const Numbers& n, const uint8_t* given, Scratch& scratch) {
-    const int64_t outer = n.time * n.batch;
-    uint8_t* by_time = given ? scratch.take<uint8_t>(outer) : nullptr;
-    batch_row = scratch.take<int64_t>(outer), sequence = scratch.take<int64_t>(outer);
-    int64_t* compact = given ? scratch.take<int64_t>(outer) : nullptr;
-    rows = 0;
-    for (int64_t o = 0, t = 0; t < n.time; ++t)
-      for (int64_t r = 0; r < n.batch; ++r, ++o) {
-        const bool counts = !given || given[r * n.time + t];
-        if (given) by_time[o] = counts, compact[o] = rows;
-        if (counts) batch_row[rows] = r * n.time + t, sequence[rows] = r, ++rows;
-      }
-    if (rows < outer) mask = by_time, place = compact;
-  }
-  real* gathered(const real* x, int64_t width, Scratch& scratch) const {
-    real* made = scratch.take<real>(rows * width);
-    for (int64_t c = 0; c < rows; ++c) memcpy(made + c * width, x + batch_row[c] * width, size_t(width) * sizeof(real));
-    return made;
-  }
-};
-
 static Sweep sweep_of(const Numbers& n, const Places& places, const real* ih, const real* hh, const real* noise) {
   Sweep k = {};
   k.cell = (const Cell*)n.cell, k.time = n.time, k.batch = n.batch, k.units = k.width = n.units, k.reverse = n.reverse;
@@ -160,7 +117,7 @@ static void forward(const Numbers& n, Buffers& at) {
   for (int s = 0; s < cell.states; ++s) starts[s] = at.take();
   const uint8_t* mask = at.take<uint8_t>(n.masked);
   const real* noise = at.take(n.noise_kind != 0);
-  const Places places(n, mask, scratch);
+  const Places places = n.places(mask, scratch);
   Sweep k = sweep_of(n, places, ih, hh, noise);
   k.bias_ih = bias_ih, k.bias_hh = bias_hh, k.y = at.give(), k.y_stride = n.units;
   real* states[MOST_STATES];
@@ -176,10 +133,10 @@ static void forward(const Numbers& n, Buffers& at) {
   const int64_t wide = cell.gates * n.units;
   k.x = at.give(n.saves && n.reads_x), k.x_stride = n.x_stride;
   if (n.within) {
-    k.input = x, k.input_step = n.inputs, k.input_row = n.time * n.inputs;
+    k.input = x, k.input_step = n.x_apart().step, k.input_row = n.x_apart().row;
   } else {
     if (!k.x) k.x = scratch.take<real>(places.rows * n.x_stride);
-    n.project_rows(k.x, places.gathered(x, n.inputs, scratch), ih, bias_ih, places.rows, n.inputs, wide, n.x_stride, false);
+    n.project_rows(k.x, places.gathered(x, n.x_apart(), n.inputs, scratch), ih, bias_ih, places.rows, n.inputs, wide, n.x_stride, false);
   }
   ((void (*)(const Sweep*))n.forward)(&k);
 }
@@ -192,7 +149,7 @@ static void backward(const Numbers& n, Buffers& at) {
   const real *x = at.take(), *ih = at.take(), *hh = at.take();
   const uint8_t* mask = at.take<uint8_t>(n.masked);
   const real* noise = at.take(n.noise_kind != 0);
-  const Places places(n, mask, scratch);
+  const Places places = n.places(mask, scratch);
   const int64_t rows = places.rows, units = n.units, wide = cell.gates * units, recurrent = cell.recurrent * units;
   Sweep k = sweep_of(n, places, ih, hh, noise);
   k.saved = (real*)at.take();
@@ -218,10 +175,10 @@ static void backward(const Numbers& n, Buffers& at) {
   ((void (*)(const Sweep*))n.backward)(&k);
 
   if (to_bias_ih) memset(to_bias_ih, 0, size_t(wide) * sizeof(real));
-  n.add_outer(to_ih, to_bias_ih, k.dx, places.gathered(x, n.inputs, scratch), rows, wide, n.inputs, wide, nullptr, nullptr);
+  n.add_outer(to_ih, to_bias_ih, k.dx, places.gathered(x, n.x_apart(), n.inputs, scratch), rows, wide, n.inputs, wide, nullptr, nullptr);
   real* sums = cell.dr_is_dx ? nullptr : to_bias_hh;
   if (to_bias_hh) memset(to_bias_hh, 0, size_t(recurrent) * sizeof(real));
-  const int64_t* sequence = noise ? places.sequence : nullptr;
+  const int64_t* sequence = places.sequence;
   auto factor = [&](int gate) { return n.noise_kind == 2 ? noise + gate * each : noise; };
   for (int gate = 0, after; gate < cell.recurrent; gate = after) {  // neighbours whose operand is the same, at once
     after = gate + 1;
@@ -244,8 +201,7 @@ static void backward(const Numbers& n, Buffers& at) {
     real* made = scratch.take<real>(rows * stride);
     n.project_rows(made, k.dx, ih, nullptr, rows, wide, n.inputs, stride, true);
     if (places.mask) memset(to_x, 0, size_t(n.time * n.batch * n.inputs) * sizeof(real));
-    for (int64_t c = 0; c < rows; ++c)
-      memcpy(to_x + places.batch_row[c] * n.inputs, made + c * stride, size_t(n.inputs) * sizeof(real));
+    places.spread(to_x, n.x_apart(), made, stride, n.inputs);
   }
 }
 

@@ -1,6 +1,6 @@
 """Engine `cpu`: whorl's own loop over time in C++, compiled for the processor that it runs on.
 
-A call of x, weights, initial states and drawn noise is `plain`'s.  Of every other the loop over time is one call for
+What a plain call has, a mask and most dropout too, is `plain`'s.  Of every other the loop over time is one call for
 each layer and direction: the input product, a few steps ahead, products with the recurrent weights, the cell's step,
 masks, noise, lengths and resets.  The gradients of x and of the weights are products after it, of these kernels too.
 """
@@ -74,11 +74,11 @@ class CPU(Engine):
         return Stream(plan, call, torch.get_num_threads())
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        made = plain.sizes(plan.problem, torch.get_num_threads())
+        made = plain.sizes_of(plan.problem, call)
         return plain.forward(made, call) if made else _Pass(plan.problem, call).forward()
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        made = plain.sizes(plan.problem, torch.get_num_threads())
+        made = plain.sizes_of(plan.problem, call)
         if made:
             return plain.backward(made, call, y, saved, grads)
         with torch.autocast("cpu", enabled=False) if autocast_is_on("cpu") else nullcontext():

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Fields, Kernel, Products, Sweep, address
-from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, tag, threshold
+from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
 from whorl.problem import Call, Form
 from whorl.weights import LayerWeights
 
@@ -19,6 +19,23 @@ def kind_of(form: Form, drawn: bool) -> int:
     if not (drawn and form.recurrent_dropout and form.cell.recurrent):
         return NONE
     return {"gate": BY_GATE, "shared": HELD, "step": DRAWN}[form.recurrent_dropout_mode]
+
+
+def given_kind(form: Form, call: Call) -> int | None:
+    """The kind of noise in the recurrent product that masks are given for, alike in each layer and direction.
+
+    Returns:
+        NONE where no masks are given.  None where they differ, change from step to step or are of anything else too.
+    """
+    if not call.noise:
+        return NONE
+    kinds = set()
+    for one in given(form, call):
+        others = one.input is not None or any(mask is not None for mask in one.zoneout)
+        if others or form.recurrent_dropout_mode == "step" or not form.cell.recurrent:
+            return None
+        kinds.add(NONE if one.recurrent is None else HELD if one.recurrent.dim() == 2 else BY_GATE)
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def held(

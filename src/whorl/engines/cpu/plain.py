@@ -1,6 +1,7 @@
 """A call of x, weights and initial states: what its problem decides is laid out once, for all calls.
 
-It may draw its recurrent dropout and zoneout; whatever else a call can have is left to the engine's general way.
+It may have a mask, draw its recurrent dropout and zoneout, or be given masks of recurrent dropout that are constant;
+whatever else a call can have is left to the engine's general way.
 
 Beside the products of a small layer Python takes long, and longer where a product has just driven it out of the caches
 of a core: so each pass is one call into the kernel for each layer and direction, and everything else is a few tensors.
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cpu.generate import source
-from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, held, kind_of
+from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, given_kind, held, kind_of
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import (
@@ -58,26 +59,38 @@ class Sizes(NamedTuple):
     """The kind of noise in the recurrent product."""
     entered: int | None
     """Where in `kept` lies what entered the recurrent product; None where that is known from y and the noise."""
+    given: bool
+    """The masks of the recurrent product are given."""
 
     def sweep(self, index: int) -> Sweep:
         return self.fields[index].sweep
 
 
+def sizes_of(problem: Problem, call: Call) -> Sizes | None:
+    """How a call runs here; None where it has more than this way takes."""
+    given = given_kind(problem.form, call)
+    return None if given is None else sizes(problem, torch.get_num_threads(), given)
+
+
 @lru_cache(maxsize=256)
-def sizes(problem: Problem, threads: int) -> Sizes | None:
-    """How a problem runs here; None where it has more than x, weights, initial states and drawn noise."""
-    form = problem.form
+def sizes(problem: Problem, threads: int, given: int) -> Sizes | None:
+    """The same of a problem, and of the kind of noise that masks are given for."""
+    form, extras = problem.form, set(problem.extras)
     cell, made = form.cell, source(form.cell)
-    drawn = problem.extras == ("drawn",)
-    more = problem.packed or problem.dropout or (problem.extras and not drawn) or form.projection or not form.inputs
-    if more or cell.inputs or made.products or (drawn and form.input_dropout):
+    drawn, masked = "drawn" in extras, "mask" in extras
+    more = problem.packed or problem.dropout or extras - {"drawn", "mask", "dropout_masks"}
+    if more or form.projection or not form.inputs or cell.inputs or made.products:
+        return None
+    if drawn and (form.input_dropout or given != NONE):
+        return None
+    if given != NONE and problem.gradient and "noise" not in problem.constants:
         return None
     if not cell.recurrent or not all(made.leaves):
         return None
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     compiled = kernel(cell, problem.dtype)
     rows = Rows(Call(torch.empty(problem.time, problem.batch, 0), (), ()))
-    reads_x, noise = made.reads_x and problem.gradient, kind_of(form, drawn)
+    reads_x, noise = made.reads_x and problem.gradient, given or kind_of(form, drawn)
     fields, within = [], []
     for layer in range(form.layers):
         for direction in range(form.directions):
@@ -92,14 +105,15 @@ def sizes(problem: Problem, threads: int) -> Sizes | None:
             describe_zoneout(sweep, form, drawn)
             fields.append(one)
     kept, entered = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize, None
-    if noise == DRAWN:
+    if noise == DRAWN or masked:
         entered = -(-kept // 64) * 64
         kept = entered + rows.outer * form.units * problem.dtype.itemsize
     dr = 0 if made.dr_is_dx else len(cell.recurrent) * form.units
     sums = (ctypes.c_int64 * len(made.sums))(*made.sums)
     return Sizes(
-        problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, kept, dr, sums, noise, entered
-    )
+        problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, kept, dr, sums, noise, entered,
+        given != NONE,
+    )  # fmt: skip
 
 
 def forward(made: Sizes, call: Call) -> Outcome:
@@ -126,7 +140,7 @@ def forward(made: Sizes, call: Call) -> Outcome:
                 made.within[index], address(projected), y.data_ptr() + direction * form.units * dtype.itemsize,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
                 _each(finals, index * apart), noise=address(noise), seed=seed,
-                entered=_entered(made, kept[-1]) if problem.gradient else None,
+                entered=_entered(made, kept[-1]) if problem.gradient else None, **_mask(call),
             )  # fmt: skip
             made.kernel.plain_forward(sweep, plain, made.threads)
         if problem.gradient and layer < form.layers - 1:
@@ -173,25 +187,37 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
                 dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
                 dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), to_vectors=ctypes.addressof(to_vectors),
-                noise=address(noise), seed=seed, entered=_entered(made, saved[index]),
+                noise=address(noise), seed=seed, entered=_entered(made, saved[index]), **_mask(call),
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:
                 part = found[..., :inputs] if columns != inputs else found
                 to_x = part if to_x is None else to_x + part
         grad, y = to_x, below
-    every = [grad, *dstarts, *to_weights]
+    every = [grad, *dstarts, *to_weights, *[None] * len(call.noise)]
     return every if wide == dtype else [None if one is None else one.to(dtype) for one in every]
 
 
 def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | None, int]:
     """The mask of the recurrent product that is held, of a layer and direction; and what a step draws from."""
+    if made.given:
+        layer, direction = place
+        width = 2 + len(made.problem.form.cell.states)
+        return call.noise[(layer * made.problem.form.directions + direction) * width + 1].to(made.wide).contiguous(), 0
     if call.marks.seed is None:
         return None, 0
     seed = int(call.marks.seed) % 2**64
     if made.noise in (NONE, DRAWN):
         return None, seed
     return held(made.kernel, made.problem.form, place, seed, made.problem.batch, None, made.wide), seed
+
+
+def _mask(call: Call) -> dict[str, int]:
+    """Which steps count, as a `Plain` is told."""
+    if call.marks.mask is None:
+        return {}
+    step, row = call.marks.mask.stride()
+    return {"mask": call.marks.mask.data_ptr(), "mask_step": step, "mask_row": row}
 
 
 def _entered(made: Sizes, kept: Tensor) -> int | None:

@@ -63,7 +63,7 @@ class StepLayer(Structure):
 
 
 class Plain(Structure):
-    """The `Plain` of kernels/plain.cpp: the tensors of a call of x, weights and initial states."""
+    """The `Plain` of kernels/plain.cpp: the tensors of a call, without what its sizes decide."""
 
     _fields_ = (
         ("input", c_void_p),
@@ -82,7 +82,8 @@ class Plain(Structure):
         *((name, c_void_p) for name in "begin dx dr to_input to_ih to_hh to_bias_ih to_bias_hh".split()),
         *((name, c_void_p) for name in "dv sums to_vectors noise".split()),
         ("seed", c_uint64),
-        ("entered", c_void_p),
+        *((name, c_void_p) for name in "entered mask".split()),
+        *((name, c_int64) for name in "mask_step mask_row".split()),
     )
 
 
@@ -206,8 +207,6 @@ class Products:
         if to is None:
             to, add = empty(a.shape[1], b.shape[1], dtype=self._wide), False
         (rows, columns), inputs = a.shape, b.shape[1]
-        if not rows:
-            return to if add else to.zero_()
         assert a.stride(1) == b.stride(1) == 1 or 1 in (columns, inputs)
         sizes = rows, columns, inputs, a.stride(0), b.stride(0), add
         times = address(factor.rows), address(factor.place), 0 if factor.rows is None else factor.rows.shape[0]

@@ -241,6 +241,9 @@ static void outer_columns(void* data, int, int) {
 }
 
 static void outer(Outer o, int threads) {
+  for (int side = 0; side < o.count && !o.rows && !o.add; ++side)
+    memset(o.operands[side].out, 0, size_t(o.n * o.operands[side].m) * sizeof(real));
+  if (!o.rows) return;
   const int64_t steps = up(o.rows, Outer::DEEP) / STEP;
   auto bytes = [&](const Operand& to) { return up(up(to.m, LANES) * steps * int64_t(sizeof(packed_t)), 64); };
   int64_t every = 0, work = 0;

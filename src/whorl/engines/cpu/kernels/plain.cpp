@@ -1,6 +1,6 @@
-// A call of x, weights and initial states, with drawn noise or none: each pass of a layer and direction in one call, the
-// products of all steps and the sums of gradients over rows too.  What its sizes decide stands in a Sweep that many calls
-// share, and its tensors in a Plain.
+// A call of x, weights and initial states, with or without a mask and noise: each pass of a layer and direction in one
+// call, the products of all steps and the sums of gradients over rows too.  What its sizes decide stands in a Sweep that
+// many calls share, and its tensors in a Plain.
 
 namespace kernel {
 
@@ -33,6 +33,13 @@ struct Plain {
   uint64_t seed;
   store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
                                      // step before times `noise`
+  const uint8_t* mask;               // which steps count: then the rows that are kept or room are compact; null: all
+  int64_t mask_step, mask_row;       // from one of its steps and sequences to the next
+
+  Places places(const Sweep& k, Scratch& scratch) const { return {k.time, k.batch, mask, {mask_step, mask_row}, scratch}; }
+  Apart input_apart(const Sweep& k) const {
+    return input_step ? Apart{input_step, input_row} : Apart{k.batch * k.inputs, k.inputs};
+  }
 };
 
 static void set_or_zero(real* to, const real* from, int64_t count) {
@@ -41,6 +48,9 @@ static void set_or_zero(real* to, const real* from, int64_t count) {
 
 static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
+  Scratch scratch;
+  const Places places = p.places(k, scratch);
+  k.place = places.place, k.mask = places.mask;
   k.input = p.input, k.input_step = p.input_step, k.input_row = p.input_row;
   k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
   k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
@@ -48,8 +58,9 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   k.noise = p.noise, k.seed = p.seed, k.entered = p.entered;
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
-    const int64_t rows = k.time * k.batch, wide = k.cell->gates * k.units;
-    project({p.x, p.input, p.ih, p.bias_ih, rows, k.inputs, wide, k.x_stride, !p.ih_turned, 0, {}}, threads);
+    const store* input = places.mask ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
+    const int64_t wide = k.cell->gates * k.units;
+    project({p.x, input, p.ih, p.bias_ih, places.rows, k.inputs, wide, k.x_stride, !p.ih_turned, 0, {}}, threads);
     k.input = nullptr;
   }
   run_all(k, false);
@@ -83,31 +94,41 @@ static void sum_vectors(void* data, int thread, int threads) {
 static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
   const Cell& cell = *k.cell;
-  const int64_t rows = k.time * k.batch, later = rows - k.batch;
+  Scratch scratch;
+  const Places places = p.places(k, scratch);
+  const int64_t rows = places.rows, later = rows - k.batch, each = k.batch * k.units;
   const int64_t x_wide = cell.gates * k.units, wide = cell.recurrent * k.units, inputs = up(k.inputs, 64);
   real* dstates[MOST_STATES];
-  real* room = (real*)aligned_alloc(64, size_t(MOST_STATES * k.batch * up(k.units, 64)) * sizeof(real));
   for (int s = 0; s < cell.states; ++s) {
-    dstates[s] = p.dstarts[s] ? p.dstarts[s] : room + s * k.batch * up(k.units, 64);
-    set_or_zero(dstates[s], p.dfinals[s], k.batch * k.units);
+    dstates[s] = p.dstarts[s] ? p.dstarts[s] : scratch.take<real>(each);
+    set_or_zero(dstates[s], p.dfinals[s], each);
   }
+  k.place = places.place, k.mask = places.mask;
+  if (k.mask) k.dheld = scratch.take<real>(each), set_or_zero(k.dheld, nullptr, each);
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv;
   k.unread = !p.dstarts[0], k.noise = p.noise, k.seed = p.seed;
   run_all(k, true);
-  free(room);
 
-  if (p.to_input)
-    project({p.to_input, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
+  if (p.to_input) {
+    real* made = k.mask ? scratch.take<real>(rows * inputs) : p.to_input;
+    project({made, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
+    if (k.mask) {
+      set_or_zero(p.to_input, nullptr, k.time * k.batch * inputs);
+      places.spread(p.to_input, {k.batch * inputs, inputs}, made, inputs, inputs);
+    }
+  }
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  const Operand input = {p.to_ih, p.input, k.inputs, p.input_step ? p.input_row : k.inputs, 0, rows, nullptr, nullptr,
-                         k.batch, p.input_step, nullptr};
+  const bool in_rows = k.mask || !p.input_step;
+  const store* x = k.mask ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
+  const Operand input = {p.to_ih, x, k.inputs, in_rows ? k.inputs : p.input_row, 0, rows, nullptr, nullptr, k.batch,
+                         in_rows ? 0 : p.input_step, nullptr};
   const bool apart = k.noise_kind == 2;  // each gate with a factor of its own
   // What entered, but for its factor, is the output of the step before, and at first the initial state.
   auto entered = [&](int64_t column) -> Operand {
     const real* factor = p.noise && apart ? p.noise + column / k.units * k.batch * k.width : p.noise;
     real* to = p.to_hh + column * k.width;
-    if (p.entered) return {to, p.entered, k.width, k.width, 0, rows, factor, nullptr, k.batch, 0, nullptr};
+    if (p.entered) return {to, p.entered, k.width, k.width, 0, rows, factor, places.sequence, k.batch, 0, nullptr};
     const store* y = k.reverse ? p.y + k.batch * k.y_stride : p.y;
     const int64_t from = k.reverse ? 0 : k.batch;
     return {to, y, k.width, k.y_stride, from, from + later, factor, nullptr, k.batch, 0, nullptr};
