@@ -3,13 +3,15 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import host_gpu
 import whorl
-from comparison import flat, weighted
+from comparison import error, flat, weighted
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees
 from whorl import compiler
 from whorl.cells.cell import Graph
@@ -35,6 +37,30 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, libra
 
 def check(place: str, graph: Graph, case: Case, dtype: torch.dtype = torch.float64) -> None:
     assert_agrees("stepwise", graph, case, dtype, place)
+
+
+class Depths(TorchDispatchMode):
+    """Notes how many numbers each product adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
+            self.found.append(args[-1].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype, depths", [(torch.float32, [512, 512, 512, 512, 512, 440]), (torch.bfloat16, [3000])])
+def test_sums_over_rows_in_float32_are_cut(dtype: torch.dtype, depths: list[int]) -> None:
+    """What cuBLAS adds up one after another loses with its length: tests/test_random_shapes.py, 31 and 111."""
+    a, b = torch.randn(3000, 5).to(dtype), torch.randn(3000, 7).to(dtype)
+    with Depths() as depth:
+        made = steps.sum_of_rows(a, b)
+    assert depth.found == depths
+    assert error(made, a.double().t() @ b.double()) < 10 * torch.finfo(dtype).eps
+    assert torch.equal(steps.sum_of_rows(a[:0], b[:0]), torch.zeros(5, 7, dtype=dtype))
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)

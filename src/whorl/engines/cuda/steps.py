@@ -82,6 +82,26 @@ def matrix_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
 
+_LONGEST = 512
+"""Rows of one sum in float32."""
+
+
+def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    """a' b; in float32 as a sum of sums of some rows each.
+
+    cuBLAS adds one row after another where the result is large.  Over 4,370 rows, 190 steps of 23 sequences, that
+    lost 1.1e-6 of a gradient, where a loop that adds up steps loses 0.2e-6.
+    """
+    if a.dtype != torch.float32:
+        return torch.mm(a.t(), b)
+    parts = zip(a.split(_LONGEST), b.split(_LONGEST), strict=True)
+    first, other = next(parts)
+    total = torch.mm(first.t(), other)
+    for first, other in parts:
+        total.addmm_(first.t(), other)
+    return total
+
+
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 _NUMBERS = "base time batch units width reverse projected by_gate keeps"

@@ -17,7 +17,7 @@ from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cuda import stream
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.source import saving
-from whorl.engines.cuda.steps import Kernels, Sizes, kernels, matrix_product, sweep
+from whorl.engines.cuda.steps import Kernels, Sizes, kernels, matrix_product, sum_of_rows, sweep
 from whorl.noise import RECURRENT, ZONEOUT, Given, Noise, given, tag, threshold
 from whorl.problem import VIRTUAL, Call, Outcome, Plan, Problem, autocast_is_on
 from whorl.weights import LayerWeights, join, split
@@ -318,7 +318,7 @@ class _One:
         ih, rows, mask = self._weights.ih, self._rows, self._input
         if mask is None:
             to_x = matrix_product(dx, ih, self._pass.empty(rows.outer, ih.shape[1]))
-            return to_x, torch.mm(dx.t(), x), None
+            return to_x, sum_of_rows(dx, x), None
         gates = dx.split(self._form.units, 1) if mask.dim() == 3 else [dx]
         weights = ih.split(self._form.units) if mask.dim() == 3 else [ih]
         masks = list(mask) if mask.dim() == 3 else [mask]
@@ -326,7 +326,7 @@ class _One:
         for gate, weight, one in zip(gates, weights, masks, strict=True):
             entered = matrix_product(gate, weight, self._pass.empty(rows.outer, ih.shape[1]))
             to_x += entered * rows.by_row(one)
-            to_ih.append(torch.mm(gate.t(), self._with_input_mask(x, one)))
+            to_ih.append(sum_of_rows(gate, self._with_input_mask(x, one)))
             to_mask.append(rows.by_sequence(entered * x))
         given = self._given.input is not None
         return to_x, torch.cat(to_ih), torch.stack(to_mask).view(mask.shape) if given else None
@@ -451,7 +451,7 @@ class _One:
         to_x, to_ih, to_input = self._project_backward(dx, x)
         to_hh, to_bias_hh, to_recurrent = self._recurrent_backward(dr, dp, kept)
         to_bias = None if weights.bias_ih is None else dx.sum(0, dtype=made.wide)
-        to_hr = None if dprojected is None else torch.mm(dprojected.t(), kept["unprojected"])
+        to_hr = None if dprojected is None else sum_of_rows(dprojected, kept["unprojected"])
         vectors = tuple(vector.sum(0) for vector in dv)
         found = LayerWeights(to_ih, to_hh, to_bias, to_bias_hh, to_hr, vectors)
         return to_x, found, [to_input, to_recurrent, *zoneouts]
@@ -470,7 +470,7 @@ class _One:
 
         def add(gates: slice, grad: Tensor, operand: Tensor) -> None:
             first, part = gates.start, slice(gates.start * units, gates.stop * units)
-            to_hh[part] += torch.mm(grad.t(), self._entered(operand, first))
+            to_hh[part] += sum_of_rows(grad, self._entered(operand, first))
             if to_mask is not None:
                 self._add_to_mask(
                     to_mask, first, matrix_product(grad, hh[part], self._pass.empty(*operand.shape)), operand
