@@ -354,6 +354,8 @@ PLAIN_OPTIONS: dict[str, dict[str, Any]] = {
     ("LSTM with shared dropout", 5, 7, 6, 33), ("GRU with shared dropout", 1, 3, 5, 7),
     ("LSTM with dropout by step", 5, 7, 6, 33), ("GRU with dropout by step", 1, 3, 5, 7),
     ("LSTM with zoneout", 5, 7, 6, 33), ("GRU with zoneout in eval", 4, 2, 5, 17),
+    # rows of a block that all come before those that entered; more panels than one pass takes, of two operands
+    ("LSTM", 2, 301, 3, 5), ("GRU with shared dropout", 3, 257, 2, 5), ("LSTM", 3, 5, 520, 65),
 ])  # fmt: skip
 def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
     kind: str, time: int, batch: int, inputs: int, units: int, initial: bool, dtype: torch.dtype,

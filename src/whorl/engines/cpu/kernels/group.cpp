@@ -119,13 +119,6 @@ struct Group {
   }
 };
 
-// A row that is read or written soon, into the second cache, beside a step that computes: rows may lie too far apart for
-// the processor to guess.
-template <int WRITTEN, typename T>
-INLINE void fetch(const T* row, int64_t size) {
-  for (int64_t u = 0; u < size; u += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + u, WRITTEN, 2);
-}
-
 // Steps whose input is projected at once: so many rows that the weights are read from far seldom.
 INLINE int64_t steps_ahead(const Sweep& k, int64_t rows) { return k.input ? up(48, rows) / rows : 0; }
 

@@ -1,30 +1,47 @@
-// The gradients of weights: out = a' b (out += a' b) over the rows of all steps, and the sums of the columns of a.
+// The gradients of weights: out = a' b (out += a' b) over the rows of all steps, of one b or of two, and the sums of the
+// columns of a.
 
 namespace kernel {
+
+// What a is multiplied with: a row for each of its rows from `from` to before `to`, and zero for the others.
+struct Operand {
+  real* out;  // [n, m]
+  const store* b;
+  int64_t m, ldb, from, to;
+  const real* factor;       // of the sequence of each row a row of m; null: none
+  const int64_t* sequence;  // of each row; null: row % batch
+  int64_t batch;
+  int64_t step;  // from the first row of a batch of b to that of the next; 0: as the rows of one
+  packed_t* packed;
+
+  const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
+};
 
 // Rows are taken by blocks: each block's sum is made in registers and then added, so that rounding grows with the number
 // of blocks, not of rows, and does not depend on threads.
 struct Outer {
-  real *out, *sums;
-  const store *a, *b;
-  int64_t rows, n, m, lda, ldb;
+  real* sums;  // of the columns of a are added to it; null: not wanted
+  const store* a;
+  int64_t rows, n, lda;
   bool add;  // to what `out` holds
+  int count;
+  Operand operands[2];
   int64_t next, pieces;
-  packed_t* packed;
-  real* zeros;
-  const real* factor;       // of b: of the sequence of each row a row of m; null: none
-  const int64_t* sequence;  // of each row; null: row % batch
-  int64_t batch;
-  int64_t step;             // from the first row of a batch of b to that of the next; 0: as the rows of one
 
   // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
   static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 2 * WIDE;
-  const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
   int64_t place(int64_t piece) const { return piece < pieces ? up(n * piece / pieces, ROWS) : n; }
-  Packed block(int64_t begin) const {
-    Packed made = {m, rows - begin < DEEP ? rows - begin : DEEP, nullptr, zeros};
-    made.data = packed + begin / STEP * up(m, LANES);
-    return made;
+  // Where in a block the rows of an operand begin: where a step does.
+  static int64_t low(const Operand& to, int64_t begin) { return within(to.from - begin) / STEP * STEP; }
+  static int64_t within(int64_t row) { return row < 0 ? 0 : row < DEEP ? row : DEEP; }
+  static Packed block(const Operand& to, int64_t begin) {
+    const int64_t first = low(to, begin), last = within(to.to - begin);
+    return {to.m, last > first ? last - first : 0, to.packed + (begin + first) / STEP * up(to.m, LANES), nullptr};
+  }
+  int64_t panels() const {
+    int64_t every = 0;
+    for (int side = 0; side < count; ++side) every += block(operands[side], 0).panels();
+    return every;
   }
 };
 
@@ -94,7 +111,7 @@ struct Ahead {
 
 template <int M, int N>
 static void outer_tile(
-    const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add, Ahead ahead) {
+    const Operand& to, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add, Ahead ahead) {
   vector sum[M][N];
   each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] = vector{}; });
   const int64_t place = b.column(panel), steps = b.steps();
@@ -117,67 +134,91 @@ static void outer_tile(
     });
 #endif
   }
-  const int64_t left = o.m - place;
-  real* const out = o.out + column * o.m + place;
+  const int64_t m = to.m, left = m - place;
+  real* const out = to.out + column * m + place;
   if (N > 1 || left >= LANES) {
-    if (add) each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] += *(loose*)(out + i * o.m + j * LANES); });
-    each_of<M, N>([&](auto i, auto j) ALWAYS { *(loose*)(out + i * o.m + j * LANES) = sum[i][j]; });
+    if (add) each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] += *(loose*)(out + i * m + j * LANES); });
+    each_of<M, N>([&](auto i, auto j) ALWAYS { *(loose*)(out + i * m + j * LANES) = sum[i][j]; });
   } else {  // the next row begins where this one ends
     each<M>([&](auto i) ALWAYS {
-      for (int64_t lane = 0; lane < left; ++lane) out[i * o.m + lane] = (add ? out[i * o.m + lane] : real(0)) + sum[i][0][lane];
+      for (int64_t lane = 0; lane < left; ++lane) out[i * m + lane] = (add ? out[i * m + lane] : real(0)) + sum[i][0][lane];
     });
   }
 }
 
 template <int N>
 static void outer_panel(
-    const Outer& o, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add, Ahead next) {
+    const Operand& to, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add,
+    Ahead next, int64_t lda) {
   for (int64_t tile = 0; column < end; ++tile, column += ROWS, a += ROWS) {
-    const Ahead ahead = next.part(tile, o.lda);
+    const Ahead ahead = next.part(tile, lda);
     switch (end - column) {
-      case 1: outer_tile<1, N>(o, b, a, panel, column, add, ahead); break;
-      case 2: outer_tile<2, N>(o, b, a, panel, column, add, ahead); break;
-      case 3: outer_tile<3, N>(o, b, a, panel, column, add, ahead); break;
-      case 4: outer_tile<4, N>(o, b, a, panel, column, add, ahead); break;
-      case 5: outer_tile<5, N>(o, b, a, panel, column, add, ahead); break;
-      default: outer_tile<ROWS, N>(o, b, a, panel, column, add, ahead);
+      case 1: outer_tile<1, N>(to, b, a, panel, column, add, ahead); break;
+      case 2: outer_tile<2, N>(to, b, a, panel, column, add, ahead); break;
+      case 3: outer_tile<3, N>(to, b, a, panel, column, add, ahead); break;
+      case 4: outer_tile<4, N>(to, b, a, panel, column, add, ahead); break;
+      case 5: outer_tile<5, N>(to, b, a, panel, column, add, ahead); break;
+      default: outer_tile<ROWS, N>(to, b, a, panel, column, add, ahead);
     }
   }
 }
 
 static void pack_outer(void* data, int thread, int threads) {
   const Outer& o = *(Outer*)data;
-  store* scaled = o.factor ? (store*)malloc(size_t(Outer::DEEP * o.m) * sizeof(store)) : nullptr;
-  for (int64_t begin = thread * Outer::DEEP; begin < o.rows; begin += threads * Outer::DEEP) {
-    const Packed block = o.block(begin);
-    for (int64_t i = 0; o.factor && i < block.k; ++i) {
-      const store* from = o.row(begin + i);
-      const real* factor = o.factor + (o.sequence ? o.sequence[begin + i] : (begin + i) % o.batch) * o.m;
-      EACH_ALONE
-      for (int64_t u = 0; u < o.m; ++u) put(scaled + i * o.m + u, widened(from[u]) * factor[u]);
+  int64_t most = 0;
+  for (int side = 0; side < o.count; ++side) most = o.operands[side].m > most ? o.operands[side].m : most;
+  store* nothing = (store*)calloc(size_t(most), sizeof(store));
+  store* scaled = (store*)malloc(size_t(Outer::DEEP * most) * sizeof(store));
+  int64_t turn = 0;
+  for (int side = 0; side < o.count; ++side) {
+    const Operand& from = o.operands[side];
+    for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP, ++turn) {
+      if (turn % threads != thread) continue;
+      const Packed block = Outer::block(from, begin);
+      const int64_t first = begin + Outer::low(from, begin) - from.from;  // -1 where a step begins before the rows
+      for (int64_t i = first < 0 ? 1 : 0; from.factor && i < block.k; ++i) {
+        const int64_t r = first + i;
+        const store* plain = from.row(r);
+        const real* factor = from.factor + (from.sequence ? from.sequence[r] : r % from.batch) * from.m;
+        EACH_ALONE
+        for (int64_t u = 0; u < from.m; ++u) put(scaled + i * from.m + u, widened(plain[u]) * factor[u]);
+      }
+      auto row = [&](int64_t i) {
+        return first + i < 0 ? nothing : from.factor ? scaled + i * from.m : from.row(first + i);
+      };
+      pack_rows(block, row, 0, block.panels());
     }
-    pack_rows(block, [&](int64_t r) { return scaled ? scaled + r * o.m : o.row(begin + r); }, 0, block.panels());
   }
-  free(scaled);
+  free(scaled), free(nothing);
 }
 
 // What one block of rows adds to a few columns of `a` and a few panels of b; `next` is where the next one's `a` begins.
 static void outer_block(
     const Outer& o, int64_t begin, int64_t panels, int64_t column, int64_t end, packed_t* a, const store* next) {
-  const Packed block = o.block(begin);
-  const int64_t every = block.panels(), last = panels + Outer::PANELS < every ? panels + Outer::PANELS : every;
+  const int64_t rows = o.rows - begin < Outer::DEEP ? o.rows - begin : Outer::DEEP;
   real* sums = o.sums && panels == 0 ? o.sums + column : nullptr;
   if (column + Outer::WIDE <= o.n)  // those of the next piece too, where a piece ends
-    pack_columns(o, begin, block.k, column, end - column, a, sums);
+    pack_columns(o, begin, rows, column, end - column, a, sums);
   else
-    pack_last_columns(o, begin, block.k, column, end - column, a, sums);
-  const bool add = o.add || begin > 0;
-  for (int64_t panel = panels; panel < last; ++panel) {
-    const Ahead ahead = {next, panel == panels ? o.lda * STEP : 0};
-    if (panel < block.wide())
-      outer_panel<VECTORS>(o, block, a, panel, column, end, add, ahead);
-    else
-      outer_panel<1>(o, block, a, panel, column, end, add, ahead);
+    pack_last_columns(o, begin, rows, column, end - column, a, sums);
+  int64_t before = 0;
+  Ahead ahead = {next, o.lda * STEP};
+  for (int side = 0; side < o.count; ++side) {
+    const Operand& to = o.operands[side];
+    const Packed block = Outer::block(to, begin);
+    const int64_t every = block.panels(), last = panels + Outer::PANELS - before, low = Outer::low(to, begin);
+    const int64_t begun = to.to > to.from ? to.from / Outer::DEEP * Outer::DEEP : 0;  // with the block that writes first
+    for (int64_t panel = panels > before ? panels - before : 0; panel < every && panel < last; ++panel) {
+      if (begin < begun || (begin > begun && !block.k)) continue;
+      const bool add = o.add || begin > begun;
+      const packed_t* from = a + low / STEP * Outer::WIDE;
+      if (panel < block.wide())
+        outer_panel<VECTORS>(to, block, from, panel, column, end, add, ahead, o.lda);
+      else
+        outer_panel<1>(to, block, from, panel, column, end, add, ahead, o.lda);
+      ahead.apart = 0;  // all of it is fetched
+    }
+    before += every;
   }
 }
 
@@ -188,7 +229,7 @@ static void outer_columns(void* data, int, int) {
     const int64_t piece = __atomic_fetch_add(&o.next, 1, __ATOMIC_RELAXED);
     if (piece >= o.pieces) break;
     const int64_t first = o.place(piece), last = o.place(piece + 1);
-    for (int64_t panels = 0; panels < o.block(0).panels(); panels += Outer::PANELS)
+    for (int64_t panels = 0; panels < o.panels(); panels += Outer::PANELS)
       for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP)
         for (int64_t column = first; column < last; column += Outer::WIDE) {
           const int64_t end = column + Outer::WIDE < last ? column + Outer::WIDE : last;
@@ -200,15 +241,22 @@ static void outer_columns(void* data, int, int) {
 }
 
 static void outer(Outer o, int threads) {
-  if (!o.rows && !o.add) memset(o.out, 0, size_t(o.n * o.m) * sizeof(real));
+  for (int side = 0; side < o.count && !o.rows && !o.add; ++side)
+    memset(o.operands[side].out, 0, size_t(o.n * o.operands[side].m) * sizeof(real));
   if (!o.rows) return;
-  const int64_t blocks = up(o.rows, Outer::DEEP);
-  o.packed = (packed_t*)aligned_alloc(64, size_t(up(up(o.m, LANES) * (blocks / STEP) * int64_t(sizeof(packed_t)), 64) + 64));
-  const int now = o.rows * o.n * o.m < 200000 ? 1 : threads;
+  const int64_t steps = up(o.rows, Outer::DEEP) / STEP;
+  auto bytes = [&](const Operand& to) { return up(up(to.m, LANES) * steps * int64_t(sizeof(packed_t)), 64); };
+  int64_t every = 0, work = 0;
+  for (int side = 0; side < o.count; ++side) every += bytes(o.operands[side]), work += o.rows * o.n * o.operands[side].m;
+  char* memory = (char*)aligned_alloc(64, size_t(every + 64));
+  char* next = memory;
+  for (int side = 0; side < o.count; ++side)
+    o.operands[side].packed = (packed_t*)next, next += bytes(o.operands[side]);
+  const int now = work < 200000 ? 1 : threads;
   o.pieces = now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
   parallel(now, pack_outer, &o);
   parallel(now, outer_columns, &o);
-  free(o.packed);
+  free(memory);
 }
 
 }  // namespace kernel

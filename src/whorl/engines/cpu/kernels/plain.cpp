@@ -119,35 +119,34 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     }
   }
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  const store* input = p.input;
-  int64_t step = p.input_step, row = step ? p.input_row : k.inputs;
-  if (k.mask) input = places.gathered(input, p.input_apart(k), k.inputs, scratch), step = 0, row = k.inputs;
-  outer({p.to_ih, p.to_bias_ih, p.dx, input, rows, x_wide, k.inputs, x_wide, row, false, 0, 0, nullptr, nullptr, nullptr,
-         nullptr, k.batch, step}, threads);
+  Operand input = {p.to_ih, p.input, k.inputs, p.input_step ? p.input_row : k.inputs, 0, rows, nullptr, nullptr,
+                   k.batch, p.input_step, nullptr};
+  if (k.mask)
+    input.b = places.gathered(p.input, p.input_apart(k), k.inputs, scratch), input.ldb = k.inputs, input.step = 0;
+  const bool apart = k.noise_kind == 2;  // each gate with a factor of its own
+  // What entered, but for its factor, is the output of the step before, and at first the initial state.
+  auto entered = [&](int64_t column) -> Operand {
+    const real* factor = p.noise && apart ? p.noise + column / k.units * k.batch * k.width : p.noise;
+    real* to = p.to_hh + column * k.width;
+    if (p.entered) return {to, p.entered, k.width, k.width, 0, rows, factor, places.sequence, k.batch, 0, nullptr};
+    const store* y = k.reverse ? p.y + k.batch * k.y_stride : p.y;
+    const int64_t from = k.reverse ? 0 : k.batch;
+    return {to, y, k.width, k.y_stride, from, from + later, factor, nullptr, k.batch, 0, nullptr};
+  };
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;
   if (sums) set_or_zero(sums, nullptr, wide);
-  const bool apart = k.noise_kind == 2;  // each gate with a factor of its own
   const int64_t columns = apart ? k.units : wide;
+  const bool joined = cell.dr_is_dx && !apart;  // then one pass over the gradient makes both
+  outer({p.to_bias_ih, p.dx, rows, x_wide, x_wide, false, joined ? 2 : 1, {input, joined ? entered(0) : Operand{}}, 0, 0},
+        threads);
   for (int64_t column = 0; column < wide; column += columns) {
-    const real* factor = p.noise && apart ? p.noise + column / k.units * k.batch * k.width : p.noise;
-    real *to = p.to_hh + column * k.width, *part = sums ? sums + column : nullptr;
-    auto add_rows = [&](const store* d, const store* entered, int64_t count, int64_t stride, bool add) {
-      outer({to, part, d + column, entered, count, columns, k.width, wide, stride, add, 0, 0, nullptr, nullptr, factor,
-             places.sequence, k.batch, 0}, threads);
-    };
-    if (p.entered) {
-      add_rows(dr, p.entered, rows, k.width, false);
-      continue;
-    }
-    // What entered, but for its factor, is the output of the step before, and at first the initial state.
-    const store *others = k.reverse ? dr : dr + k.batch * wide, *first = k.reverse ? dr + later * wide : dr;
-    add_rows(others, k.reverse ? p.y + k.batch * k.y_stride : p.y, later, k.y_stride, false);
-    if (p.begin)
-      add_rows(first, p.begin, k.batch, k.width, true);
-    else if (part)
-      for (int64_t r = 0; r < k.batch; ++r)
-        for (int64_t u = 0; u < columns; ++u) part[u] += widened(first[r * wide + column + u]);
+    if (!joined)
+      outer({sums ? sums + column : nullptr, dr + column, rows, columns, wide, false, 1, {entered(column)}, 0, 0}, threads);
+    if (p.entered || !p.begin) continue;
+    Operand first = entered(column);
+    first.b = p.begin, first.ldb = k.width, first.from = 0, first.to = k.batch;
+    outer({nullptr, dr + column + (k.reverse ? later * wide : 0), k.batch, columns, wide, true, 1, {first}, 0, 0}, threads);
   }
   if (cell.dr_is_dx && p.to_bias_hh) memcpy(p.to_bias_hh, p.to_bias_ih, size_t(wide) * sizeof(real));
   Vectors vectors = {&p, cell.vectors, k.batch, k.units};

@@ -52,6 +52,13 @@ typedef real packed_t;
 constexpr int64_t STEP = 1;
 #endif
 
+// A row that is read or written soon, into the second cache, beside a step that computes: rows may lie too far apart for
+// the processor to guess.
+template <int WRITTEN, typename T>
+INLINE void fetch(const T* row, int64_t size) {
+  for (int64_t u = 0; u < size; u += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + u, WRITTEN, 2);
+}
+
 // One matrix, packed: k rows (filled up to a multiple of STEP), n columns.
 struct Packed {
   int64_t n, k;
@@ -105,20 +112,31 @@ INLINE void transpose(const store*, int64_t, packed_t*, int64_t) {}
 constexpr bool TRANSPOSES = false;
 #endif
 
-// Columns are those of rows: row(k) is where one begins.
+// Columns are those of rows: row(k) is where one begins.  WIDTH of them at a time: a number that is known makes of a copy a
+// few vectors, and rows may lie too far apart for the processor to guess.
+template <int64_t WIDTH, typename Row>
+static void pack_panel(const Packed& to, Row row, int64_t begin) {
+  constexpr int64_t SOON = 16;
+  const store zero = {};
+  packed_t* base = to.data + begin * to.steps();
+  const int64_t full = to.n - begin < WIDTH ? to.n - begin : WIDTH;
+  for (int64_t k = 0; k < to.steps(); ++k, base += WIDTH) {
+    const store *low = row(k * STEP) + begin, *high = STEP == 2 && k * 2 + 1 < to.k ? row(k * 2 + 1) + begin : nullptr;
+    for (int64_t next = (k + SOON) * STEP; next < (k + SOON + 1) * STEP && next < to.k; ++next)
+      fetch<0>(row(next) + begin, WIDTH);
+    if (full == WIDTH && (STEP == 1 || high)) {
+      for (int64_t j = 0; j < WIDTH; ++j) base[j] = pair(low[j], high ? high[j] : zero);
+      continue;
+    }
+    for (int64_t j = 0; j < full; ++j) base[j] = pair(low[j], high ? high[j] : zero);
+    for (int64_t j = full; j < WIDTH; ++j) base[j] = packed_t(0);
+  }
+}
+
 template <typename Row>
 static void pack_rows(const Packed& to, Row row, int64_t first, int64_t last) {
-  const store zero = {};
-  for (int64_t panel = first; panel < last; ++panel) {
-    const int64_t width = panel < to.wide() ? PANEL : LANES, begin = to.column(panel);
-    packed_t* base = to.data + begin * to.steps();
-    const int64_t full = to.n - begin < width ? to.n - begin : width;
-    for (int64_t k = 0; k < to.steps(); ++k, base += width) {
-      const store *low = row(k * STEP) + begin, *high = STEP == 2 && k * 2 + 1 < to.k ? row(k * 2 + 1) + begin : nullptr;
-      for (int64_t j = 0; j < full; ++j) base[j] = pair(low[j], high ? high[j] : zero);
-      for (int64_t j = full; j < width; ++j) base[j] = packed_t(0);
-    }
-  }
+  for (int64_t panel = first; panel < last; ++panel)
+    panel < to.wide() ? pack_panel<PANEL>(to, row, to.column(panel)) : pack_panel<LANES>(to, row, to.column(panel));
 }
 
 // Columns are rows of `weight` [n, ld] (`across` false: columns are columns of [k, ld]).

@@ -92,8 +92,8 @@ void whorl_outer(
     kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
     int64_t m, int64_t lda, int64_t ldb, int64_t add, const kernel::real* factor, const int64_t* sequence, int64_t batch,
     int64_t threads) {
-  const bool adds = add != 0;
-  kernel::outer({out, sums, a, b, rows, n, m, lda, ldb, adds, 0, 0, nullptr, nullptr, factor, sequence, batch, 0}, int(threads));
+  kernel::outer({sums, a, rows, n, lda, add != 0, 1, {{out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr}}, 0, 0},
+                int(threads));
 }
 
 // Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].
