@@ -12,7 +12,7 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.errors import InputError
 from whorl.keras import loops
-from whorl.keras.cells import draw_masks, has_masks
+from whorl.keras.cells import draw_masks, has_masks, settle
 from whorl.keras.explanation import Explanation, explain
 from whorl.plan import check_engine
 
@@ -40,6 +40,7 @@ class Recurrent:
 
     engine: str = "auto"
     """ "auto" for the fastest that can run a call, or the name of the engine that is to run and no other."""
+    cell: Any
     _batch: int | None = None
 
     def __init__(self, *args: Any, engine: str = "auto", **kwargs: Any) -> None:
@@ -62,6 +63,8 @@ class Recurrent:
         """Keras' hook: the cell gets the masks of a call."""
         if isinstance(cell, DropoutRNNCell):
             draw_masks(cell, input_sequence, input_state[0] if isinstance(input_state, list | tuple) else input_state)
+            if cell is not self.cell:  # of a stack: Keras calls it for the input of the next
+                settle(cell)
         super()._maybe_config_dropout_masks(cell, input_sequence, input_state)  # type: ignore[misc]
 
     def _maybe_reset_dropout_masks(self, cell: Any) -> None:
