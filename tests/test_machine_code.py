@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -136,3 +137,15 @@ def test_a_fence_in_the_time_loop_is_found(tmp_path: Path) -> None:
     wider = ("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.parity.acquire.cluster.shared")
     loop = time_loop(listing("forward", "lstm", 512, 32, "bfloat16", tmp_path / "kernel.cubin", wider))
     assert any("CCTL.IVALL" in line for line in loop)
+
+
+@needs_tools
+def test_the_tool_reads_what_two_compilers_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "machine_code.py"))
+    path = tmp_path / "one.jsonl"
+    tool["write"](str(path), "^lstm 128 x 32 bf16 forward")
+    (line,) = path.read_text().splitlines()
+    assert re.search(r'"spills": 0, .*"fences": 0, "products": [1-9]', line)
+    (tmp_path / "other.jsonl").write_text(line.replace('"fences": 0', '"fences": 2'))
+    tool["compare"](str(path), str(tmp_path / "other.jsonl"))
+    assert capsys.readouterr().out == "lstm 128 x 32 bf16 forward (lstm_forward_128_bfloat16_8x8): fences 0 2\n"
