@@ -107,6 +107,7 @@ def forward(
     live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
     live += _extra(size, _FORWARD_EXTRA, tiles) + 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
+    live += 12 * (size.exact and subs > 1)  # else the compiler spills 300 words of GRU, 1,024 units at batch 128
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
