@@ -388,6 +388,7 @@ def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[...,
         ("LSTM", 33, 7, 1, torch.bfloat16, (1, 1, 2, 1, 2), (2, 1, 4, 1), dict(zoneout=0.2)),
         ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
         ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
+        ("LSTM", 340, 7, 1, torch.bfloat16, (8, 1, 4, 1), (8, 1, 4, 1), {}),  # a warp has all of two blocks
     ],
 )
 def test_sub_tiles_that_travel_while_others_are_computed(
