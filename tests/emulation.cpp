@@ -152,6 +152,9 @@ inline float __shfl_sync(unsigned, float value, int from) {
 
 // --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
 
+inline unsigned emulated_spread_signs(unsigned halves) {
+  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
+}
 #if ELEMENT_BYTES == 2
 #if BFLOAT16
 inline float emulated_wide(unsigned short v) { return host::bfloat_to_float(v); }
@@ -164,9 +167,6 @@ inline unsigned emulated_narrow_pair(float low, float high) {
   return emulated_narrow(low) | (unsigned)emulated_narrow(high) << 16;
 }
 inline float operand_value(unsigned word, int half) { return emulated_wide((unsigned short)(word >> 16 * half)); }
-inline unsigned emulated_spread_signs(unsigned halves) {
-  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
-}
 inline unsigned emulated_times(unsigned a, unsigned b) {
   return emulated_narrow_pair(operand_value(a, 0) * operand_value(b, 0), operand_value(a, 1) * operand_value(b, 1));
 }

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import whorl
+from comparison import error
 from emulation import emulated
-from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees
+from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
+from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
 from whorl.cells.expr import Expr, var
 from whorl.cells.graphs import Evaluator, at_once
@@ -138,6 +140,34 @@ def test_options_of_a_cell_with_means_where_blocks_exchange_through_l2(
     case = replace(FORMS[form], time=4, form=FORMS[form].form | changes)
     with emulated(folder):
         assert_agrees("persistent", STAGED["layer_norm_lstm"], case, DTYPES[len(form) % 3])
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, form, changes, place",
+    [
+        ("all of LSTM's layer norm", "layers", {}, 0),
+        ("layer_norm_lstm", "mask and lengths", dict(zoneout=(0.1, 0.3)), 3),
+        ("layer_norm_lstm", "recurrent dropout by gate", {}, 2),
+    ],
+)
+def test_means_where_tf32_is_multiplied_as_float16(
+    name: str, form: str, changes: dict[str, Any], place: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[place])
+    case = replace(FORMS[form], time=4, batch=9, units=37, form=FORMS[form].form | changes)
+    made, call = case.build(STAGED[name])
+    call = in_dtype(call, torch.float32)
+    truth = results(made, in_dtype(call, torch.float64), "reference", False)
+    with emulated(folder, tf32=True):
+        got = results(made, call, "persistent", False)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert max(errors.values()) > 1e-5
+    for way in ("forward", "backward"):
+        tile = grid.choose(size_of(STAGED[name], 37, 4), H200, 9, 1, way)
+        assert isinstance(tile, Spread)
+        assert tile.halves
 
 
 def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -> None:

@@ -639,8 +639,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
         float sums[CHAINS][CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
 #if HALVES
+        unsigned bits[CHUNK][PART];  // of masks
+        if constexpr (NOISE == BY_GATE)
+#pragma unroll
+          for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+            for (int n = 0; n < PART; ++n)
+              bits[c][n] = mask_bits[(min(warp * SHARE + i0 + c, STRIPS - 1) * TILES + sub * PART + n) * 32 + lane];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {  // whose gradients of a sequence have a scale of their own
+          float factors[PART][2];
+          const auto read_factors = [&](int n) {
+            const unsigned* const at = gradients + its % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
+                                       ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
+            factors[n][0] = __uint_as_float(at[0]), factors[n][1] = __uint_as_float(at[STRIDE]);
+          };
+          const auto add_up = [&](int c, int n, int gate) {  // its masks say what of a gate's sums counts
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
+              const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+              if (!GATEWISE || bits[c][n] >> (gate * 4 + e) & 1) all[c][n][e] += part * factors[n][e % 2];
+              sums[0][c][n][e] = 0.f;
+            }
+          };
+          if constexpr (GATEWISE)
+#pragma unroll
+            for (int n = 0; n < PART; ++n) read_factors(n);
 #pragma unroll
           for (int g = 0; g < RECURRENT; g += 2) {
             uint4 b[PLANES][PART];
@@ -670,23 +694,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     const int far = (warp * STREAMED + i - RESIDENT) * PLANES * 32 + lane;
                     const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
 #pragma unroll
-                    for (int n = 0; n < PART; ++n) multiply(sums[0][c][n], weight, right[n]);
+                    for (int n = 0; n < PART; ++n) {
+                      multiply(sums[0][c][n], weight, right[n]);
+                      if constexpr (GATEWISE) add_up(c, n, g + half);
+                    }
                   }
               }
           }
+          if constexpr (!GATEWISE)
 #pragma unroll
-          for (int n = 0; n < PART; ++n) {
-            const unsigned* const at = gradients + its % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
-                                       ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
-            const float factors[2] = {__uint_as_float(at[0]), __uint_as_float(at[STRIDE])};
+            for (int n = 0; n < PART; ++n) {
+              read_factors(n);
 #pragma unroll
-            for (int c = 0; c < CHUNK; ++c)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
-                const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
-                all[c][n][e] += part * factors[e % 2], sums[0][c][n][e] = 0.f;
-              }
-          }
+              for (int c = 0; c < CHUNK; ++c) add_up(c, n, 0);
+            }
         }
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c)

@@ -87,7 +87,7 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 //                     where 1 stands for the largest, so what is below 2^-29 has fewer bits than tf32 gives it, and
 //                     below 2^-40 is zero; initial states: the largest of a sequence.  Where blocks exchange through
 //                     L2, also of a cell whose states are never larger than 1 and the largest of a sequence's initial
-//                     states, which stands for it at all steps
+//                     states, which stands for it at all steps.  With options: as options.cu has it
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else

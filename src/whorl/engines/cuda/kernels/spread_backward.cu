@@ -61,8 +61,8 @@ constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
 // depths of one gate that are multiplied one after another: with masks by gate those of all blocks, taken two at a time
-constexpr bool BY_TURNS = GATEWISE && GATE_DEPTHS % 2 == 0;
-constexpr int GATE_RUN = BY_TURNS ? GATHERED * GATE_DEPTHS : GATE_DEPTHS;
+constexpr bool BY_TURNS = GATEWISE && !HALVES && GATE_DEPTHS % 2 == 0;
+constexpr int GATE_RUN = HALVES && GATEWISE ? 1 : BY_TURNS ? GATHERED * GATE_DEPTHS : GATE_DEPTHS;
 __device__ constexpr int depth_at(int turn) {
   const int gate = turn / GATE_RUN, block = turn % GATE_RUN / GATE_DEPTHS;
   return BY_TURNS ? (block * RECURRENT + gate) * GATE_DEPTHS + turn % GATE_DEPTHS : turn;
@@ -73,7 +73,7 @@ constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
 constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
-static_assert(!HALVES || (SLICE % 16 == 0 && PASS * PAIRS % 32 == 0 && !OPTIONS && !STAGED && !EXACT), "no scales of these");
+static_assert(!HALVES || (SLICE % 16 == 0 && PASS * PAIRS % 32 == 0 && !EXACT), "no scales of these");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
@@ -669,6 +669,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
       float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {}, factors[TILES][2];
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
+      unsigned bits[CHUNK][TILES];  // of masks
+      if constexpr (HALVES && NOISE == BY_GATE)
+#pragma unroll
+        for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+          for (int n = 0; n < TILES; ++n)
+            bits[c][n] = masks[((min(warp * SHARE + i0 + c, STRIPS - 1) * SUBS + sub) * TILES + n) * 32 + lane];
 #pragma unroll
       for (int turn = 0; turn < DEPTHS; turn += 2) {
         const int d = depth_at(turn);
@@ -701,7 +708,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                                  : resident[Weights::resident(i)]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
-                if constexpr (HALVES)  // the sums of gradients that were scaled together
+                if constexpr (HALVES && !GATEWISE)  // the sums of gradients that were scaled together
                   if ((d + half + 1) % RECURRENT == 0)
 #pragma unroll
                     for (int n = 0; n < TILES; ++n)
@@ -715,14 +722,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     for (int n = 0; n < TILES; ++n) {
                       float(&sum)[4] = sums[0][c][n];
                       if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][c][n]);
-                      unsigned bits = 0;
-                      if constexpr (NOISE == BY_GATE) bits = masks[((strip * SUBS + sub) * TILES + n) * 32 + lane];
+                      if constexpr (NOISE == BY_GATE && !HALVES)
+                        bits[c][n] = masks[((strip * SUBS + sub) * TILES + n) * 32 + lane];
 #pragma unroll
                       for (int e = 0; e < 4; ++e) {
                         if constexpr (NOISE == GIVEN_BY_GATE)
                           all[c][n][e] += mask_of(gate, sub, strip, n, e) * sum[e];
-                        else if (bits >> (gate * 4 + e) & 1)
-                          all[c][n][e] += sum[e];
+                        else if (bits[c][n] >> (gate * 4 + e) & 1)
+                          all[c][n][e] += HALVES ? sum[e] * factors[n][e % 2] : sum[e];
                         sum[e] = sums[CHAINS - 1][c][n][e] = 0.f;
                       }
                     }
