@@ -132,6 +132,29 @@ def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_p
 
 
 @needs_tools
+@pytest.mark.parametrize(
+    "kind, units, batch, features",
+    [
+        ("forward", 512, 128, source.Features(lengths=True, order=True)),
+        ("backward", 512, 128, source.Features(lengths=True, order=True)),
+        ("backward", 512, 128, source.Features(noise=source.BY_GATE)),
+        ("forward", 1024, 32, source.Features(mask=True, reset=True, noise=source.DRAWN)),
+        ("backward", 1024, 32, source.Features(mask=True, reset=True, noise=source.DRAWN)),
+    ],
+)
+def test_tf32_with_options_is_multiplied_as_float16_and_spills_nothing_in_the_time_loop(
+    kind: str, units: int, batch: int, features: source.Features, tmp_path: Path
+) -> None:
+    cell = CELLS["lstm"].graph
+    tile = grid.estimated(size_of(cell, units, 4, features), H200, batch, 1, kind)
+    assert tile is not None
+    assert tile.halves
+    text = (source.forward if kind == "forward" else source.backward)(cell, units, torch.float32, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
+@needs_tools
 def test_a_fence_in_the_time_loop_is_found(tmp_path: Path) -> None:
     wider = ("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.parity.acquire.cluster.shared")
     loop = time_loop(listing("forward", "lstm", 512, 32, "bfloat16", tmp_path / "kernel.cubin", wider))

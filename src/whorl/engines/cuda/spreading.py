@@ -133,7 +133,7 @@ def backward(
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
-    chunk = share if wide else min(2, share)
+    chunk = share if wide else min(1 if size.bits and halves and tiles > 1 else 2, share)  # more are added up apart
     at_once = 32 * warps // (units // 2)  # sequences of which all threads compute the cell
     computed = rows * next((n for n in range(subs, 1, -1) if gathered > 1 and subs % n == 0 and n * rows <= at_once), 1)
     step = min(computed, at_once)
@@ -151,6 +151,7 @@ def backward(
     live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
     live += (4 * chunk * tiles + 2 * tiles + 2 * share) * halves - 16 * wide
     live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
+    live += 4 * chunk * tiles * (size.recurrent - 1) * (size.bits and halves and chunk * tiles <= 3)
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     padded = depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4  # words of a sequence's gradients

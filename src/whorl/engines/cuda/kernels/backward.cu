@@ -44,6 +44,8 @@ constexpr bool WHOLE = TILES == 1;  // all 8 are sent, without a branch, over wh
 constexpr bool ROOMY = TILES == 1 && ELEMENT_BYTES == 2;  // else registers are short
 constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
+// gates whose scaled sums go behind their masks once all have been added up, where registers allow, and not each time
+constexpr int SUMS_APART = HALVES && NOISE == BY_GATE && CHUNK * PART <= 3 ? RECURRENT : 1;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
@@ -637,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int its = t - late(sub);
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHAINS][CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
+        float sums[CHAINS][CHUNK][PART][4] = {}, all[SUMS_APART][CHUNK][PART][4] = {};
 #if HALVES
         unsigned bits[CHUNK][PART];  // of masks
         if constexpr (NOISE == BY_GATE)
@@ -658,7 +660,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
               const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
-              if (!GATEWISE || bits[c][n] >> (gate * 4 + e) & 1) all[c][n][e] += part * factors[n][e % 2];
+              if (!GATEWISE || SUMS_APART > 1 || bits[c][n] >> (gate * 4 + e) & 1)
+                all[gate % SUMS_APART][c][n][e] += part * factors[n][e % 2];
               sums[0][c][n][e] = 0.f;
             }
           };
@@ -714,7 +717,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int n = 0; n < PART; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[0][c][n][e] = all[c][n][e];
+            for (int e = 0; e < 4; ++e) {
+              sums[0][c][n][e] = SUMS_APART == 1 || bits[c][n] >> e & 1 ? all[0][c][n][e] : 0.f;
+#pragma unroll
+              for (int gate = 1; gate < SUMS_APART; ++gate)
+                if (bits[c][n] >> (gate * 4 + e) & 1) sums[0][c][n][e] += all[gate][c][n][e];
+            }
 #else
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
@@ -750,9 +758,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                         for (int e = 0; e < 4; ++e) {
                           const float sum = CHAINS == 2 ? sums[0][c][n][e] + sums[CHAINS - 1][c][n][e] : sums[0][c][n][e];
                           if constexpr (NOISE == GIVEN_BY_GATE)
-                            all[c][n][e] += wide(mask[e]) * sum;
+                            all[0][c][n][e] += wide(mask[e]) * sum;
                           else if (bits >> (gate * 4 + e) & 1)
-                            all[c][n][e] += sum;
+                            all[0][c][n][e] += sum;
                           sums[0][c][n][e] = sums[CHAINS - 1][c][n][e] = 0.f;
                         }
                       }
@@ -770,7 +778,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
           for (int n = 0; n < PART; ++n) {  // the two units of one sequence, then of the next
-            float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+            float(&sum)[4] = GATEWISE && !HALVES ? all[0][c][n] : sums[0][c][n];
             if constexpr (CHAINS == 2 && !GATEWISE)
 #pragma unroll
               for (int e = 0; e < 4; ++e) sum[e] += sums[CHAINS - 1][c][n][e];

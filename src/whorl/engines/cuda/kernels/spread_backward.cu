@@ -67,6 +67,8 @@ __device__ constexpr int depth_at(int turn) {
   const int gate = turn / GATE_RUN, block = turn % GATE_RUN / GATE_DEPTHS;
   return BY_TURNS ? (block * RECURRENT + gate) * GATE_DEPTHS + turn % GATE_DEPTHS : turn;
 }
+// gates whose scaled sums go behind their masks once all have been added up, where registers allow, and not each time
+constexpr int SUMS_APART = HALVES && NOISE == BY_GATE && CHUNK * TILES <= 3 ? RECURRENT : 1;
 // masks by gate: 4 bits for each gate, for two units of two sequences as a thread has its sums, for [strip, part and
 // tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
@@ -667,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {}, factors[TILES][2];
+      float sums[CHAINS][CHUNK][TILES][4] = {}, all[SUMS_APART][CHUNK][TILES][4] = {}, factors[TILES][2];
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
       unsigned bits[CHUNK][TILES];  // of masks
       if constexpr (HALVES && NOISE == BY_GATE)
@@ -714,7 +716,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     for (int n = 0; n < TILES; ++n)
 #pragma unroll
                       for (int e = 0; e < 4; ++e)
-                        all[c][n][e] += sums[0][c][n][e] * factors[n][e % 2], sums[0][c][n][e] = 0.f;
+                        all[0][c][n][e] += sums[0][c][n][e] * factors[n][e % 2], sums[0][c][n][e] = 0.f;
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
                   if ((turn + half + 1) % GATE_RUN == 0) {
                     const int gate = (turn + half) / GATE_RUN % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -727,9 +729,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
                       for (int e = 0; e < 4; ++e) {
                         if constexpr (NOISE == GIVEN_BY_GATE)
-                          all[c][n][e] += mask_of(gate, sub, strip, n, e) * sum[e];
+                          all[0][c][n][e] += mask_of(gate, sub, strip, n, e) * sum[e];
+                        else if (SUMS_APART > 1)
+                          all[gate % SUMS_APART][c][n][e] += sum[e] * factors[n][e % 2];
                         else if (bits[c][n] >> (gate * 4 + e) & 1)
-                          all[c][n][e] += HALVES ? sum[e] * factors[n][e % 2] : sum[e];
+                          all[0][c][n][e] += HALVES ? sum[e] * factors[n][e % 2] : sum[e];
                         sum[e] = sums[CHAINS - 1][c][n][e] = 0.f;
                       }
                     }
@@ -742,7 +746,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (i0 + c >= SHARE || warp * SHARE + i0 + c >= STRIPS) break;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          float(&sum)[4] = GATEWISE || HALVES ? all[c][n] : sums[0][c][n];
+          float(&sum)[4] = GATEWISE || HALVES ? all[0][c][n] : sums[0][c][n];
+          if constexpr (SUMS_APART > 1)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+#pragma unroll
+              for (int gate = 0; gate < SUMS_APART; ++gate) {
+                const float part = bits[c][n] >> (gate * 4 + e) & 1 ? all[gate][c][n][e] : 0.f;
+                sum[e] = gate == 0 ? part : sum[e] + part;
+              }
           if constexpr (CHAINS == 2 && !GATEWISE) add(sum, sums[CHAINS - 1][c][n]);
 #if HALVES
 #pragma unroll
