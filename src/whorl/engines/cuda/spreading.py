@@ -217,12 +217,13 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         return
     found: Iterator[Spread | None]
     width = operand(size, kind)
-    # in two bytes one part fits; in four, blocks of half the units take longer than some operands that are spilled
+    # in two bytes one part fits; in four, blocks of half the units take longer than some operands that are spilled (of
+    # layer norm, 1,024 units at batch 128, the compiler spills 6 words of the 48 that it seems to have too few)
     ways = [(parts, 0) for parts in ((1, 2, 4) if width == 4 else (1, 2) if size.staged else (1,))]
     if size.staged and width == 4:
         ways += [(4, spilled) for spilled in (2, 4, 8)]
     if width < size.element:
-        ways += [(1, spilled) for spilled in (2, 4, 8)]
+        ways += [(1, spilled) for spilled in ((2, 4, 8, 12) if size.staged else (2, 4, 8))]
     if kind == "backward":
         smallest = () if width == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
