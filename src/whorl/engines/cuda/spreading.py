@@ -133,7 +133,8 @@ def backward(
         return None
     rows, strips, depths = 8 * tiles, -(-size.units // (16 * gathered)), gathered * size.recurrent * units // depth
     share = -(-strips // warps)
-    chunk = share if wide else min(1 if size.bits and halves and tiles > 1 else 2, share)  # more are added up apart
+    most = 1 if size.bits and halves and tiles > 1 else 2  # each gate's sums are kept apart
+    chunk = share if wide else min(most, share)
     at_once = 32 * warps // (units // 2)  # sequences of which all threads compute the cell
     computed = rows * next((n for n in range(subs, 1, -1) if gathered > 1 and subs % n == 0 and n * rows <= at_once), 1)
     step = min(computed, at_once)

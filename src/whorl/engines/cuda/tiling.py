@@ -191,7 +191,7 @@ def backward(
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
-    chunk = min(1 if size.bits and halves and part > 1 else 2, share)  # more are added up apart
+    chunk = min(1 if size.bits and halves and part > 1 else 2, share)  # a gate's sums are kept apart
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     chains = 2 if chunk * part < 4 and not halves else 1  # as the kernel counts them

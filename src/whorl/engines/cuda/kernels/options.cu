@@ -21,9 +21,8 @@ constexpr bool ZONES_DRAWN = zoneout(0) == AT_RANDOM || zoneout(1) == AT_RANDOM 
                              zoneout(3) == AT_RANDOM;
 constexpr bool DRAWS = NOISE == DRAWN || ZONES_DRAWN;
 constexpr int DRAWN_PAIRS = (UNITS + 1) / 2;
-// Whether what enters the product is scaled by one number for each sequence and all its steps, since options multiply it
-// or keep a state that was given.
-constexpr bool KEEPS_STATES = MARKED || RESET_TO || zoneout(0) > 0;
+constexpr bool KEEPS_STATES = MARKED || RESET_TO || zoneout(0) > 0;  // such as were given, and may be of any size
+// Whether what enters the product is scaled by one number for each sequence and all its steps (`largest_operand`).
 constexpr bool SCALES_STAY = OPTIONS && HALVES && !EXACT && (!BOUNDED || KEEPS_STATES || (NOISE && !GATEWISE));
 static_assert(!HALVES || NOISE != GIVEN_BY_GATE, "masks by gate that are given multiply no float16");
 

@@ -12,7 +12,7 @@
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): a row of weights has a scale in the depth of each
-// warp, the states of a sequence have one for all steps but the first.
+// warp, the states of a sequence have one for all steps but the first, or with options for all.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
 //   shared     the states of one part, partial sums, more weights
