@@ -26,6 +26,7 @@ struct dim { unsigned x, y, z; };
 inline int min(int a, int b) { return a < b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned __float_as_uint(float v) { unsigned r; memcpy(&r, &v, 4); return r; }
 inline float __uint_as_float(unsigned v) { float r; memcpy(&r, &v, 4); return r; }
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
@@ -134,6 +135,15 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   for (int apart = 16; apart > 0; apart /= 2) bits |= shuffle_words(bits, apart);
   return bits;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const unsigned result = host::together(&value, 1, [](host::Warp& w) {
+    unsigned most = 0;
+    for (int l = 0; l < 32; ++l) most = w.given[l][0] > most ? w.given[l][0] : most;
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = most;
+  })[0];
+  __syncwarp();
+  return result;
+}
 inline bool __all_sync(unsigned, bool value) {
   const unsigned word = value;
   const bool result = host::together(&word, 1, [](host::Warp& w) {
@@ -178,6 +188,12 @@ inline unsigned emulated_times(unsigned a, unsigned b) { return __float_as_uint(
 #if HALVES
 inline unsigned emulated_half_pair(float low, float high) {
   return host::float_to_half(low) | (unsigned)host::float_to_half(high) << 16;
+}
+inline unsigned emulated_times_pair(unsigned pair, unsigned factors) {
+  const auto times = [&](int bit) {
+    return (unsigned)host::float_to_half(host::half_to_float((unsigned short)(pair >> bit)) * host::half_to_float((unsigned short)(factors >> bit)));
+  };
+  return times(0) | times(16) << 16;
 }
 inline float emulated_low_half(unsigned pair) { return host::half_to_float((unsigned short)pair); }
 inline float operand_value(unsigned word, int half) { return host::half_to_float((unsigned short)(word >> 16 * half)); }

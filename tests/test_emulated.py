@@ -347,7 +347,7 @@ def test_products_of_four_warps(
         ("RNN", 70, 9, 3, (32, 2, 1, 1, 12), 1, {}),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_of_four_warps_backward(
     kind: str, units: int, batch: int, time: int, back: tuple[int, ...], resident: int | None, options: dict[str, Any],
     dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
@@ -362,7 +362,11 @@ def test_products_of_four_warps_backward(
     torch.manual_seed(1)
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
-    assert_right(layer, x, dtype, folder)
+    tf32 = dtype == torch.float32
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    got = outcome(layer, x, dtype, "persistent", folder, tf32)
+    plain = with_gradients(PlainLoop(layer, to_tf32 if tf32 else None), x.float().detach().requires_grad_())
+    assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 
 def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[..., Tile | None]:

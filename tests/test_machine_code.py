@@ -87,10 +87,12 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
 
 
 @needs_tools
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
 @pytest.mark.parametrize("name, units, batch", [("lstm", 1024, 128), ("lstm", 1500, 20), ("gru", 2048, 64)])
-def test_nothing_is_spilled_where_blocks_exchange(name: str, units: int, batch: int, tmp_path: Path) -> None:
-    """Backward in two bytes, where four warps multiply together."""
-    cell, dtype = CELLS[name].graph, torch.bfloat16
+def test_nothing_is_spilled_backward_where_blocks_exchange(
+    name: str, units: int, batch: int, precision: str, tmp_path: Path
+) -> None:
+    cell, dtype = CELLS[name].graph, torch.bfloat16 if precision == "bfloat16" else torch.float32
     tile = spreading.choose(size_of(cell, units, dtype.itemsize), H200, batch, 1, "backward")
     assert tile is not None
     loop = time_loop(disassembled(source.backward(cell, units, dtype, tile, True), tile, tmp_path / "kernel.cubin"))

@@ -101,7 +101,7 @@ def test_products_of_four_warps(
     assert_right(build(cell, 250, PRECISIONS[precision], inputs=9, bidirectional=True), 70, 75)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "tf32"])
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
 @pytest.mark.parametrize("tile", [(32, 4, 1, 1, 8), (16, 2, 2, 2, 8), (32, 1, 4, 1, 8), (16, 8, 4, 2, 8)])
 def test_products_of_four_warps_backward(
