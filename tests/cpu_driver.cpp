@@ -187,11 +187,19 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, Thread
   int64_t *order = make<int64_t>(k.batch), *ends = make<int64_t>(k.groups + 1);
   for (int64_t r = 0; r < k.batch; ++r) order[r] = r;
   for (int64_t group = 0; group <= k.groups; ++group) ends[group] = k.batch * group / k.groups;
-  k.order = order, k.ends = ends, k.y_stride = k.dy_stride = k.units, k.x_stride = within ? 0 : up(x_wide, 64);
+  k.order = order, k.ends = ends, k.y_stride = k.dy_stride = k.units, k.x_stride = up(x_wide, 64);
   Plain p = {};
   p.input = draw<store>(rows * k.inputs), p.ih = draw<store>(x_wide * k.inputs), p.hh = draw<store>(wide * k.units);
   p.bias_ih = draw<real>(x_wide), p.bias_hh = draw<real>(wide), p.y = make<store>(rows * k.units);
-  p.saved = make<real>(rows * cell.saved * k.units);
+  p.saved = make<real>(rows * (cell.saved * k.units + cell.saved_means));
+  p.within = within, p.x = within && !cell.vectors ? nullptr : make<real>(rows * k.x_stride);  // with vectors steps may read x
+  real **vectors = make<real*>(cell.vectors), **dv = make<real*>(cell.vectors), **to_vectors = make<real*>(cell.vectors);
+  int64_t* sums = make<int64_t>(cell.vectors);
+  for (int v = 0; v < cell.vectors; ++v) {
+    vectors[v] = draw<real>(k.units), dv[v] = make<real>(all), to_vectors[v] = make<real>(k.units);
+    sums[v] = v - v % 2;
+  }
+  p.vectors = vectors, p.dv = dv, p.sums = sums, p.to_vectors = to_vectors;
   for (int s = 0; s < cell.states; ++s) p.finals[s] = make<real>(all);
   for (int s = 0; s < cell.states && initial; ++s) p.starts[s] = draw<real>(all);
   whorl_plain_forward(&k, &p, way.threads);
@@ -207,6 +215,7 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, Thread
   auto count = [&](const real* data, int64_t size) { made = digest(made, data, size_t(size) * sizeof(real)); };
   count(p.to_input, rows * columns), count(p.to_ih, x_wide * k.inputs), count(p.to_hh, wide * k.units);
   count(p.to_bias_ih, x_wide), count(p.to_bias_hh, wide);
+  for (int v = 0; v < cell.vectors; ++v) count(to_vectors[v], k.units);
   for (int s = 0; s < cell.states; ++s) count(p.finals[s], all);
   for (int s = 0; s < cell.states && initial; ++s) count(p.dstarts[s], all);
   release();
@@ -295,7 +304,7 @@ int main() {
       const uint64_t alone = sweep(cell, form, WAYS[0]);
       for (const Threads& way : WAYS) same(form.name, names[index], alone, sweep(cell, form, way));
     }
-    bool takes = !cell.vectors && !cell.extras && !cell.products && !cell.saved_means && cell.recurrent;
+    bool takes = !cell.extras && !cell.products && cell.recurrent;
     for (int gate = 0; gate < cell.recurrent; ++gate) takes = takes && cell.leaf[gate];
     for (int which = 0; which < 8 && takes; ++which) {
       const bool reverse = which & 1, initial = which & 2, within = which & 4;

@@ -337,12 +337,17 @@ def test_without_a_compiler_the_plan_says_so_and_what_runs_instead() -> None:
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("kind, time, batch, inputs, units", [
     ("LSTM", 1, 1, 1, 1), ("LSTM", 5, 7, 64, 33), ("GRU", 4, 1, 3, 65), ("RNN", 6, 2, 17, 16), ("GRU", 1, 3, 5, 7),
+    ("LSTM with layer_norm", 5, 7, 64, 33), ("GRU with layer_norm", 2, 70, 3, 5), ("LSTM with layer_norm", 3, 1, 2, 65),
+    ("LSTM with peephole", 4, 37, 3, 17),
 ])  # fmt: skip
 def test_a_plain_call_gives_what_the_way_of_all_calls_gives(
     kind: str, time: int, batch: int, inputs: int, units: int, initial: bool, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    layer = getattr(whorl, kind)(inputs, units, 2, bidirectional=True, bias=batch != 7, engine="cpu", dtype=dtype)
+    kind, _, option = kind.partition(" with ")
+    options = {option: True} if option else {}
+    options |= {"engine": "cpu", "dtype": dtype, "bidirectional": True, "bias": batch != 7}
+    layer = getattr(whorl, kind)(inputs, units, 2, **options)
     x = torch.randn(time, batch, inputs, dtype=dtype, requires_grad=True)
     states = [torch.randn(4, batch, units, dtype=dtype, requires_grad=True) for _ in range(1 + (kind == "LSTM"))]
     hx = (states[0] if len(states) == 1 else tuple(states)) if initial else None

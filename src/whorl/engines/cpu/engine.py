@@ -308,7 +308,7 @@ class _One:
         dx = borrowed(rows.compact, len(cell.gates) * units, dtype=made.dtype)
         dr = dx if source.dr_is_dx else borrowed(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
         dp = [borrowed(rows.compact, units, dtype=made.dtype) for _ in source.products]
-        dv = torch.zeros(len(cell.vectors), rows.batch, units, dtype=made.wide)
+        dv = torch.empty(len(cell.vectors), rows.batch, units, dtype=made.wide)
         dprojected = borrowed(rows.compact, form.width, dtype=made.dtype) if form.projection else None
         dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]

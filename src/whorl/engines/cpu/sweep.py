@@ -66,13 +66,16 @@ class Plain(Structure):
     """The `Plain` of kernels/plain.cpp: the tensors of a call that has no more than x, weights and initial states."""
 
     _fields_ = (
-        *((name, c_void_p) for name in "input ih hh bias_ih bias_hh y saved".split()),
+        *((name, c_void_p) for name in "input ih hh bias_ih bias_hh vectors".split()),
+        ("within", c_int64),
+        *((name, c_void_p) for name in "x y saved".split()),
         ("starts", c_void_p * 4),
         ("finals", c_void_p * 4),
         ("dy", c_void_p),
         ("dfinals", c_void_p * 4),
         ("dstarts", c_void_p * 4),
         *((name, c_void_p) for name in "begin dx dr to_input to_ih to_hh to_bias_ih to_bias_hh".split()),
+        *((name, c_void_p) for name in "dv sums to_vectors".split()),
     )
 
 
@@ -202,6 +205,11 @@ def _pointers(count: int) -> type[ctypes.Array]:
     return c_void_p * count
 
 
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array:
+    """Of each, where a kernel can read them."""
+    return _pointers(len(tensors))(*map(address, tensors))
+
+
 def projects_within(sweep: Sweep, threads: int, dtype: torch.dtype) -> bool:
     """Whether the loop makes the input projection itself, a few steps ahead, while it is near.
 
@@ -238,7 +246,7 @@ class Fields:
         """Fields that point to a list of tensors; none where it is empty."""
         for name, tensors in lists.items():
             if tensors:
-                pointers = _pointers(len(tensors))(*map(address, tensors))
+                pointers = addresses(tensors)
                 setattr(self.sweep, name, ctypes.addressof(pointers))
                 self._kept += [pointers, *tensors]
 

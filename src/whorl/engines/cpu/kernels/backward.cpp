@@ -21,6 +21,9 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
   for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
   const int64_t row_saved = cell.saved * k.units + cell.saved_means;
   const int lists = cell.vectors + cell.extras + cell.products;
+  for (int64_t i = 0; i < g.count; ++i)
+    for (int v = 0; v < cell.vectors; ++v)
+      memset(k.dv[v] + g.rows[i] * k.units + g.first, 0, size_t(g.last - g.first) * sizeof(real));
 
   for (int64_t step = k.time - 1; step >= 0; --step) {
     const int64_t t = k.reverse ? k.time - 1 - step : step;

@@ -72,7 +72,7 @@ struct Sweep {
   store* dx;              // [compact rows, gates x units]
   store* dr;              // [compact rows, recurrent gates x units]; not read where the cell has dr_is_dx
   store* const* dp;       // of each product of the step, [compact rows, units]
-  real* const* dv;        // [batch, units], added to
+  real* const* dv;        // [batch, units]
   real* const* de;        // [outer rows, units], added to
   store* dprojected;      // [compact rows, width]
   int64_t unread;         // nobody reads the gradients of the initial states, and no state is reset
