@@ -34,8 +34,10 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
     own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
-    halves = own is None and element == 4 and not source.has_options(cell, features)
-    scales = halves, halves and source.bounded(cell), halves and source.contained(cell)
+    halves = element == 4 and features.noise != source.GIVEN_BY_GATE
+    halves = halves and not (exact and (own is not None or source.has_options(cell, features)))
+    known = halves and not features.of_any_size
+    scales = halves, known and source.bounded(cell), known and source.contained(cell)
     ahead = source.registers(cell, features)
     return Size(units, *counts, apart, element, gate, *ahead, *masks, exact, own, *scales, features.lengths)
 
