@@ -98,6 +98,23 @@ def adding_code(dtype: torch.dtype, chip: Chip) -> tuple[str, bytes]:
     return name, store.kernel(source.adding(dtype), name, chip.architecture)
 
 
+def norming(kind: str, norm: source.Norm, chip: Chip, index: int) -> Kernel:
+    """A kernel of the layer norm of the input projection, on a device."""
+    layout = f"{ {'forward': 6 + 2 * norm.gates, 'backward': 8 + norm.gates}[kind] }Q"
+
+    def make() -> Kernel:
+        name, code = norming_code(kind, norm, chip)
+        return Kernel(code, name, index, norm.threads, _NORM_ROOM, 1, layout)
+
+    return loaded(("norm", kind, norm, index), make)
+
+
+def norming_code(kind: str, norm: source.Norm, chip: Chip) -> tuple[str, bytes]:
+    """Its name and machine code, from the store or compiled; needs no GPU."""
+    return norm.name(kind), store.kernel(source.norming(kind, norm), norm.name(kind), chip.architecture)
+
+
+_NORM_ROOM = 32 * 8  # two sums of each warp
 _COPYING = "7Q"  # the argument of kernels/rows.cu
 
 

@@ -11,6 +11,7 @@ import torch
 from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
+from whorl.cells.wrappers import EPS
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import Pass, Steps, most, part, staged, steps
 from whorl.engines.cuda.tiling import Tile
@@ -268,6 +269,44 @@ def masked(name: str, dtype: torch.dtype, vector: int) -> str:
         _text("ptx.cu"),
     ]
     return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+class Norm(NamedTuple):
+    """The layer norm of a layer's input projection, in a kernel of its own."""
+
+    gates: int
+    units: int
+    dtype: torch.dtype
+    wide: bool
+    """What comes to the time loop is float32."""
+    biased: bool
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a thread keeps 12 columns of a row, more where 1,024 of them do not suffice."""
+        return min(1024, 32 * -(-self.gates * self.units // (12 * 32)))
+
+    def name(self, kind: str) -> str:
+        """In a profiler."""
+        return f"norm_{kind}_{self.gates}x{self.units}_{str(self.dtype).removeprefix('torch.')}"
+
+
+def norming(kind: str, norm: Norm) -> str:
+    """The source of a kernel that normalises the input projection ("forward"), or of its gradient ("backward")."""
+    words = [
+        f"#define KERNEL {norm.name(kind)}",
+        f"#define ELEMENT_BYTES {norm.dtype.itemsize}",
+        f"#define BFLOAT16 {int(norm.dtype == torch.bfloat16)}",
+        f"#define FORWARD {int(kind == 'forward')}",
+        f"#define WIDE_GATES {int(norm.wide)}",
+        *(f"#define {word} 0" for word in ("EXACT", "HALVES")),
+        "#define CLUSTER 1",
+        f"constexpr int UNITS = {norm.units}, GATES = {norm.gates}, THREADS = {norm.threads};",
+        f"constexpr int BIASED = {int(norm.biased)};",
+        f"constexpr float EPS = {EPS}f;",
+        _text("ptx.cu"),
+    ]
+    return _text("norms.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
 def adding(dtype: torch.dtype) -> str:
