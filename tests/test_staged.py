@@ -93,13 +93,14 @@ TILES = [  # forward and backward, as `spreading` takes them: one or two groups 
 ]
 
 
-def spread(monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], back: tuple[int, ...]) -> None:
+def spread(monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], back: tuple[int, ...], **more: bool) -> None:
     """Every layer is spread over blocks that exchange through L2, as layers that no cluster holds."""
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
-        made = make(size, *given, chip.shared)
+        made = make(size, *given, chip.shared, **more)
         assert made is not None
+        assert made.collected == more.get("collected", False)
         return made
 
     monkeypatch.setattr(grid, "choose", chosen)
@@ -129,6 +130,26 @@ def test_means_come_round_in_their_places(place: int, folder: Path, monkeypatch:
     spread(monkeypatch, *TILES[place])
     with emulated(folder):
         assert_agrees("persistent", STAGED["layer_norm_lstm"], Case(time=35, batch=9, units=67), torch.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, ahead, back, more",
+    [
+        ("layer_norm_lstm", (8, 1, 1, 8, 1), (8, 2, 1, 1, 8), dict(collected=True)),
+        ("all of LSTM's layer norm", (16, 1, 1, 8, 4), (16, 2, 1, 1, 8), dict(wide=True)),  # products of four warps
+        ("layer_norm_lstm", (16, 2, 2, 8, 4), (16, 2, 2, 2, 8), dict(wide=True)),
+        ("all of LSTM's layer norm", (8, 1, 1, 8, 4), (8, 2, 1, 1, 8), dict(wide=True, collected=True)),
+    ],
+)
+def test_means_that_one_block_makes_for_all(
+    name: str, ahead: tuple[int, ...], back: tuple[int, ...], more: dict[str, bool], folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    spread(monkeypatch, ahead, back, **more)
+    case = Case(time=4, batch=9, units=67)
+    with emulated(folder):
+        assert_agrees("persistent", STAGED[name], case, torch.bfloat16)
 
 
 @needs_compiler

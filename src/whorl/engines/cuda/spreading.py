@@ -54,6 +54,8 @@ class Spread:
     """As in `Size`."""
     halves: bool = False
     """float32 enters products, and travels between blocks, as float16, scaled."""
+    collected: bool = False
+    """One block takes what means are made of from all, and gives them to all; else each takes from all."""
 
     cluster = 1
 
@@ -84,7 +86,7 @@ def operand(size: Size, kind: str) -> int:
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, spilled: int = 0,
+    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
@@ -118,12 +120,14 @@ def forward(
     if shared > limit:
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts)
-    return Spread(*made, exact=size.exact, halves=halves)
+    return Spread(
+        *made, exact=size.exact, halves=halves, collected=_collected(size, "forward", blocks, rows * subs, collected)
+    )
 
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, spilled: int = 0,
+    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
@@ -164,7 +168,17 @@ def backward(
     if shared > limit:
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
-    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves)
+    one = _collected(size, "backward", -(-size.units // units), rows * subs, collected)
+    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves, collected=one)
+
+
+def _collected(size: Size, kind: str, members: int, rows: int, asked: bool | None) -> bool:
+    """Whether one block makes the means of a sequence for all `members`, each of at most one of the `rows`."""
+    much = members > _FROM[kind] if asked is None else asked
+    return size.staged is not None and rows <= members and much
+
+
+_FROM = {"forward": 64, "backward": 32}
 
 
 def _behind(scales: int) -> int:
@@ -197,8 +211,9 @@ def _means(size: Size, tile: Spread, kind: str) -> int:
     if size.staged is None:
         return 0
     own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
-    members = -(-size.units // tile.slice)
-    return sum(2 * members * -(-own.numbers(stage) // 2) for stage in range(own.stages))
+    numbers = [own.numbers(stage) for stage in range(own.stages)]
+    each = [4 * -(-count // 4) if count > 2 else 2 * (count > 0) for count in numbers]  # of a block
+    return sum(-(-(-(-size.units // tile.slice) + tile.collected) * count // 4) * 4 for count in each)
 
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
@@ -250,7 +265,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         yield from _first(found, chip)
     if not _four_warps(size, chip, kind):
         return
-    for units, shape in product(sorted(slices), _WIDE_SHAPES):
+    for units, shape in product(_of(size, slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
         found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
         yield from _first(found, chip)
@@ -258,7 +273,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
 
 def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
     """Whether four warps may multiply together."""
-    plain = not size.bits and not size.masks and size.staged is None
+    plain = not size.bits and not size.masks and (size.staged is None or size.element == 2)
     return chip.capability == (9, 0) and operand(size, kind) == 2 and plain
 
 
