@@ -132,6 +132,20 @@ def test_means_come_round_in_their_places(place: int, folder: Path, monkeypatch:
         assert_agrees("persistent", STAGED["layer_norm_lstm"], Case(time=35, batch=9, units=67), torch.bfloat16)
 
 
+def test_one_block_collects_where_all_would_read_much() -> None:
+    cell = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("r",))[0]
+    sizes = {
+        (1500, 20): (True, True),
+        (1024, 128): (False, True),
+        (1024, 32): (False, False),
+        (512, 128): (False, False),
+    }
+    for (units, batch), wanted in sizes.items():
+        tiles = [grid.estimated(size_of(cell, units, 2), H200, batch, 1, kind) for kind in ("forward", "backward")]
+        assert [isinstance(tile, Spread) and tile.collected for tile in tiles] == [*wanted]
+        assert [isinstance(tile, Spread) and spreading.launches(H200, batch, 1, tile) for tile in tiles] == [1, 1]
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "name, ahead, back, more",
@@ -205,7 +219,9 @@ def test_backward_computes_ahead_what_takes_long_and_needs_no_gradient() -> None
 
 
 @pytest.mark.parametrize(
-    "element, expected", [(2, {("forward", 128)}), (4, {("forward", 128), ("backward", 128)})], ids=["bfloat16", "tf32"]
+    "element, expected",
+    [(2, {("forward", 128), ("backward", 128)}), (4, {("forward", 128), ("backward", 128)})],
+    ids=["bfloat16", "tf32"],
 )
 def test_layer_norm_is_spread_where_that_is_faster(element: int, expected: set[tuple[str, int]]) -> None:
     """In two bytes as measured; with TF32 products, which alone are of float16 there, by its estimate."""
