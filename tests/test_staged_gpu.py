@@ -94,7 +94,8 @@ def tiles() -> list[tuple[str, Spread]]:
         every = [*spreading.candidates(size_of(STAGED["layer_norm_lstm"], 200, 2), Chip((9, 0), 132), kind)]
         for tile in random.Random(1).sample(every, len(every)):
             if tile.subs <= 3 and tile.rows <= 32:
-                found.setdefault((kind, tile.subs > 1, tile.groups or min(tile.gathered, 4), tile.parts), tile)
+                key = kind, tile.subs > 1, tile.groups or min(tile.gathered, 4), tile.parts, tile.wide
+                found.setdefault(key, tile)
     return [(key[0], tile) for key, tile in found.items()]
 
 
@@ -109,6 +110,23 @@ def test_every_tile_through_l2(kind: str, tile: Spread, monkeypatch: pytest.Monk
     monkeypatch.setattr(grid, "choose", chosen)
     case = Case(dict(directions=2), time=11, batch=40, units=200)
     assert_agrees("persistent", STAGED["layer_norm_lstm"], case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_means_that_one_block_makes_for_all(dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More steps than the ring of states has buffers, several launches."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        more = dict(wide=wide, collected=True)
+        if way == "forward":
+            return spreading.forward(size, 8, 2, 1, 8, 4, chip.shared, **more)
+        return spreading.backward(size, 8, 2, 2, 1, 8, chip.shared, **more)
+
+    monkeypatch.setattr(layers, "_prepared", {})
+    monkeypatch.setattr(grid, "choose", chosen)
+    case = Case(dict(directions=2), time=37, batch=40, units=200)
+    assert_agrees("persistent", STAGED["layer_norm_lstm"], case, dtype, "cuda")
 
 
 @pytest.mark.parametrize("form", ["reset to", "given, by gate", "given, by step, packed", "recurrent dropout by step"])

@@ -43,7 +43,7 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     tile = tiling.choose(*where) if size.staged is None else next(iter(_near(*where)), None)
     if tile is None:
         return spreading.choose(*where)
-    much = _much(size, kind)
+    much = _much(size, kind, tile)
     if much is None:
         return tile
     taken = tiling.step_time(*where, tile) if size.staged is None else staging.step_time(size.staged, *where, tile)
@@ -54,10 +54,12 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     return tile if spread is None or worth <= spreading.step_time(*where) else spread
 
 
-def _much(size: Size, kind: str) -> float | None:
+def _much(size: Size, kind: str, tile: Tile) -> float | None:
     """By how much longer a cluster has to take than what is spread, as estimated; None where it is not known."""
+    if size.element == 2 and size.staged is None:
+        return _MUCH[kind]
     if size.element == 2:
-        return (_MUCH if size.staged is None else _MUCH_STAGED)[kind]
+        return _MUCH_STAGED_STREAMED if kind == "backward" and tile.shared > 200 << 10 else 1.0
     if not spreading.scaled(size, kind):
         return None
     if size.staged is not None:
@@ -77,11 +79,12 @@ _MUCH_TF32 = 1.1
 (GRU), and a launch 80 and 4, 71 and 4, 53 and 23, 11 and 23, 10 and 3 us beside its steps.
 Backward was not measured."""
 
-_MUCH_STAGED = {"forward": 1.0, "backward": 1.0}
-"""Of a step with means.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster and spread took 5.0 and 3.9
-us with 512 units at batch 128, 2.6 and 3.6 at 32, 2.1 and 3.2 with 256 at 128; backward 6.9 and 4.6, 2.8 and 3.9, 3.0
-and 2.9."""
-
+_MUCH_STAGED_STREAMED = 0.7
+"""Of a step with means whose cluster has most of its weights in shared memory: it takes 1.4 to 1.7 times what is
+estimated.  On an H200, LSTM with layer norm in bfloat16, such a step of backward took 6.9 us in a cluster and 4.6
+spread with 512 units at batch 128, 6.2 and 4.7 with 650 at 20.  Else the estimates are good enough: 2.8 and 3.9 with
+512 at 32, 2.9 and 2.9 with 256 at 128; forward 5.0 and 3.9 with 512 at 128, 2.6 and 3.6 at 32, 2.1 and 3.2 with 256 at
+128."""
 
 _MUCH_STAGED_TF32 = 1.3
 """And with TF32 products, which in a cluster are of TF32 itself.  On an H200 such a step took 10.6 us forward and 11.8

@@ -275,7 +275,9 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         return
     for units, shape in product(_of(size, slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
-        found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
+        # means of 32 sequences at once are worth operands that are spilled
+        wide_ways = ((1, 0), (2, 0), (4, 7)) if size.staged else ((1, 0), (2, 0))
+        found = (forward(*given, parts=parts, wide=True, spilled=spilled) for parts, spilled in wide_ways)
         yield from _first(found, chip)
 
 
@@ -367,20 +369,20 @@ def _inside_time(size: Size, kind: str, tile: Spread) -> float:
     if size.staged is None:
         return 0.0
     own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
-    at_once = 32 * tile.warps // (tile.slice // 2)  # sequences of which all threads make means
-    exchanges = own.exchanges * tile.subs * -(-8 * tile.tiles // at_once)
     least, each, collected = _EXCHANGE[kind]
     if tile.collected:
-        return exchanges * collected
-    more = 0.2 * (tile.tiles - 1) * (kind == "forward")
-    return exchanges * (least + each * _taken(size, kind, tile.slice, tile.tiles) + more)
+        return own.exchanges * tile.subs * (2.4 if kind == "backward" and tile.subs > 1 else collected)
+    more = 0.2 * (tile.tiles - 1) * (kind == "forward" and not tile.wide)
+    return own.exchanges * tile.subs * (least + each * _taken(size, kind, tile.slice, tile.tiles) + more)
 
 
 _EXCHANGE = {"forward": (0.8, 0.12, 1.95), "backward": (1.05, 0.065, 1.9)}
 """Microseconds of one exchange of means, with what it makes a step compute more: where each block takes from all, and
 for each KB of that; where one block collects.  LSTM with layer norm of r and c in bfloat16 on an H200, of one and the
 other, a step: 1,500 units at batch 20, forward 9.4 and 7.4, backward 10.9 and 6.5; 1,024 at 128 9.4 and 10.5, 15.4 and
-14.4; 1,024 at 32 backward 5.0 and 5.1.  With 512 at 128, where a block takes 0.5 KB and 2 KB, 3.9 and 4.6."""
+14.4 (two parts in turn; with TF32 products 23.2, and 20.2 in two launches of one part); 1,024 at 32 backward 5.0 and
+5.1.  With 512 at 128, where a block takes 0.5 KB and 2 KB, 3.9 and 4.6.  1,024 at 128 took 7.2 forward where a thread
+has two sequences, whose means travel at once, and 9.5 where a block takes two parts in turn."""
 
 
 def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Spread) -> float:

@@ -34,7 +34,8 @@ __device__ constexpr int readers(int stage) {
 __device__ constexpr int turns(int stage) {
   return (MEMBERS + readers(stage) * beside(stage) - 1) / (readers(stage) * beside(stage));
 }
-__device__ constexpr int most_turns(bool of_blocks) {  // or blocks
+// of a thread at most, after any stage; or the blocks whose numbers it then has
+__device__ constexpr int most_turns(bool of_blocks) {
   int most = 1;
   for (int i = 0; i < STAGES; ++i) {
     const int its = turns(i) * (of_blocks ? beside(i) : 1);
