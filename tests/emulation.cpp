@@ -145,9 +145,12 @@ inline unsigned char* at(unsigned address) {
   if ((address & 0xfffff) + 4 > SHARED) fprintf(stderr, "outside shared memory\n"), abort();
   return block_at(address).shared + (address & 0xfffff);
 }
+inline Barrier& place_of_barrier(unsigned address) {
+  if (address % 8 || (address & 0xfffff) >= SHARED) fprintf(stderr, "no barrier can lie there\n"), abort();
+  return block_at(address).barriers[(address & 0xfffff) / 8];
+}
 inline Barrier& barrier_at(unsigned address) {
-  Barrier& b = block_at(address).barriers[(address & 0xfffff) / 8];
-  if (address % 8 || (address & 0xfffff) >= SHARED) fprintf(stderr, "a barrier is no word of shared memory\n"), abort();
+  Barrier& b = place_of_barrier(address);
   if (b.count == 0) fprintf(stderr, "a barrier is used before its start\n"), abort();
   return b;
 }
@@ -348,7 +351,7 @@ inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
 inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
 inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::in_cluster)); }
 inline void emulated_start_barrier(unsigned barrier, unsigned arrivals) {
-  host::block_at(barrier).barriers[(barrier & 0xfffff) / 8] = {(int)arrivals, (int)arrivals, 0, 0, false};
+  host::place_of_barrier(barrier) = {(int)arrivals, (int)arrivals, 0, 0, false};
 }
 inline void emulated_arrive_here(unsigned barrier) {
   --host::barrier_at(barrier).pending;
