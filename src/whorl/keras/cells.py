@@ -68,20 +68,30 @@ def _make(kind: str, activation: Any, recurrent_activation: Any, reset_after: bo
     return make_lstm(pointwise(activation), pointwise(recurrent_activation), False, False, False)
 
 
-def tensors_of(cell: Any, x: Any, states: tuple[Any, ...], training: Any) -> Tensors:
+def tensors_of(cell: Any, x: Any, state: Any, states: tuple[Any, ...], training: Any) -> Tensors:
     """The tensors of a cell in the dtype that it computes in.
 
     Args:
-        x: [batch, inputs]: one step of its input, of which dropout reads the shape.
-        states: before the first step.
+        x: its input, or of a cell that draws masks [batch, inputs], one step of it, of which dropout reads the shape.
+        state: likewise of its first state, [batch, units].
+        states: before the first step; none where they are zero.
     """
-    own = cell.variables_in_order if isinstance(cell, Cell) else _variables(cell)
-    weights = tuple([keras.ops.convert_to_tensor(variable, cell.compute_dtype) for variable in own])
+    own, dtype = cell.variables_in_order if isinstance(cell, Cell) else _variables(cell), cell.compute_dtype
+    weights = tuple([_value(variable, x, dtype) for variable in own])
     if not training:
         return Tensors(weights, states)
     settle(cell)
-    masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(states[0]))
+    masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(state))
     return Tensors(weights, states, *masks, cell.draw() if isinstance(cell, Cell) else None)
+
+
+def _value(variable: Any, x: Any, dtype: str) -> Any:
+    """What a variable holds, in a dtype of Keras and where x is."""
+    if BACKEND == "torch":
+        value = variable.value
+        if value.device == x.device and value.dtype == getattr(torch, dtype):
+            return value  # as Keras would find out, which takes longer
+    return keras.ops.convert_to_tensor(variable, dtype)
 
 
 @dataclass(frozen=True)
@@ -299,7 +309,7 @@ class Cell(keras.layers.Layer, DropoutRNNCell):
         """
         if BACKEND not in ("torch", "jax"):
             raise UnsupportedError(f"Keras runs on {BACKEND} and whorl's cells on torch and jax: set KERAS_BACKEND.")
-        tensors = tensors_of(self, inputs, tuple(states), training)
+        tensors = tensors_of(self, inputs, states[0], tuple(states), training)
         swept = sweep([self.part], keras.ops.expand_dims(inputs, 1), [tensors])
         return swept.last, list(swept.states[0])
 

@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     weights: tuple[Tensor, ...]
     """kernel, recurrent_kernel, bias; what of them it has.  Of a "Cell" also its recurrent bias and its vectors."""
     states: tuple[Tensor, ...]
-    """Initial states, [batch, units] each."""
+    """Initial states, [batch, units] each; or none on torch, where they are zero."""
     input_masks: tuple[Tensor, ...] = ()
     """[batch, inputs]: none, one, or one for each gate in Keras' order; what dropout multiplies its input with."""
     recurrent_masks: tuple[Tensor, ...] = ()
@@ -173,7 +173,7 @@ def _run(
     if any(own.input_masks or own.recurrent_masks for own in directions):
         absent = x.new_empty(())
         masks = [(own.input_masks, own.recurrent_masks) for own in directions]
-        rows = [[_by_gate(cell.kind, one, absent) for one in row] + [absent] * len(states) for row in masks]
+        rows = [[_by_gate(cell.kind, one, absent) for one in row] + [absent] * cell.states for row in masks]
         call = call._replace(noise=tuple([mask for row in rows for mask in row]))
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return _exported(form, call)
