@@ -123,7 +123,7 @@ static void forward(const Numbers& n, Buffers& at) {
   real* states[MOST_STATES];
   for (int s = 0; s < cell.states; ++s) {
     states[s] = at.give();
-    memcpy(states[s], starts[s], size_t(n.batch * n.units) * sizeof(real));
+    set_or_zero(states[s], starts[s], n.batch * n.units);
   }
   k.states = states;
   k.saved = at.give(n.saves), k.entered = at.give(n.saves);
@@ -157,17 +157,17 @@ static void backward(const Numbers& n, Buffers& at) {
   for (int p = 0; p < cell.products; ++p) operands[p] = at.take();
   k.x = (real*)at.take(n.reads_x), k.x_stride = n.x_stride;
   k.dy = at.take(n.dy), k.dy_stride = units;
-  const int64_t each = n.batch * units, size = each * int64_t(sizeof(real));
+  const int64_t each = n.batch * units;
   const real* dfinals[MOST_STATES];
   for (int s = 0; s < cell.states; ++s) dfinals[s] = at.take(n.dfinals >> s & 1);
   real *to_ih = at.give(), *to_hh = at.give(), *to_bias_ih = at.give(n.biases > 0), *to_bias_hh = at.give(n.biases > 1);
   real *dstates[MOST_STATES], *dp[MOST_GATES];
   for (int s = 0; s < cell.states; ++s) {
     dstates[s] = n.wants_states ? at.give() : scratch.take<real>(each);
-    dfinals[s] ? memcpy(dstates[s], dfinals[s], size_t(size)) : memset(dstates[s], 0, size_t(size));
+    set_or_zero(dstates[s], dfinals[s], each);
   }
   k.dstates = dstates, k.unread = !n.wants_states;
-  if (places.mask) k.dheld = (real*)memset(scratch.take<real>(each), 0, size_t(size));
+  if (places.mask) k.dheld = scratch.take<real>(each), set_or_zero(k.dheld, nullptr, each);
   k.dx = scratch.take<real>(rows * wide);
   k.dr = cell.dr_is_dx ? k.dx : scratch.take<real>(rows * recurrent);
   for (int p = 0; p < cell.products; ++p) dp[p] = scratch.take<real>(rows * units);

@@ -33,6 +33,7 @@ from whorl.engines.cpu.sweep import (
     projects_within,
     turned,
 )
+from whorl.noise import given
 from whorl.problem import Call, Outcome, Problem
 
 
@@ -68,12 +69,12 @@ class Sizes(NamedTuple):
 
 def sizes_of(problem: Problem, call: Call) -> Sizes | None:
     """How a call runs here; None where it has more than this way takes."""
-    given = given_kind(problem.form, call)
-    return None if given is None else sizes(problem, torch.get_num_threads(), given)
+    kind = given_kind(problem.form, call)
+    return None if kind is None else sizes(problem, torch.get_num_threads(), kind)
 
 
 @lru_cache(maxsize=256)
-def sizes(problem: Problem, threads: int, given: int) -> Sizes | None:
+def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
     """The same of a problem, and of the kind of noise that masks are given for."""
     form, extras = problem.form, set(problem.extras)
     cell, made = form.cell, source(form.cell)
@@ -81,16 +82,16 @@ def sizes(problem: Problem, threads: int, given: int) -> Sizes | None:
     more = problem.packed or problem.dropout or extras - {"drawn", "mask", "dropout_masks"}
     if more or form.projection or not form.inputs or cell.inputs or made.products:
         return None
-    if drawn and (form.input_dropout or given != NONE):
+    if drawn and (form.input_dropout or kind != NONE):
         return None
-    if given != NONE and problem.gradient and "noise" not in problem.constants:
+    if kind != NONE and problem.gradient and "noise" not in problem.constants:
         return None
     if not cell.recurrent or not all(made.leaves):
         return None
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     compiled = kernel(cell, problem.dtype)
     rows = Rows(Call(torch.empty(problem.time, problem.batch, 0), (), ()))
-    reads_x, noise = made.reads_x and problem.gradient, given or kind_of(form, drawn)
+    reads_x, noise = made.reads_x and problem.gradient, kind or kind_of(form, drawn)
     fields, within = [], []
     for layer in range(form.layers):
         for direction in range(form.directions):
@@ -112,7 +113,7 @@ def sizes(problem: Problem, threads: int, given: int) -> Sizes | None:
     sums = (ctypes.c_int64 * len(made.sums))(*made.sums)
     return Sizes(
         problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, kept, dr, sums, noise, entered,
-        given != NONE,
+        kind != NONE,
     )  # fmt: skip
 
 
@@ -201,9 +202,10 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
 def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | None, int]:
     """The mask of the recurrent product that is held, of a layer and direction; and what a step draws from."""
     if made.given:
-        layer, direction = place
-        width = 2 + len(made.problem.form.cell.states)
-        return call.noise[(layer * made.problem.form.directions + direction) * width + 1].to(made.wide).contiguous(), 0
+        form, (layer, direction) = made.problem.form, place
+        mask = given(form, call)[layer * form.directions + direction].recurrent
+        assert mask is not None, "as `given_kind` found"
+        return mask.to(made.wide).contiguous(), 0
     if call.marks.seed is None:
         return None, 0
     seed = int(call.marks.seed) % 2**64

@@ -5,9 +5,13 @@
 
 namespace kernel {
 
+static void set_or_zero(real* to, const real* from, int64_t count) {
+  from ? memcpy(to, from, size_t(count) * sizeof(real)) : memset(to, 0, size_t(count) * sizeof(real));
+}
+
 // All of it goes at the end of the call.
 struct Scratch {
-  void* all[16] = {};
+  void* all[8 + MOST_STATES + MOST_GATES] = {};  // three are a Places', one for each state or product, five others
   int count = 0;
 
   template <typename T>

@@ -42,10 +42,6 @@ struct Plain {
   }
 };
 
-static void set_or_zero(real* to, const real* from, int64_t count) {
-  from ? memcpy(to, from, size_t(count) * sizeof(real)) : memset(to, 0, size_t(count) * sizeof(real));
-}
-
 static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
   Scratch scratch;
