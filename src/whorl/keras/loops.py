@@ -241,8 +241,8 @@ def bidirectional(
             given = initial_state[place * count : (place + 1) * count]
         else:
             given = () if _starts_at_zero(one) else one.get_initial_state(keras.ops.shape(sequences)[0])
-        states = [keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given]
-        tensors.append(_tensors_of_call(one, sequences, tuple(states), training))
+        starts = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
+        tensors.append(_tensors_of_call(one, sequences, starts, training))
     notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)
     how = there.zero_output_for_mask, there.return_sequences
     found = both_ways(part, x, tensors[0], tensors[1], mask, *how, notes)
