@@ -406,6 +406,22 @@ def test_states_of_zero_are_not_made(name: str, both: bool, monkeypatch: pytest.
     torch.testing.assert_close(ours(x, mask=mask), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_stack_of_cells_that_are_alike(sequences: bool, training: bool) -> None:
+    """The outputs of all steps of the last are not wanted, those of the others are."""
+    layers = [
+        source.RNN([keras.layers.LSTMCell(3) for _ in range(3)], return_sequences=sequences)
+        for source in (whorl.keras, keras.layers)
+    ]
+    for layer in layers:
+        layer.build(x.shape)
+    layers[0].set_weights(layers[1].get_weights())
+    with torch.set_grad_enabled(training):
+        ours, stock = (layer(x, mask=mask, training=training) for layer in layers)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
 class _StartsAtOne:
     def get_initial_state(self, batch_size: Any) -> Any:
         return [keras.ops.ones((batch_size, 4)) for _ in self.state_size]  # type: ignore[attr-defined]

@@ -16,8 +16,8 @@ from whorl.functional import planned, recurrent
 from whorl.problem import Call, Form, Plan
 from whorl.weights import NATIVE_MODES, from_keras, reordered
 
-Run = Callable[[str, Call, str], tuple[Tensor, ...]]
-"""What `recurrent` is: (form, call, engine) to the output and each final state."""
+Run = Callable[..., tuple[Tensor, ...]]
+"""What `recurrent` is: (form, call, engine, outputs=...) to the output and each final state."""
 
 
 class Part(NamedTuple):
@@ -97,9 +97,9 @@ def sweep(
     if go_backwards:
         y, valid = y.flip(0), None if valid is None else valid.flip(0)
     states = []
-    for cell, own in zip(parts, tensors, strict=True):
+    for above, (cell, own) in enumerate(zip(parts, tensors, strict=True), 1):
         y = y.to(own.weights[0].dtype)  # cells may compute in different ones
-        y, finals = _run(cell, cell.form, y, [own], valid, notes, run)
+        y, finals = _run(cell, cell.form, y, [own], valid, notes, run, sequences or above < len(parts))
         states.append(tuple([final[0] for final in finals]))
     return _swept(y, tuple(states), valid, -1, zero_output, sequences)
 
@@ -126,7 +126,7 @@ def both_ways(
         return _shapes([cell], x, sequences), _shapes([cell], x, sequences)
     valid = None if mask is None else mask.to(torch.bool).t()
     x = _by_time(x)
-    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run)
+    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run, sequences)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
     rest = zero_output, sequences
@@ -160,9 +160,9 @@ def _swept(
 
 def _run(
     cell: Part, form: str, x: Tensor, directions: Sequence[Tensors], valid: Tensor | None, notes: list[Plan] | None,
-    run: Run,
+    run: Run, outputs: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Outputs [time, batch, directions x units], and final states [directions, batch, units]."""
+    """Outputs [time, batch, directions x units] where they are wanted, and final states [directions, batch, units]."""
     states = tuple([_joined(state) for state in zip(*(own.states for own in directions), strict=True)])
     weights = tuple([weight for own in directions for weight in _weights(cell.kind, own.weights)])
     call = Call(x, states, weights)
@@ -179,7 +179,7 @@ def _run(
         return _exported(form, call)
     if notes is not None:
         notes.append(planned(form, call, cell.engine))
-    y, *finals = run(form, call, cell.engine)
+    y, *finals = run(form, call, cell.engine, outputs=outputs)
     return y, finals
 
 
