@@ -26,6 +26,7 @@ struct dim { unsigned x, y, z; };
 inline int min(int a, int b) { return a < b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned __float_as_uint(float v) { unsigned r; memcpy(&r, &v, 4); return r; }
 inline float __uint_as_float(unsigned v) { float r; memcpy(&r, &v, 4); return r; }
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
@@ -134,6 +135,15 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   for (int apart = 16; apart > 0; apart /= 2) bits |= shuffle_words(bits, apart);
   return bits;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  const unsigned result = host::together(&value, 1, [](host::Warp& w) {
+    unsigned most = 0;
+    for (int l = 0; l < 32; ++l) most = w.given[l][0] > most ? w.given[l][0] : most;
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = most;
+  })[0];
+  __syncwarp();
+  return result;
+}
 inline bool __all_sync(unsigned, bool value) {
   const unsigned word = value;
   const bool result = host::together(&word, 1, [](host::Warp& w) {
@@ -152,6 +162,9 @@ inline float __shfl_sync(unsigned, float value, int from) {
 
 // --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
 
+inline unsigned emulated_spread_signs(unsigned halves) {
+  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
+}
 #if ELEMENT_BYTES == 2
 #if BFLOAT16
 inline float emulated_wide(unsigned short v) { return host::bfloat_to_float(v); }
@@ -164,9 +177,6 @@ inline unsigned emulated_narrow_pair(float low, float high) {
   return emulated_narrow(low) | (unsigned)emulated_narrow(high) << 16;
 }
 inline float operand_value(unsigned word, int half) { return emulated_wide((unsigned short)(word >> 16 * half)); }
-inline unsigned emulated_spread_signs(unsigned halves) {
-  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
-}
 inline unsigned emulated_times(unsigned a, unsigned b) {
   return emulated_narrow_pair(operand_value(a, 0) * operand_value(b, 0), operand_value(a, 1) * operand_value(b, 1));
 }
@@ -178,6 +188,12 @@ inline unsigned emulated_times(unsigned a, unsigned b) { return __float_as_uint(
 #if HALVES
 inline unsigned emulated_half_pair(float low, float high) {
   return host::float_to_half(low) | (unsigned)host::float_to_half(high) << 16;
+}
+inline unsigned emulated_times_pair(unsigned pair, unsigned factors) {
+  const auto times = [&](int bit) {
+    return (unsigned)host::float_to_half(host::half_to_float((unsigned short)(pair >> bit)) * host::half_to_float((unsigned short)(factors >> bit)));
+  };
+  return times(0) | times(16) << 16;
 }
 inline float emulated_low_half(unsigned pair) { return host::half_to_float((unsigned short)pair); }
 inline float operand_value(unsigned word, int half) { return host::half_to_float((unsigned short)(word >> 16 * half)); }

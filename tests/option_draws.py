@@ -1,16 +1,19 @@
 """Layers and calls of engine `persistent` with options drawn at random, and how they compare with `reference`."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import whorl
 from comparison import broken, error, flat
+from whorl.bench.baseline import TF32_EPS, to_tf32
 from whorl.engines.cuda.persistent import fits, most_units
 from whorl.problem import Device
 
@@ -208,8 +211,11 @@ class Drawn:
         result = {f"output {place}": out.detach() for place, out in enumerate(outputs)}
         return result | {f"grad of {name}": grad for name, grad in named_grads if grad is not None}
 
-    def errors(self, device: str, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    def errors(self, device: str, dtype: torch.dtype, tf32: bool = False) -> dict[str, tuple[float, float]]:
         """What breaks the error rule: its error and its bound.
+
+        Args:
+            tf32: the engine has TF32 products, and so has the baseline.
 
         At a kink, or where steps amplify, a draw of roundings says little: a value that falls on the other side of a
         clip changed gradients by 22 eps in one draw of sixteen or in another, in the engine as in plain torch.  What
@@ -217,24 +223,43 @@ class Drawn:
         """
         layer = self.layer(device, dtype)
         tensors, marks = self.call(device, dtype)
-        rows, eps = [self._measured(layer, tensors, marks, dtype)], torch.finfo(dtype).eps
+        rows, eps = [self._measured(layer, tensors, marks, dtype, tf32)], TF32_EPS if tf32 else torch.finfo(dtype).eps
         if found := broken(rows, eps):
             near = torch.Generator().manual_seed(self.seed)
-            rows += [self._measured(layer, _beside(tensors, dtype, near), marks, dtype) for _ in range(_NEAR)]
+            rows += [self._measured(layer, _beside(tensors, dtype, near), marks, dtype, tf32) for _ in range(_NEAR)]
             found = broken(rows, eps)
         return found
 
     def _measured(
-        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype
-    ) -> dict[str, tuple[float, float]]:
+        self, layer: torch.nn.Module, tensors: dict[str, Tensor], marks: dict[str, Any], dtype: torch.dtype,
+        tf32: bool = False,
+    ) -> dict[str, tuple[float, float]]:  # fmt: skip
         """The engine's error and the baseline's."""
         found = {}
         for engine, kind in (("reference", torch.float64), ("reference", dtype), ("persistent", dtype)):
             layer.engine = engine
-            found[engine, kind] = self.results(layer, tensors, marks, kind)
+            with _ProductsOfTF32() if tf32 and (engine, kind) == ("reference", dtype) else nullcontext():
+                found[engine, kind] = self.results(layer, tensors, marks, kind)
         truth, plain, got = found.values()
         assert got.keys() == truth.keys()
         return {name: (error(got[name], truth[name]), error(plain[name], truth[name])) for name in truth}
+
+
+class _ProductsOfTF32(TorchDispatchMode):
+    """Products of matrices, those of gradients too, of operands rounded to TF32."""
+
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        names = {torch.ops.aten.mm.default: 0, torch.ops.aten.bmm.default: 0, torch.ops.aten.addmm.default: 1}
+        first = names.get(function)
+        if first is not None:
+            args = [to_tf32(arg) if index >= first else arg for index, arg in enumerate(args)]
+        return function(*args, **(kwargs or {}))
 
 
 _NEAR = 31

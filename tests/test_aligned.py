@@ -56,7 +56,7 @@ def multiplied(host: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
     found, real = [], Product.__call__
 
     def multiply(own: Product, *given: int, **how: bool) -> None:
-        first = [number.value for number in own._first]
+        first = [number.value for number in own._parts[0][2]]
         found.append((first[:2], first[2:5], own._of_a[1].value, own._of_b[1].value, own._last[1].value))
         real(own, *given, **how)
 

@@ -347,7 +347,7 @@ def test_products_of_four_warps(
         ("RNN", 70, 9, 3, (32, 2, 1, 1, 12), 1, {}),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_of_four_warps_backward(
     kind: str, units: int, batch: int, time: int, back: tuple[int, ...], resident: int | None, options: dict[str, Any],
     dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
@@ -362,7 +362,11 @@ def test_products_of_four_warps_backward(
     torch.manual_seed(1)
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
-    assert_right(layer, x, dtype, folder)
+    tf32 = dtype == torch.float32
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    got = outcome(layer, x, dtype, "persistent", folder, tf32)
+    plain = with_gradients(PlainLoop(layer, to_tf32 if tf32 else None), x.float().detach().requires_grad_())
+    assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 
 def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[..., Tile | None]:
@@ -388,6 +392,7 @@ def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[...,
         ("LSTM", 33, 7, 1, torch.bfloat16, (1, 1, 2, 1, 2), (2, 1, 4, 1), dict(zoneout=0.2)),
         ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
         ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
+        ("LSTM", 340, 7, 1, torch.bfloat16, (8, 1, 4, 1), (8, 1, 4, 1), {}),  # a warp has all of two blocks
     ],
 )
 def test_sub_tiles_that_travel_while_others_are_computed(
@@ -532,6 +537,92 @@ def test_random_options_where_blocks_exchange(seed: int, folder: Path, monkeypat
     print(case)
     with emulated(folder):
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32, torch.bfloat16)[seed % 4]) == {}
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("on", ["mask", "zoneout", "reset_to", "masks"])
+def test_states_of_any_size_that_options_keep_or_make_are_as_good_as_others(
+    on: str, spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TF32 products they are scaled by one number for each sequence and all its steps."""
+    if spread:
+        spread_thinly(monkeypatch, 1)
+    else:
+        monkeypatch.setattr(grid, "choose", lambda size, *_: tiling.forward(size, 2, 1, 2, CHIP.shared))
+    torch.manual_seed(1)
+    layer = whorl.LSTM(6, 40, bias=False, zoneout={"h": 0.5} if on == "zoneout" else 0.0)
+    with torch.no_grad():
+        layer.weight_hh_l0 *= 2.0**-15
+    each = 2.0 ** torch.arange(0, 21, 4)[:, None]
+    x, large, c = torch.randn(5, 6, 6), each * torch.randn(1, 6, 40), torch.randn(1, 6, 40)
+    mask, reset = torch.ones(2, 5, 6, dtype=torch.bool)
+    mask[:2], reset[:3], reset[4:] = False, False, False
+
+    def output(dtype: torch.dtype, engine: str) -> Tensor:
+        own = layer.to(dtype)
+        own.engine = engine
+        given: dict[str, Any] = {"hx": (large.to(dtype), c.to(dtype))}
+        if on == "mask":
+            given["mask"] = mask
+        if on == "reset_to":
+            given = {"reset": reset, "reset_to": given["hx"]}
+        if on == "masks":  # a state of at most 1 that is multiplied
+            given = {"dropout_masks": {"recurrent_dropout": [large[0].to(dtype)]}}
+        torch.manual_seed(2)
+        with emulated(folder, tf32=True), torch.no_grad():
+            return own(x.to(dtype), **given)[0].double()
+
+    layer.recurrent_dropout_mode = "shared"
+    got, truth = output(torch.float32, "persistent"), output(torch.float64, "reference")
+    assert max(error(got[:, b], truth[:, b]) for b in range(6)) <= 4 * TF32_EPS
+
+
+@pytest.mark.parametrize(
+    "kind, on, arguments",
+    [  # what keeps a state that was given, multiplies what enters the product, or says what of it counts
+        ("LSTM", "lengths mask initial", {}),
+        ("LSTM", "packed reset_to initial states", {}),
+        ("LSTM", "lengths step zoneout initial", {}),
+        ("LSTM", "gate mask reset", {}),
+        ("LSTM", "shared given initial", {}),
+        ("LSTM", "step given zoneout reset_to", {}),  # of any size: products are of TF32 itself, forward
+        ("LSTM", "gate given", {}),  # backward too
+        ("GRU", "shared lengths zoneout", dict(clip=3.0)),
+        ("GRU", "gate reset reset_to initial", {}),
+        ("timed_lstm", "lengths reset initial", dict(clip={"h": 0.7})),
+    ],
+)
+@pytest.mark.parametrize("spread", [False, True])
+def test_options_where_tf32_is_multiplied_as_float16(
+    kind: str, on: str, arguments: dict[str, Any], spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, bool] = {}
+    wide = "lengths" in on  # four warps multiply together
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | Spread | None:
+        tile: Tile | Spread | None
+        if not spread:
+            own = size if size.scaled(way) else size._replace(halves=False)
+            given = (own, 2, 2, 2) if way == "forward" else (own, 2, 2, 4)
+            tile = getattr(tiling, way)(*given, chip.shared)
+        elif way == "forward":
+            tile = spreading.forward(size, 16, 1, 2, 8, 4 if wide else 2, chip.shared, wide=wide)
+        else:
+            tile = spreading.backward(size, 16, 2, 2, 1, 8, chip.shared, wide=wide)
+        assert tile is not None
+        made[way] = tile.halves
+        return tile
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    case = Drawn(kind, frozenset(on.split()), 40, 19, 5, seed=1, arguments=arguments)
+    with emulated(folder, tf32=True):
+        assert case.errors("cpu", torch.float32, tf32=True) == {}
+    bounded = kind != "GRU" or spread
+    given = "given" in on
+    assert made == {
+        "forward": bounded and not (given and ("step" in on or "gate" in on)),
+        "backward": not (given and "gate" in on),
+    }
 
 
 @pytest.mark.parametrize(

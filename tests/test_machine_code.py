@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -87,10 +88,12 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
 
 
 @needs_tools
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
 @pytest.mark.parametrize("name, units, batch", [("lstm", 1024, 128), ("lstm", 1500, 20), ("gru", 2048, 64)])
-def test_nothing_is_spilled_where_blocks_exchange(name: str, units: int, batch: int, tmp_path: Path) -> None:
-    """Backward in two bytes, where four warps multiply together."""
-    cell, dtype = CELLS[name].graph, torch.bfloat16
+def test_nothing_is_spilled_backward_where_blocks_exchange(
+    name: str, units: int, batch: int, precision: str, tmp_path: Path
+) -> None:
+    cell, dtype = CELLS[name].graph, torch.bfloat16 if precision == "bfloat16" else torch.float32
     tile = spreading.choose(size_of(cell, units, dtype.itemsize), H200, batch, 1, "backward")
     assert tile is not None
     loop = time_loop(disassembled(source.backward(cell, units, dtype, tile, True), tile, tmp_path / "kernel.cubin"))
@@ -132,7 +135,42 @@ def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_p
 
 
 @needs_tools
+@pytest.mark.parametrize(
+    "kind, units, batch, features",
+    [
+        ("forward", 512, 128, source.Features(lengths=True, order=True)),
+        ("backward", 512, 128, source.Features(lengths=True, order=True)),
+        ("backward", 512, 128, source.Features(noise=source.BY_GATE)),
+        ("forward", 1024, 32, source.Features(mask=True, reset=True, noise=source.DRAWN)),
+        ("backward", 1024, 32, source.Features(mask=True, reset=True, noise=source.DRAWN)),
+    ],
+)
+def test_tf32_with_options_is_multiplied_as_float16_and_spills_nothing_in_the_time_loop(
+    kind: str, units: int, batch: int, features: source.Features, tmp_path: Path
+) -> None:
+    cell = CELLS["lstm"].graph
+    tile = grid.estimated(size_of(cell, units, 4, features), H200, batch, 1, kind)
+    assert tile is not None
+    assert tile.halves
+    text = (source.forward if kind == "forward" else source.backward)(cell, units, torch.float32, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
+@needs_tools
 def test_a_fence_in_the_time_loop_is_found(tmp_path: Path) -> None:
     wider = ("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.parity.acquire.cluster.shared")
     loop = time_loop(listing("forward", "lstm", 512, 32, "bfloat16", tmp_path / "kernel.cubin", wider))
     assert any("CCTL.IVALL" in line for line in loop)
+
+
+@needs_tools
+def test_the_tool_reads_what_two_compilers_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "machine_code.py"))
+    path = tmp_path / "one.jsonl"
+    tool["write"](str(path), "^lstm 128 x 32 bf16 forward")
+    (line,) = path.read_text().splitlines()
+    assert re.search(r'"spills": 0, .*"fences": 0, "products": [1-9]', line)
+    (tmp_path / "other.jsonl").write_text(line.replace('"fences": 0', '"fences": 2'))
+    tool["compare"](str(path), str(tmp_path / "other.jsonl"))
+    assert capsys.readouterr().out == "lstm 128 x 32 bf16 forward (lstm_forward_128_bfloat16_8x8): fences 0 2\n"

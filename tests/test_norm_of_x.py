@@ -10,13 +10,16 @@ import torch
 
 import whorl
 from cells_for_tests import layer_norm_lstm
+from comparison import error
 from emulation import H200, emulated
 from test_emulated import assert_right, with_gradients
 from whorl.cells import library
 from whorl.cells.expr import var
-from whorl.cells.wrappers import ahead, clipped, layer_norm
-from whorl.engines.cuda.norms import inside, normed
+from whorl.cells.wrappers import ahead, clipped, layer_norm, norm_vectors
+from whorl.engines.cuda.norms import Norms, inside, normed
+from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form, Problem, slots
+from whorl.weights import split
 
 
 def test_what_is_left_is_the_step_without_the_norm() -> None:
@@ -49,7 +52,7 @@ def test_the_plan_says_where_it_is_computed() -> None:
     form = Form(layer_norm(library.lstm.graph, ["x"])[0], 4, 512)
     problem = Problem(form, H200, torch.bfloat16, 30, 32, gradient=True)
     said = whorl.engines.cuda.persistent.Persistent().numbers(problem)
-    assert said[0] == "the layer norm of x: by torch, for all steps before the first"
+    assert said[0] == "the layer norm of x: by a kernel of its own, for all steps before the first"
     assert said[1:] == whorl.engines.cuda.persistent.Persistent().numbers(inside(problem))
 
 
@@ -76,9 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
 
 
-def built(kind: str, options: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+def built(kind: str, options: dict[str, Any], dtype: torch.dtype, units: int = 20) -> torch.nn.Module:
     torch.manual_seed(3)
-    layer = getattr(whorl, kind)(6, 20, **options)
+    layer = getattr(whorl, kind)(6, units, **options)
     for name, parameter in layer.named_parameters():
         if "gain" in name or "shift" in name:
             torch.nn.init.normal_(parameter, 0.5, 0.3)
@@ -110,3 +113,29 @@ def test_what_is_not_a_number_past_the_end_stays_there(form: str, folder: Path) 
     zeros, nans = found
     for name, wanted in zeros.items():
         torch.testing.assert_close(nans[name], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("units", [130, 31])
+def test_its_kernels(units: int, bias: bool, folder: Path) -> None:
+    """Rows of several warps, blocks of several rows: as torch's layer norm of x and its bias."""
+    torch.manual_seed(2)
+    layer, rows = built("LSTM", dict(layer_norm="x", bias=bias), torch.float32, units), 21
+    form = Form.from_json(layer._form)
+    own = split(form, [one.detach() for one in layer._weights()])[0]
+    x, grad = torch.randn(2, rows, 4 * units) + 3
+    with emulated(folder):
+        norms = Norms(Problem(form, H200, torch.float32, 7, 3, gradient=True), Chip((9, 0), 1), 0)
+        y, kept = norms.forward(0, x, own)
+        made = norms.backward(0, grad, own, kept)
+    gain, shift = (torch.cat([own.vectors[place] for place in places]) for places in norm_vectors(form.cell))
+    given = [one.double().requires_grad_() for one in (x if own.bias_ih is None else x + own.bias_ih, gain, shift)]
+    true = torch.nn.functional.layer_norm(given[0], [4 * units], given[1], given[2])
+    wanted = torch.autograd.grad(true, given, grad.double())
+    assert error(y, true) < 1e-6
+    for found, exact in zip((made.x, made.gain, made.shift), wanted, strict=True):
+        assert error(found, exact) < 1e-6
+    assert (made.bias is not None) == bias
+    if made.bias is not None:
+        assert error(made.bias, wanted[0].sum(0)) < 1e-6

@@ -26,11 +26,23 @@ def test_random_options(seed: int) -> None:
     check(case, DTYPES[seed % 3])
 
 
-def check(case: Drawn, dtype: torch.dtype) -> None:
+def check(case: Drawn, dtype: torch.dtype, tf32: bool = False) -> None:
     """That a case, with no more units than the device holds, has the numbers of float64."""
     case = case.within(whorl.RNN(1, 1, device="cuda").plan(torch.zeros(1, 1, 1, device="cuda")).problem.device, dtype)
     print(case)
-    assert case.errors("cuda", dtype) == {}
+    assert case.errors("cuda", dtype, tf32) == {}
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_random_options_with_tf32_products(seed: int, spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are of float16, scaled."""
+    if spread:
+        monkeypatch.setattr(grid, "choose", spreading.choose)
+        monkeypatch.setattr(layers, "_prepared", {})
+    case = drawn(2000 + seed, largest=600 if seed % 4 == 0 else 80, batch=70 if seed % 4 == 0 else 20, time=12)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        check(case, torch.float32, tf32=True)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -1,13 +1,17 @@
 """Products of whole matrices by cuBLAS: any layout, any dtype, and the precision asked for, not torch's switch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from comparison import error
-from whorl.engines.cuda.products import product
+from emulation import emulated
+from whorl.engines.cuda import products
+from whorl.engines.cuda.products import Product, handle, laid, product
 
-pytestmark = pytest.mark.gpu
+gpu = pytest.mark.gpu
 EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LAYOUTS = {
     "plain": lambda rows, columns: torch.randn(rows, columns),
@@ -26,6 +30,7 @@ def drawn(layout: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return whole.as_strided(made.shape, made.stride(), made.storage_offset())
 
 
+@gpu
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("b", LAYOUTS)
 @pytest.mark.parametrize("a", LAYOUTS)
@@ -46,6 +51,7 @@ def test_a_product_is_right_however_matrices_lie(a: str, b: str, dtype: torch.dt
         assert error(wide, true) <= EPS[torch.float32]
 
 
+@gpu
 @pytest.mark.parametrize("allowed", [False, True])
 def test_float32_is_as_precise_as_asked_whatever_torchs_switch_of_products_says(allowed: bool) -> None:
     a, b = torch.randn(2, 300, 300, device="cuda")
@@ -56,3 +62,31 @@ def test_float32_is_as_precise_as_asked_whatever_torchs_switch_of_products_says(
     assert error(a @ b, true) < (1e-3 if allowed else 1e-6)
     assert (error(a @ b, true) > 1e-5) == allowed
     torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@gpu
+def test_a_long_sum_of_float32_is_as_precise_as_a_short_one() -> None:
+    a, b = torch.randn(25_600, 4096, device="cuda"), torch.randn(25_600, 1024, device="cuda")
+    assert error(product(a.t(), b), a.double().t() @ b.double()) < 1e-6
+
+
+@pytest.mark.parametrize("turned", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+def test_a_long_sum_of_float32_is_made_of_parts(
+    turned: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (torch.randn(*shape) for shape in ((6, 2500), (2500, 7)))
+    a, b = (one.t().contiguous().t() if way else one for one, way in zip((a, b), turned, strict=True))
+    (a, a_turned, a_step), (b, b_turned, b_step) = laid(a), laid(b)
+    assert (a_turned, b_turned) == turned
+    with emulated(tmp_path):
+        depths, library = [], products.cublas()
+        multiply = library.cublasGemmEx
+        library.cublasGemmEx = lambda *given: depths.append(given[5].value) or multiply(*given)
+        for tf32, wanted in ((False, [834, 834, 832]), (True, [2500])):
+            depths.clear()
+            made = torch.full((6, 7), 3.0)
+            ready = Product(torch.float32, (6, 2500, 7), turned, (a_step, b_step, 7), tf32)
+            for add in (False, True):
+                ready(handle(torch.float32), a.data_ptr(), b.data_ptr(), made.data_ptr(), add)
+            assert depths == wanted * 2
+            assert error(made, 2 * a.double() @ b.double()) < (1e-3 if tf32 else 1e-6)

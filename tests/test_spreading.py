@@ -1,10 +1,12 @@
 """The numbers of kernels whose blocks exchange through L2, for every architecture, without a GPU."""
 
+import itertools
 import re
 
 import pytest
 import torch
 
+import whorl
 from cells_for_tests import CELLS
 from whorl.cells import library
 from whorl.engines.cuda import grid, source, spreading, tiling
@@ -95,14 +97,30 @@ def test_what_does_not_fit_has_no_tile() -> None:
 
 @pytest.mark.parametrize("name, forward", [("lstm", True), ("gru", True), ("rnn_tanh", True), ("rnn_relu", False)])
 def test_what_float32_is_multiplied_as_float16(name: str, forward: bool) -> None:
-    """Forward where states stay within 1 or their initial size; never with options or exact products."""
-    cell = CELLS[name].graph
-    for kind, scaled in (("forward", forward), ("backward", True)):
-        tile = spreading.choose(size_of(cell, 1024, 4), H200, 32, 1, kind)
+    """Forward where states stay within 1 or their initial size, which given masks do not say; never exactly."""
+    cell, given, by_mask = CELLS[name].graph, (source.GIVEN, source.GIVEN_BY_GATE), (source.BY_MASK,)
+    options = [source.Features(), source.Features(lengths=True, mask=True, reset=True, reset_to=True)]
+    options += [source.Features(noise=noise) for noise in (source.HELD, source.DRAWN, source.BY_GATE, *given)]
+    options += [source.Features(zoneout=kinds * len(cell.states)) for kinds in ((source.AT_RANDOM,), by_mask)]
+    for kind, features in itertools.product(("forward", "backward"), options):
+        tile = spreading.choose(size_of(cell, 1024, 4, features), H200, 32, 1, kind)
         assert tile is not None
-        assert tile.halves == scaled
-        for other in (size_of(cell, 1024, 4, exact=True), size_of(cell, 1024, 4, source.Features(mask=True))):
-            assert not any(tile.halves for tile in spreading.candidates(other, H200, kind))
+        known = features.noise not in given and features.zoneout[:1] != by_mask
+        backward = features.noise != source.GIVEN_BY_GATE
+        assert tile.halves == (backward if kind == "backward" else forward and known)
+        exact = size_of(cell, 1024, 4, features, exact=True)
+        assert not any(tile.halves for tile in itertools.islice(spreading.candidates(exact, H200, kind), 9))
+
+
+def test_what_is_clipped_is_known_to_be_small() -> None:
+    def of(layer: torch.nn.Module) -> tuple[bool, bool]:
+        cell = layer.plan(torch.zeros(1, 1, 3)).problem.form.cell
+        return source.bounded(cell), source.contained(cell)
+
+    assert of(whorl.GRU(3, 4)) == of(whorl.GRU(3, 4, clip=3.0)) == (False, True)
+    assert of(whorl.GRU(3, 4, clip=1.0)) == of(whorl.RNN(3, 4, nonlinearity="relu", clip=1.0)) == (True, True)
+    assert of(whorl.RNN(3, 4, nonlinearity="relu", clip=1.5)) == (False, False)
+    assert of(whorl.LSTM(3, 4, clip=3.0)) == (True, True)
 
 
 def test_no_kernel_has_a_lambda_with_a_parameter_of_any_type() -> None:

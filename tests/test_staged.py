@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import whorl
+from comparison import error
 from emulation import emulated
-from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees
+from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
+from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
 from whorl.cells.expr import Expr, var
 from whorl.cells.graphs import Evaluator, at_once
@@ -140,6 +142,34 @@ def test_options_of_a_cell_with_means_where_blocks_exchange_through_l2(
         assert_agrees("persistent", STAGED["layer_norm_lstm"], case, DTYPES[len(form) % 3])
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, form, changes, place",
+    [
+        ("all of LSTM's layer norm", "layers", {}, 0),
+        ("layer_norm_lstm", "mask and lengths", dict(zoneout=(0.1, 0.3)), 3),
+        ("layer_norm_lstm", "recurrent dropout by gate", {}, 2),
+    ],
+)
+def test_means_where_tf32_is_multiplied_as_float16(
+    name: str, form: str, changes: dict[str, Any], place: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[place])
+    case = replace(FORMS[form], time=4, batch=9, units=37, form=FORMS[form].form | changes)
+    made, call = case.build(STAGED[name])
+    call = in_dtype(call, torch.float32)
+    truth = results(made, in_dtype(call, torch.float64), "reference", False)
+    with emulated(folder, tf32=True):
+        got = results(made, call, "persistent", False)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert max(errors.values()) > 1e-5
+    for way in ("forward", "backward"):
+        tile = grid.choose(size_of(STAGED[name], 37, 4), H200, 9, 1, way)
+        assert isinstance(tile, Spread)
+        assert tile.halves
+
+
 def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -> None:
     made = steps(STAGED["all of LSTM's layer norm"])
     assert (made.forward.exchanges, made.backward.exchanges) == (2, 1)
@@ -153,14 +183,19 @@ def test_backward_computes_ahead_what_takes_long_and_needs_no_gradient() -> None
     assert slow.findall(stages_after) == []
 
 
-def test_layer_norm_is_spread_where_that_was_measured_to_be_faster() -> None:
+@pytest.mark.parametrize(
+    "element, expected", [(2, {("forward", 128)}), (4, {("forward", 128), ("backward", 128)})], ids=["bfloat16", "tf32"]
+)
+def test_layer_norm_is_spread_where_that_is_faster(element: int, expected: set[tuple[str, int]]) -> None:
+    """In two bytes as measured; with TF32 products, which alone are of float16 there, by its estimate."""
     cell = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("r",))[0]
-    size = size_of(cell, 512, 2)
+    size = size_of(cell, 512, element)
     chosen = {(kind, batch): grid.estimated(size, H200, batch, 1, kind)
               for kind in ("forward", "backward") for batch in (32, 128)}  # fmt: skip
     spread = {where for where, tile in chosen.items() if isinstance(tile, Spread)}
-    assert spread == {("forward", 128)}
+    assert spread == expected
     assert {tile.slice for where, tile in chosen.items() if tile is not None and where in spread} == {64}
+    assert all(tile is not None and tile.halves == (element == 4) for where, tile in chosen.items() if where in spread)
 
 
 def test_means_of_what_is_affine_in_means_are_found_at_once() -> None:
@@ -266,7 +301,9 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
     # through L2 a warp waits for means together: threads apart take hundreds of cycles for each shuffle after
-    assert any("VOTE" in line for line in loop) == (isinstance(tile, Spread) and name != "reset before")
+    # (VOTEU is no such wait: before instructions that a warp computes once, it asks whether any thread wants them)
+    together = isinstance(tile, Spread) and name != "reset before"
+    assert any(re.search(r"\bVOTE\b", line) for line in loop) == together
     # where blocks exchange through L2 all threads fence once in a while (exchange.cu), at one place
     rings = isinstance(tile, Spread) and (kind == "forward" or tile.gathered > 1)
     assert sum("MEMBAR" in line for line in loop) == rings

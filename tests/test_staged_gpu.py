@@ -118,7 +118,19 @@ def test_options_of_a_cell_with_means_through_l2(spread: None, form: str) -> Non
 
 @pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
 def test_tf32(name: str) -> None:
-    form, call = Case(time=9, batch=20, units=130).build(STAGED[name])
+    assert_near_in_tf32(name, Case(time=9, batch=20, units=130))
+
+
+@pytest.mark.parametrize("form", ["plain", "mask and lengths", "reset to", "recurrent dropout by gate"])
+@pytest.mark.parametrize("units, batch, time", [(130, 20, 9), (512, 128, 5), (1024, 40, 4)])
+def test_tf32_through_l2(spread: None, units: int, batch: int, time: int, form: str) -> None:
+    """Where it is multiplied as float16, scaled."""
+    case = replace(FORMS[form], units=units, batch=batch, time=time)
+    assert_near_in_tf32("all of LSTM's layer norm", case)
+
+
+def assert_near_in_tf32(name: str, case: Case) -> None:
+    form, call = case.build(STAGED[name])
     call = in_dtype(call, torch.float32)
     truth = results(form, in_dtype(call, torch.float64), "reference", False)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):

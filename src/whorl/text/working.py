@@ -25,7 +25,7 @@ from whorl.text.passes import Moved, Order
 from whorl.text.recipe import Recipe
 
 _MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
-_SMALL = 1 << 16  # numbers of a gradient that is exchanged together with others
+_SMALL = 1 << 16  # numbers of a gradient that is exchanged with the last ones, though it is there before
 # Of these cells, with these options, a unit whose weights are all zero stays zero, as do the gradients of its weights.
 _PADDED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _PADDED_OPTIONS = {
@@ -169,8 +169,8 @@ class Working:
         loss, after = self._loss(rows, targets, states)
         loss.backward()
         assert rows.grad is not None
-        to_rows = self.group.joint(rows.grad.flatten(0, 1), 0)  # ahead of the last exchange: there is work on it
-        return _Found(loss.detach(), after, tokens, order, to_rows, self._exchange_late())
+        to_rows, finish = self._exchange_late(rows.grad.flatten(0, 1))
+        return _Found(loss.detach(), after, tokens, order, to_rows, finish)
 
     def _arrived(self) -> list[Tensor]:
         """The early gradients; the current stream waits for their exchange."""
@@ -239,25 +239,25 @@ class Working:
         assert parameter.grad is not None
         self._exchanges.append(self.group.averaging(parameter.grad))
 
-    def _exchange_late(self) -> Callable[[], None]:
-        """Send the other gradients on their way, the small ones together; what is given waits for them."""
+    def _exchange_late(self, to_rows: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """The embedding's rows of all processes, and what waits for the other gradients, which travel together."""
         if not self.group.joined:
-            return lambda: None
-        self._join()  # a small head's gradient is among them
-        grads = [_gradient(made) for place, made in enumerate(self._copies) if place not in self._early]
-        small = [grad for grad in grads if grad.numel() <= _SMALL]
-        together = torch.cat([grad.flatten() for grad in small]) if small else None
-        ways = [self.group.averaging(grad) for grad in grads if grad.numel() > _SMALL]
-        ways += [] if together is None else [self.group.averaging(together)]
+            return to_rows, lambda: None
+        late = [made for place, made in enumerate(self._copies) if place not in self._early]
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(to_rows.device))
+        with self._aside():
+            together = torch.cat([_gradient(made).flatten() for made in late])
+        to_rows = self.group.joint(to_rows, 0)  # ahead of the last exchange: there is work on it
+        with self._aside():
+            way = self.group.averaging(together)
 
         def finish() -> None:
-            for way in ways:
-                way()
-            if together is not None:
-                for grad, part in zip(small, together.split([grad.numel() for grad in small]), strict=True):
-                    grad.copy_(part.view_as(grad))
+            way()
+            for made, part in zip(late, together.split([made.numel() for made in late]), strict=True):
+                made.grad = part.view_as(made)
 
-        return finish
+        return to_rows, finish
 
 
 class _Found(NamedTuple):

@@ -51,7 +51,7 @@ class Layers:
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
         self.tf32 = problem.tf32
         self.gate = torch.float32 if source.wide_gates(form.cell) else problem.dtype
-        self.norms = Norms(plan.problem, self.gate) if normed(plan.problem) else None
+        self.norms = Norms(plan.problem, self.chip, self.index) if normed(plan.problem) else None
         self.sizes = form.units, problem.batch, problem.time, form.directions
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
@@ -120,7 +120,7 @@ class Layers:
             ahead = self._kernel("forward", features)
             gates = self._gates(self._entering(x, call, layer, options), weights, layer, options)
             if self.norms is not None:
-                pairs = [self.norms.forward(gate, own) for gate, own in zip(gates, weights, strict=True)]
+                pairs = [self.norms.forward(stream, gate, own) for gate, own in zip(gates, weights, strict=True)]
                 gates, normed = [made for made, _ in pairs], [*normed, *(part for _, kept in pairs for part in kept)]
                 weights = [self.norms.inner(own) for own in weights]
             y = x.new_empty(*call.x.shape[:-1], directions * units)
@@ -212,7 +212,7 @@ class Layers:
                 to_x, summed_here = to_gates[direction], summed[direction]
                 if self.norms is not None:
                     first = form.layers * each - 1 + index * KEPT
-                    normed = self.norms.backward(to_x, every[direction], saved[first : first + KEPT])
+                    normed = self.norms.backward(stream, to_x, every[direction], saved[first : first + KEPT])
                     to_x, vectors = normed.x, self.norms.joined(normed, summed_here.vectors)
                     summed_here = summed_here._replace(bias_ih=normed.bias, vectors=vectors)
                 if entered:

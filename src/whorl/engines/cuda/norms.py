@@ -1,4 +1,4 @@
-"""Layer norm of the input projection: it reads no state, so torch's own kernel computes it for all steps at once.
+"""Layer norm of the input projection: it reads no state, so a kernel of its own computes it for all steps at once.
 
 In float32: gradients of gains are sums over all steps, which cancel.
 """
@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.cells.wrappers import EPS, ahead, norm_vectors
-from whorl.engines.base import as_bytes, from_bytes
-from whorl.problem import Problem
+from whorl.cells.wrappers import ahead, norm_vectors
+from whorl.engines.base import as_bytes
+from whorl.engines.cuda import prepare
+from whorl.engines.cuda.source import Norm, wide_gates
+from whorl.engines.cuda.tiling import Chip
+from whorl.problem import Form, Problem
 from whorl.weights import LayerWeights
 
 KEPT = 3
@@ -42,46 +45,59 @@ class Made(NamedTuple):
     shift: Tensor
 
 
+def norm_of(form: Form, dtype: torch.dtype) -> Norm:
+    """What the kernels are written for."""
+    return Norm(len(form.cell.gates), form.units, dtype, wide_gates(form.cell), form.bias)
+
+
 class Norms:
-    """Of x of a problem's cell, which has one.
+    """Of x of a problem's cell, which has one."""
 
-    Args:
-        gate: the dtype in which x comes to the time loop.
-    """
-
-    def __init__(self, problem: Problem, gate: torch.dtype) -> None:
+    def __init__(self, problem: Problem, chip: Chip, index: int) -> None:
         cell, units = problem.form.cell, problem.form.units
-        self._units, self._shape, self._gate = units, [len(cell.gates) * units], gate
+        self._norm, self._chip, self._units = norm_of(problem.form, problem.dtype), chip, units
+        self._gate = torch.float32 if self._norm.wide else problem.dtype
         self._gains, self._shifts = norm_vectors(cell)
         self._rest = [place for place in range(len(cell.vectors)) if place not in {*self._gains, *self._shifts}]
+        self._forward = prepare.norming("forward", self._norm, chip, index)
+        if problem.gradient:
+            self._backward = prepare.norming("backward", self._norm, chip, index)
+            self._add = prepare.adding(problem.dtype, chip, index)
 
     def inner(self, own: LayerWeights) -> LayerWeights:
         """What is left for the time loop."""
         return own._replace(bias_ih=None, vectors=tuple([own.vectors[place] for place in self._rest]))
 
-    def forward(self, x: Tensor, own: LayerWeights) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, stream: int, x: Tensor, own: LayerWeights) -> tuple[Tensor, list[Tensor]]:
         """x of every gate after its norm, and what backward reads.
 
         Args:
-            x: float32 [rows, gates x units], without its bias, which is added in place.
+            x: float32 [rows, gates x units], in one piece, without its bias.
         """
-        if own.bias_ih is not None:
-            x += own.bias_ih
-        gain, shift = self._scales(own)
-        made, mean, scale = torch.native_layer_norm(x, self._shape, gain, shift, EPS)
-        return made.to(self._gate), [as_bytes(part) for part in (x, mean, scale)]
+        rows = len(x)
+        made, (means, scales) = x.new_empty(x.shape, dtype=self._gate), x.new_empty(2, rows)
+        self._forward(
+            stream, self._blocks(rows, 4), 1, x.data_ptr(), *self._vectors(own, [*self._gains, *self._shifts]),
+            made.data_ptr(), means.data_ptr(), scales.data_ptr(), rows,
+        )  # fmt: skip
+        return made, [as_bytes(part) for part in (x, means, scales)]
 
-    def backward(self, grad: Tensor, own: LayerWeights, kept: Sequence[Tensor]) -> Made:
+    def backward(self, stream: int, grad: Tensor, own: LayerWeights, kept: Sequence[Tensor]) -> Made:
         """From the gradient of what `forward` gave and what it kept."""
-        rows, dtype = len(grad), grad.dtype
-        shapes = (rows, *self._shape), (rows, 1), (rows, 1)
-        x, mean, scale = (from_bytes(part, own, torch.float32) for part, own in zip(kept, shapes, strict=True))
-        gain, shift = self._scales(own)
-        made, of_gain, of_shift = torch.ops.aten.native_layer_norm_backward(
-            grad.float(), x, self._shape, mean, scale, gain, shift, [True, True, True]
-        )
-        bias = None if own.bias_ih is None else made.sum(0).to(dtype)
-        return Made(made.to(dtype), bias, of_gain.to(dtype), of_shift.to(dtype))
+        rows, gates, biased = len(grad), self._norm.gates, self._norm.biased
+        x, means, scales = (part.data_ptr() for part in kept)
+        blocks, made = self._blocks(rows, 1), torch.empty_like(grad)
+        sums = grad.new_empty(blocks, (2 + biased) * gates * self._units, dtype=torch.float32)
+        self._backward(
+            stream, blocks, 1, x, *self._vectors(own, self._gains), means, scales, grad.data_ptr(), made.data_ptr(),
+            sums.data_ptr(), rows,
+        )  # fmt: skip
+        bias, gain, shift = found = grad.new_empty(3, gates * self._units)
+        self._add(
+            stream, -(-found.numel() // 128), 1, *[sums.data_ptr()] * 2, *[bias.data_ptr()] * 2, 0, 0,
+            *[gain.data_ptr()] * 2, blocks, self._units, gates * biased, 0, 0, 2 * gates, b"",
+        )  # fmt: skip
+        return Made(made, bias if biased else None, gain, shift)
 
     def joined(self, made: Made, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradient of every vector of the cell, from those of the time loop."""
@@ -90,8 +106,11 @@ class Norms:
         found |= dict(zip(self._shifts, made.shift.split(self._units), strict=True))
         return tuple([found[place] for place in range(len(found))])
 
-    def _scales(self, own: LayerWeights) -> tuple[Tensor, Tensor]:
-        gain, shift = (
-            torch.cat([own.vectors[place] for place in places]).float() for places in (self._gains, self._shifts)
-        )
-        return gain, shift
+    def _vectors(self, own: LayerWeights, places: Sequence[int]) -> list[int]:
+        """Where x's bias lies, and some of the cell's vectors."""
+        bias = 0 if own.bias_ih is None else own.bias_ih.data_ptr()
+        return [bias, *(own.vectors[place].data_ptr() for place in places)]
+
+    def _blocks(self, rows: int, each: int) -> int:
+        """For so many rows, `each` times as many as run at once at the least."""
+        return max(1, min(rows, each * max(1, 512 // self._norm.threads) * self._chip.multiprocessors))

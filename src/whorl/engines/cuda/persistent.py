@@ -14,10 +14,10 @@ from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import aligned, cudnn, grid, projected, source
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
-from whorl.engines.cuda.norms import inside, normed
+from whorl.engines.cuda.norms import inside, norm_of, normed
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
-from whorl.engines.cuda.prepare import Numbers, adding_code, codes, row_copier_code, size_of
+from whorl.engines.cuda.prepare import Numbers, adding_code, codes, norming_code, row_copier_code, size_of
 from whorl.engines.cuda.projected import Projected
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import spreadable, staged
@@ -96,7 +96,9 @@ class Persistent(Engine):
         return [f"{what} is estimated at {own:.0f} us a step, and cuDNN, with all products, at {rival:.0f}"]
 
     def numbers(self, problem: Problem) -> list[str]:
-        ahead = ["the layer norm of x: by torch, for all steps before the first"] if normed(problem) else []
+        ahead = (
+            ["the layer norm of x: by a kernel of its own, for all steps before the first"] if normed(problem) else []
+        )
         problem = inside(problem)
         form, features, chip = problem.form, expected(problem), _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
@@ -145,6 +147,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     reasons = Persistent().obstacles(problem)
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
+    norm = norm_of(problem.form, problem.dtype) if normed(problem) else None
     problem = inside(problem)
     form, features = problem.form, expected(problem)
     size, wanted = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
@@ -153,7 +156,9 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         assert tile is not None, "the obstacles say that it fits"
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
     made = codes(wanted, chip)
-    if problem.gradient and (form.bias or form.cell.vectors):
+    if norm is not None:
+        made += [norming_code(kind, norm, chip) for kind in ("forward", "backward")[: 1 + problem.gradient]]
+    if problem.gradient and (form.bias or form.cell.vectors or norm is not None):
         made.append(adding_code(problem.dtype, chip))
     copied = aligned.words(problem.dtype.itemsize, *largest(problem))
     return [name for name, _ in [*made, *(row_copier_code(word, chip) for word in copied)]]

@@ -34,8 +34,10 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
     own = cell if staged(cell) else None
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
-    halves = own is None and element == 4 and not source.has_options(cell, features)
-    scales = halves, halves and source.bounded(cell), halves and source.contained(cell)
+    halves = element == 4 and features.noise != source.GIVEN_BY_GATE
+    halves = halves and not (exact and (own is not None or source.has_options(cell, features)))
+    known = halves and not features.of_any_size
+    scales = halves, known and source.bounded(cell), known and source.contained(cell)
     ahead = source.registers(cell, features)
     return Size(units, *counts, apart, element, gate, *ahead, *masks, exact, own, *scales, features.lengths)
 
@@ -96,6 +98,23 @@ def adding_code(dtype: torch.dtype, chip: Chip) -> tuple[str, bytes]:
     return name, store.kernel(source.adding(dtype), name, chip.architecture)
 
 
+def norming(kind: str, norm: source.Norm, chip: Chip, index: int) -> Kernel:
+    """A kernel of the layer norm of the input projection, on a device."""
+    layout = f"{ {'forward': 6 + 2 * norm.gates, 'backward': 8 + norm.gates}[kind] }Q"
+
+    def make() -> Kernel:
+        name, code = norming_code(kind, norm, chip)
+        return Kernel(code, name, index, norm.threads, _NORM_ROOM, 1, layout)
+
+    return loaded(("norm", kind, norm, index), make)
+
+
+def norming_code(kind: str, norm: source.Norm, chip: Chip) -> tuple[str, bytes]:
+    """Its name and machine code, from the store or compiled; needs no GPU."""
+    return norm.name(kind), store.kernel(source.norming(kind, norm), norm.name(kind), chip.architecture)
+
+
+_NORM_ROOM = 32 * 8  # two sums of each warp
 _COPYING = "7Q"  # the argument of kernels/rows.cu
 
 

@@ -11,6 +11,7 @@ import torch
 from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
+from whorl.cells.wrappers import EPS
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import Pass, Steps, most, part, staged, steps
 from whorl.engines.cuda.tiling import Tile
@@ -48,6 +49,11 @@ class Features(NamedTuple):
     def before(self) -> bool:
         """What was before each step is saved: it is not the output of the step before."""
         return bool(self.lengths or self.mask or self.reset or self.noise)
+
+    @property
+    def of_any_size(self) -> bool:
+        """What enters the recurrent product may be of another size at each step: masks that are given say so."""
+        return self.noise in (GIVEN, GIVEN_BY_GATE) or self.zoneout[:1] == (BY_MASK,)
 
 
 PLAIN = Features()
@@ -129,9 +135,11 @@ def bounded(graph: Graph) -> bool:
 def contained(graph: Graph) -> bool:
     """Whether the first state is never larger after a step than the larger of 1 and what it was.
 
-    It is in [-1, 1], or on the way from a number there to what it was, as a GRU's: n + z (h - n).
+    It is in [-1, 1], or on the way from a number there to what it was, as a GRU's: n + z (h - n); clipped or not.
     """
     within, last = _intervals(graph), graph.outputs[0]
+    if last.op == "clip" and within[last.args[1].digest][0] <= 0 <= within[last.args[2].digest][0]:
+        last = last.args[0]  # which is no smaller
 
     def is_in(node: Expr, least: float) -> bool:
         low, high = within[node.digest]
@@ -155,26 +163,41 @@ def contained(graph: Graph) -> bool:
 def _intervals(graph: Graph) -> dict[str, tuple[float, float]]:
     """The least and the most that each value of a step can be, whatever comes in, by digest."""
     within: dict[str, tuple[float, float]] = {}
-
-    def interval(node: Expr) -> tuple[float, float]:
+    for node in topological(graph.outputs):
         spans = [within[arg.digest] for arg in node.args if isinstance(arg, Expr)]
         if node.op == "const":
-            return node.args[0], node.args[0]
-        if node.op == "add":
-            return spans[0][0] + spans[1][0], spans[0][1] + spans[1][1]
-        if node.op == "sub":
-            return spans[0][0] - spans[1][1], spans[0][1] - spans[1][0]
-        if node.op == "mul":
-            ends = [a * b if a and b else 0.0 for a in spans[0] for b in spans[1]]
-            return min(ends), max(ends)
-        return _SPANS.get(node.op, (float("-inf"), float("inf")))
-
-    for node in topological(graph.outputs):
-        within[node.digest] = interval(node)
+            within[node.digest] = node.args[0], node.args[0]
+        else:
+            within[node.digest] = _OF_SPANS[node.op](*spans) if node.op in _OF_SPANS else _ANY
     return within
 
 
-_SPANS = {"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0), "sin": (-1.0, 1.0), "cos": (-1.0, 1.0), "erf": (-1.0, 1.0)}
+Span = tuple[float, float]
+_ANY: Span = (float("-inf"), float("inf"))
+
+
+def _of_product(a: Span, b: Span) -> Span:
+    ends = [x * y if x and y else 0.0 for x in a for y in b]
+    return min(ends), max(ends)
+
+
+def _of_least(a: Span, b: Span) -> Span:
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def _of_most(a: Span, b: Span) -> Span:
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+_OF_SPANS: dict[str, Callable[..., Span]] = {
+    "sigmoid": lambda a: (0.0, 1.0), "tanh": lambda a: (-1.0, 1.0), "sin": lambda a: (-1.0, 1.0),
+    "cos": lambda a: (-1.0, 1.0), "erf": lambda a: (-1.0, 1.0),
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]), "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "neg": lambda a: (-a[1], -a[0]), "mul": _of_product, "minimum": _of_least, "maximum": _of_most,
+    "clip": lambda a, low, high: _of_least(_of_most(a, low), high),
+    "where": lambda condition, a, b: (min(a[0], b[0]), max(a[1], b[1])),
+}  # fmt: skip
+"""Of operations, from the spans of what they take."""
 
 
 def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread) -> str:
@@ -246,6 +269,44 @@ def masked(name: str, dtype: torch.dtype, vector: int) -> str:
         _text("ptx.cu"),
     ]
     return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+class Norm(NamedTuple):
+    """The layer norm of a layer's input projection, in a kernel of its own."""
+
+    gates: int
+    units: int
+    dtype: torch.dtype
+    wide: bool
+    """What comes to the time loop is float32."""
+    biased: bool
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a thread keeps 12 columns of a row, more where 1,024 of them do not suffice."""
+        return min(1024, 32 * -(-self.gates * self.units // (12 * 32)))
+
+    def name(self, kind: str) -> str:
+        """In a profiler."""
+        return f"norm_{kind}_{self.gates}x{self.units}_{str(self.dtype).removeprefix('torch.')}"
+
+
+def norming(kind: str, norm: Norm) -> str:
+    """The source of a kernel that normalises the input projection ("forward"), or of its gradient ("backward")."""
+    words = [
+        f"#define KERNEL {norm.name(kind)}",
+        f"#define ELEMENT_BYTES {norm.dtype.itemsize}",
+        f"#define BFLOAT16 {int(norm.dtype == torch.bfloat16)}",
+        f"#define FORWARD {int(kind == 'forward')}",
+        f"#define WIDE_GATES {int(norm.wide)}",
+        *(f"#define {word} 0" for word in ("EXACT", "HALVES")),
+        "#define CLUSTER 1",
+        f"constexpr int UNITS = {norm.units}, GATES = {norm.gates}, THREADS = {norm.threads};",
+        f"constexpr int BIASED = {int(norm.biased)};",
+        f"constexpr float EPS = {EPS}f;",
+        _text("ptx.cu"),
+    ]
+    return _text("norms.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
 def adding(dtype: torch.dtype) -> str:

@@ -191,7 +191,7 @@ def backward(
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
     own, share = -(-cells // warps), -(-strips // warps)
-    chunk = min(2, share)
+    chunk = min(1 if size.bits and halves and part > 1 else 2, share)  # a gate's sums are kept apart
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     chains = 2 if chunk * part < 4 and not halves else 1  # as the kernel counts them
@@ -199,6 +199,7 @@ def backward(
     used += (4 * chunk * chains + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
+    used += 4 * chunk * part * (size.recurrent - 1) * (size.bits and halves and chunk * part <= 3)
     used += 4 * (tiles == 1 and size.element == 2)  # of what is computed ahead
     room = _room(size, registers(warps), used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
     if room is None:

@@ -41,9 +41,12 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = P
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int PART_CELLS = GROUPS * PART;
 constexpr bool WHOLE = TILES == 1;  // all 8 are sent, without a branch, over which the compiler moves no product
+constexpr bool AT_ONCE = EXACT && SUBS == 1;  // for each unit at its place the compiler spills, with sub-tiles all at once
 constexpr bool ROOMY = TILES == 1 && ELEMENT_BYTES == 2;  // else registers are short
 constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
+// gates whose scaled sums go behind their masks once all have been added up, where registers allow, and not each time
+constexpr int SUMS_APART = HALVES && NOISE == BY_GATE && CHUNK * PART <= 3 ? RECURRENT : 1;
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
@@ -197,14 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float carried[OWN][STATES][2][2], vectors[OWN][MOST(VECTORS)][2], summed[OWN][MOST(SUMMED)][2] = {};
   Item item[OWN];
   bool in[OWN][2][2];  // whether the value of this sequence and unit is there
-  long long sequence[OWN][2];
+  int sequence[OWN][2];
   int ends[OWN][2];  // steps of each sequence
   // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
   float factor[OWN][2][2], held[OWN][2][2] = {}, noise_sums[OWN][2][2] = {}, reset_sums[OWN][STATES][2][2] = {};
   float2 operand_before[OWN][2];
   unsigned was_cut[OWN][2];
   unsigned drawn[OWN][2];
-  const auto away = [&](int j, int b) { return ORDER ? sequence[j][b] - sequence[j][0] : b; };
+  const auto away = [&](int j, int b) { return (long long)(ORDER ? sequence[j][b] - sequence[j][0] : b); };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
@@ -280,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool own = warp + j * WARPS < CELLS;
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      sequence[j][b] = place + b < last_place ? sequence_at(a, place + b) : place + b;
+      sequence[j][b] = place + b < last_place ? (int)sequence_at(a, place + b) : place + b;
       ends[j][b] = LENGTHS && place + b < last_place ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
     const long long row = sequence[j][0];
@@ -300,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       in[j][b][0] = own && place + b < last_place && unit < UNITS;
-      in[j][b][1] = own && place + b < last_place && unit + 1 < UNITS;
+      in[j][b][1] = in[j][b][0] && (UNITS % 2 == 0 || unit + 1 < UNITS);
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
         const bool given = a.final_gradients[s] != nullptr;
@@ -316,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int b = 0; b < 2; ++b) {
         load_options(j, b, its_first, begin);
         if constexpr (NOISE == HELD)
-          item[j].noise[b] = load_wide_pair(a.o.noise[direction] + sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
+          item[j].noise[b] = load_wide_pair(a.o.noise[direction] + (long long)sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
       }
   }
 
@@ -334,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
   const unsigned made = barriers + 16 * SUBS;  // of sub-tiles: whether their gradients are in shared memory
   const auto arriving = [&](int sub) {  // bytes at a step: of each pair of lines of which one is there
-    return (WHOLE ? 4 : (min(8 * PART, share - sub * 8 * PART) + 1) / 2) * 128 * GROUPS * CLUSTER;
+    return (WHOLE ? 8 : (min(8 * PART, share - sub * 8 * PART) + 1) & ~1) * 64 * GROUPS * CLUSTER;
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
@@ -504,7 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       };
       if constexpr (ROOMY) look_ahead();  // while the sums travel
       if (its > 0) arrive(sub, its, rows_arriving);
-      if constexpr (EXACT) look_ahead();  // for each unit at its place the compiler spills
+      if constexpr (AT_ONCE) look_ahead();
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
@@ -552,7 +555,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (u == 1) to_zones[j][b][s].y = valid ? to_zones[j][b][s].y * apart : 0.f;
             }
 #endif
-            step_backward(ROOMY || EXACT ? ahead[j][b][u] : known(x, r, before, v, e), x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
+            step_backward(ROOMY || AT_ONCE ? ahead[j][b][u] : known(x, r, before, v, e), x, r, before, v, e, d, to_x, to_r, to_s, to_v, to_e);
 #pragma unroll
             for (int s = 0; s < STATES; ++s)
               if (valid) carried[j][s][b][u] = to_s[s] + stayed[s];
@@ -608,7 +611,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            unsigned* const to = line + (g * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
+            unsigned* const to = line + g * SLICE / WORD_ELEMENTS + (group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
 #if HALVES
             unsigned low;
             split_halves(dr[j][b][g].x * scale, dr[j][b][g].y * scale, to[0], low);
@@ -633,14 +636,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
     };
 
+    // of a strip of the warp's the block with its units, and which 16 of the block's they are
+    constexpr bool ALL = SHARE % GROUPS == 0;  // it has all strips of its blocks: most is known when compiled, not kept
+    const auto block_of = [&](int i) { return ALL ? warp * (SHARE / GROUPS) + i / GROUPS : (warp * SHARE + i) / GROUPS; };
+    const auto group_of = [&](int i) { return ALL ? i % GROUPS : (warp * SHARE + i) % GROUPS; };
     const auto multiply_and_send = [&](int sub) {
       const int its = t - late(sub);
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHAINS][CHUNK][PART][4] = {}, all[CHUNK][PART][4] = {};
+        float sums[CHAINS][CHUNK][PART][4] = {}, all[SUMS_APART][CHUNK][PART][4] = {};
 #if HALVES
+        unsigned bits[CHUNK][PART];  // of masks
+        if constexpr (NOISE == BY_GATE)
+#pragma unroll
+          for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+            for (int n = 0; n < PART; ++n)
+              bits[c][n] = mask_bits[(min(warp * SHARE + i0 + c, STRIPS - 1) * TILES + sub * PART + n) * 32 + lane];
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {  // whose gradients of a sequence have a scale of their own
+          float factors[PART][2];
+          const auto read_factors = [&](int n) {
+            const unsigned* const at = gradients + its % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
+                                       ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
+            factors[n][0] = __uint_as_float(at[0]), factors[n][1] = __uint_as_float(at[STRIDE]);
+          };
+          const auto add_up = [&](int c, int n, int gate) {  // its masks say what of a gate's sums counts
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
+              const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
+              if (!GATEWISE || SUMS_APART > 1 || bits[c][n] >> (gate * 4 + e) & 1)
+                all[gate % SUMS_APART][c][n][e] += part * factors[n][e % 2];
+              sums[0][c][n][e] = 0.f;
+            }
+          };
+          if constexpr (GATEWISE)
+#pragma unroll
+            for (int n = 0; n < PART; ++n) read_factors(n);
 #pragma unroll
           for (int g = 0; g < RECURRENT; g += 2) {
             uint4 b[PLANES][PART];
@@ -670,30 +702,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                     const int far = (warp * STREAMED + i - RESIDENT) * PLANES * 32 + lane;
                     const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0] : weights_at(streamed + far));
 #pragma unroll
-                    for (int n = 0; n < PART; ++n) multiply(sums[0][c][n], weight, right[n]);
+                    for (int n = 0; n < PART; ++n) {
+                      multiply(sums[0][c][n], weight, right[n]);
+                      if constexpr (GATEWISE) add_up(c, n, g + half);
+                    }
                   }
               }
           }
+          if constexpr (!GATEWISE)
 #pragma unroll
-          for (int n = 0; n < PART; ++n) {
-            const unsigned* const at = gradients + its % 2 * GRADIENT_WORDS + DEPTHS * 8 + group +
-                                       ((sub * PART + n) * 8 + lane % 4 * 2) * STRIDE;
-            const float factors[2] = {__uint_as_float(at[0]), __uint_as_float(at[STRIDE])};
+            for (int n = 0; n < PART; ++n) {
+              read_factors(n);
 #pragma unroll
-            for (int c = 0; c < CHUNK; ++c)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
-                const float part = sums[0][c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2];
-                all[c][n][e] += part * factors[e % 2], sums[0][c][n][e] = 0.f;
-              }
-          }
+              for (int c = 0; c < CHUNK; ++c) add_up(c, n, 0);
+            }
         }
 #pragma unroll
         for (int c = 0; c < CHUNK; ++c)
 #pragma unroll
           for (int n = 0; n < PART; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[0][c][n][e] = all[c][n][e];
+            for (int e = 0; e < 4; ++e) {
+              sums[0][c][n][e] = SUMS_APART == 1 || bits[c][n] >> e & 1 ? all[0][c][n][e] : 0.f;
+#pragma unroll
+              for (int gate = 1; gate < SUMS_APART; ++gate)
+                if (bits[c][n] >> (gate * 4 + e) & 1) sums[0][c][n][e] += all[gate][c][n][e];
+            }
 #else
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
@@ -729,9 +763,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                         for (int e = 0; e < 4; ++e) {
                           const float sum = CHAINS == 2 ? sums[0][c][n][e] + sums[CHAINS - 1][c][n][e] : sums[0][c][n][e];
                           if constexpr (NOISE == GIVEN_BY_GATE)
-                            all[c][n][e] += wide(mask[e]) * sum;
+                            all[0][c][n][e] += wide(mask[e]) * sum;
                           else if (bits >> (gate * 4 + e) & 1)
-                            all[c][n][e] += sum;
+                            all[0][c][n][e] += sum;
                           sums[0][c][n][e] = sums[CHAINS - 1][c][n][e] = 0.f;
                         }
                       }
@@ -745,15 +779,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const int strip = warp * SHARE + i0 + c;
           if (i0 + c >= SHARE || (SHARE * WARPS != STRIPS && strip >= STRIPS)) break;
 #if CLUSTER > 1
-          const unsigned target = at_rank(base, strip / GROUPS);
+          const unsigned target = at_rank(base, block_of(i0 + c));
 #endif
 #pragma unroll
           for (int n = 0; n < PART; ++n) {  // the two units of one sequence, then of the next
-            float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
+            float(&sum)[4] = GATEWISE && !HALVES ? all[0][c][n] : sums[0][c][n];
             if constexpr (CHAINS == 2 && !GATEWISE)
 #pragma unroll
               for (int e = 0; e < 4; ++e) sum[e] += sums[CHAINS - 1][c][n][e];
-            const int cell = (sub * PART + n) * GROUPS + strip % GROUPS;
+            const int cell = (sub * PART + n) * GROUPS + group_of(i0 + c);
             const int slot = (((its + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
@@ -814,8 +848,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             store_pair(a.o.reset_gradients[s] + start_of(j, b), reset_sums[j][s][b][0], reset_sums[j][s][b][1],
                        in[j][b][0], in[j][b][1]);
           if (NOISE_GRADIENT && NOISE == HELD && s == 0)
-            store_wide_pair(a.o.noise_gradients[direction] + sequence[j][b] * UNITS + unit_of(j), noise_sums[j][b][0],
-                            noise_sums[j][b][1], in[j][b][0], in[j][b][1]);
+            store_wide_pair(a.o.noise_gradients[direction] + (long long)sequence[j][b] * UNITS + unit_of(j),
+                            noise_sums[j][b][0], noise_sums[j][b][1], in[j][b][0], in[j][b][1]);
         }
   }
   if constexpr (LENGTHS && !PACKED)  // past the end of all that are computed together

@@ -216,6 +216,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   }
 #elif HALVES
+#if OPTIONS
+  for (int line = warp; line < ROWS; line += WARPS) {
+    const bool there = line < share && first_place + line < last_place;
+    const float most = largest_operand(a, first_place + line, there, direction, lane), scale = scale_of(unscale_of(most));
+    if (lane == 0) scales[line] = unscale_of(most);
+    if (!there || (a.initial[0] == nullptr && !RESET_TO)) continue;
+    const long long sequence = sequence_at(a, first_place + line);
+    const auto value = [&](int column) {
+      return column < UNITS ? scale * first_operand(a, sequence, column, direction, first_step_of(line / (8 * PART))) : 0.f;
+    };
+    for (int word = lane; 2 * word < UNITS; word += 32)
+      states[word_of(line, word)] = half_pair(value(2 * word), value(2 * word + 1));
+  }
+#else
   for (int line = warp; line < share && a.initial[0] != nullptr; line += WARPS) {
     const bool there = first_place + line < last_place;
     const Element* const from = a.initial[0] + ((long long)direction * batch + first_place + line) * UNITS;
@@ -230,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       states[word_of(line, word)] = half_pair(from[2 * word] * scale, odd * scale);
     }
   }
+#endif
 #else
   if (a.initial[0] != nullptr || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
@@ -570,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 
 #if HALVES
-    const bool starts = !SCALED && t == 0 && a.initial[0] != nullptr;
+    const bool starts = SCALES_STAY || (!SCALED && t == 0 && a.initial[0] != nullptr);
 #pragma unroll
     for (int n = 0; n < PART; ++n)
 #pragma unroll
@@ -691,6 +706,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           float first = has_first ? entering[j][0] : 0.f, second = has_second ? entering[j][1] : 0.f;
 #if HALVES
           unscales[j] = 1.f / STATE_SCALE;
+          if constexpr (SCALES_STAY) {
+            const int item = min(position + j * TAKERS, ITEMS - 1);
+            unscales[j] = scales[item / 2 * 8 + lane % 4 * 2 + item % 2];
+          }
           if constexpr (SCALED) {
             float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
 #pragma unroll

@@ -21,6 +21,10 @@ constexpr bool ZONES_DRAWN = zoneout(0) == AT_RANDOM || zoneout(1) == AT_RANDOM 
                              zoneout(3) == AT_RANDOM;
 constexpr bool DRAWS = NOISE == DRAWN || ZONES_DRAWN;
 constexpr int DRAWN_PAIRS = (UNITS + 1) / 2;
+constexpr bool KEEPS_STATES = MARKED || RESET_TO || zoneout(0) > 0;  // such as were given, and may be of any size
+// Whether what enters the product is scaled by one number for each sequence and all its steps (`largest_operand`).
+constexpr bool SCALES_STAY = OPTIONS && HALVES && !EXACT && (!BOUNDED || KEEPS_STATES || (NOISE && !GATEWISE));
+static_assert(!HALVES || NOISE != GIVEN_BY_GATE, "masks by gate that are given multiply no float16");
 
 // Addresses are null where a kernel has no use for them.  Rows: [time, batch], or those of a PackedSequence.
 struct Options {
@@ -118,6 +122,29 @@ __device__ __forceinline__ Element first_operand(
   }
   return value;
 }
+
+#if HALVES && OPTIONS
+// The largest that enters a sequence's recurrent product, at the first step or, where scales stay, at any: as all lanes of
+// a warp find it together.  What the cell makes is in [-1, 1] or no larger than it was, and so is what zoneout makes of
+// the two; a state that is kept is one of these, an initial one or one that a reset gives.
+template <class Arguments>
+__device__ __forceinline__ float largest_operand(const Arguments& a, int place, bool there, int direction, int lane) {
+  static_assert(!SCALES_STAY || !FORWARD || (NOISE != GIVEN && zoneout(0) != BY_MASK), "they may be of any size");
+  const long long sequence = there ? sequence_at(a, place) : 0, at = (direction * a.batch + sequence) * UNITS;
+  float state = SCALES_STAY ? 1.f : 0.f, factor = NOISE == DRAWN ? a.o.noise_scale : NOISE == HELD ? 0.f : 1.f;
+  for (int column = lane; column < UNITS && there; column += 32) {
+    if (a.initial[0] != nullptr) state = fmaxf(state, fabsf(wide(a.initial[0][at + column])));
+    if constexpr (RESET_TO) state = fmaxf(state, fabsf(wide(a.o.reset_to[0][at + column])));
+    if constexpr (NOISE == HELD) factor = fmaxf(factor, fabsf(a.o.noise[direction][sequence * UNITS + column]));
+  }
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) {
+    state = fmaxf(state, __shfl_xor_sync(0xffffffffu, state, apart));
+    factor = fmaxf(factor, __shfl_xor_sync(0xffffffffu, factor, apart));
+  }
+  return state * factor;
+}
+#endif
 
 // A mark as a number: were it a truth value, its load would be awaited where it begins.
 template <bool THERE>
@@ -392,7 +419,7 @@ struct Backwards {
 
 // What of a word passes a pair of bits: of the 16 pairs in `bits` the upper bits lie from bit 31 on, the lower from 15 on.
 // Words of one element have their bits from 31 on.
-#if ELEMENT_BYTES == 2
+#if ELEMENT_BYTES == 2 || HALVES
 __device__ __forceinline__ unsigned spread_signs(unsigned halves) {
   unsigned result;
   asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(halves));

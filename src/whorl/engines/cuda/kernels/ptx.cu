@@ -82,12 +82,13 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 // whichever is more, so a product's sum by that of |weight| x |state or gradient| and of their largest: whatever their
 // size is, up to 2^90 for weights.  A not-a-number has no part in `most`, and stays one.
 //   weights           the largest of a unit in the depth of a warp
-//   gradients         of a sequence and 16 units
+//   gradients         of a sequence and 16 units; where blocks exchange through L2, of those that a block multiplies, and
+//                     below 2^-24 of a block's others those of another are zero
 //   states            exact: of a sequence and 16 units, whatever they are.  Else of a cell whose states are in [-1, 1],
 //                     where 1 stands for the largest, so what is below 2^-29 has fewer bits than tf32 gives it, and
 //                     below 2^-40 is zero; initial states: the largest of a sequence.  Where blocks exchange through
 //                     L2, also of a cell whose states are never larger than 1 and the largest of a sequence's initial
-//                     states, which stands for it at all steps
+//                     states, which stands for it at all steps.  With options: as options.cu has it
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else
@@ -111,6 +112,11 @@ __device__ __forceinline__ float scale_of(float unscale) {
 __device__ __forceinline__ unsigned half_pair(float low, float high) {
   unsigned result;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+__device__ __forceinline__ unsigned times_pair(unsigned pair, unsigned factors) {
+  unsigned result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(factors));
   return result;
 }
 __device__ __forceinline__ float low_half(unsigned pair) {

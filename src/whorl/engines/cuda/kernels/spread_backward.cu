@@ -13,9 +13,8 @@
 // The product's rows are the units of a part, 16 in each of STRIPS strips; warp w owns SHARE strips from w x SHARE on.
 // A thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
-// With HALVES the gradients of the gates of 16 units of a sequence, which are scaled together, lie beside each other, and
-// what their sums are multiplied with travels behind them, in L2 and in shared memory.  With WARPGROUPS four warps multiply
-// together (warpgroup.cu).
+// With HALVES a block scales the gradients of a sequence together, and what they were divided by travels behind them; who
+// gathers them scales all to the largest.  With WARPGROUPS four warps multiply together (warpgroup.cu).
 //
 //   registers  weights, sums of the products, gradients of the states, sums for the bias, the next step's input
 //   shared     gradients of the gates twice (a warp may still multiply while another begins the next part), more weights
@@ -39,7 +38,7 @@ constexpr int COMPUTED = parts_at_once() * ROWS, TURNS = SUBS * ROWS / COMPUTED;
 constexpr int PASS = THREADS / PAIRS < COMPUTED ? THREADS / PAIRS : COMPUTED, OWN = (COMPUTED + PASS - 1) / PASS;
 constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
-constexpr int SCALES = HALVES ? GATHERED * SLICE / 16 : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
+constexpr int SCALES = HALVES ? GATHERED : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
 // of a sequence's gradients, and scales behind them: 8 rows of 16 bytes are in 32 different banks
 constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : DEPTHS * 8 + (SCALE_WORDS + 3) / 8 * 8 + 4;
 // where a word of a sequence's gradients lies: with WARPGROUPS 16 bytes of all sequences beside each other
@@ -47,14 +46,13 @@ __device__ constexpr int gradient_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = (WARPGROUPS ? DEPTHS * 2 : ROWS) * STRIDE;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = (WARPGROUPS ? DEPTHS * 2 + SCALE_WORDS / 4 : ROWS) * STRIDE;
 constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #if STAGED
 typedef Values Known;
 #endif
-constexpr int CHAINS = !HALVES && CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
-constexpr int RUN = HALVES ? 16 : SLICE, GATE_WORDS = RUN / WORD_ELEMENTS;  // units whose gradients of a gate are beside each other
-constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a sequence's gradients in L2
+constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS, GATE_WORDS = SLICE / WORD_ELEMENTS;  // of a sequence's gradients
 constexpr int GATHERED_WORDS = GATHERED * OWN_WORDS + SCALE_WORDS, CHUNKS = GATHERED_WORDS / 4;
 constexpr int PITCH = SOURCES * GATHERED_WORDS, SUM_PITCH = BLOCKS * SLICE;          // words of a sequence in L2
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
@@ -73,12 +71,12 @@ constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
 constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
-static_assert(!HALVES || (SLICE % 16 == 0 && PASS * PAIRS % 32 == 0 && !OPTIONS && !STAGED && !EXACT), "no scales of these");
+static_assert(!HALVES || (32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && !EXACT), "no scales of these");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE && !HALVES), "no products of four warps");
+static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
                 gradient_at(0, 128), PARTS> Gathered;
 
@@ -111,8 +109,8 @@ struct Arguments {
   long long first_row, first_direction, directions;
 };
 
-// Sums of scaled gradients are multiplied with part of what they have to be, and once more when all were added: there is
-// no overflow between, and the least gradients that are scaled in full are as small as can be.
+// Sums are multiplied with part of what their gradients were divided by, then with the rest and what weights were: there
+// is no overflow between, and gradients from 2^-84 on are scaled in full.
 constexpr float SUM_SHARE = 0x1p-28f, LEAST_SCALED = 0x1p-84f;
 
 struct Item {  // what one thread reads of a sequence at a step: two units
@@ -151,21 +149,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
     return (i - chunk * DEPTHS) / min(CHUNK, SHARE - chunk);
   };
-  const auto unit_of_depth = [&](int depth) { return source * GATHERED * SLICE + depth / (RECURRENT * RUN) * RUN + depth % RUN; };
+  const auto unit_of_depth = [&](int depth) { return source * GATHERED * SLICE + depth / (RECURRENT * SLICE) * SLICE + depth % SLICE; };
   const auto row_of_depth = [&](int depth) {
-    return weights + ((long long)(depth / RUN % RECURRENT) * UNITS + unit_of_depth(depth)) * UNITS;
+    return weights + ((long long)(depth / SLICE % RECURRENT) * UNITS + unit_of_depth(depth)) * UNITS;
   };
 #if HALVES
   float unscale[SHARE][2];  // what a sum is multiplied with, since the weights of its unit were scaled
   const auto look_at = [&](int strip, int d, float2(&pairs)[4]) {  // of two units, by 4 gradients
     const int column = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2;
     const bool there = warp * SHARE + strip < STRIPS && column < UNITS;
-    const Element* const rows = row_of_depth(d * 16) + column;  // 16 in a row are of one gate
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = lane % 4 * 2 + i / 2 * 8 + i % 2;
-      const bool first = there && unit_of_depth(d * 16) + row < UNITS;
-      pairs[i] = load_pair(rows + row * UNITS, first, first && column + 1 < UNITS);
+      const int depth = d * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
+      const bool first = there && unit_of_depth(depth) < UNITS;
+      pairs[i] = load_pair(row_of_depth(depth) + column, first, first && column + 1 < UNITS);
     }
   };
 #pragma unroll
@@ -195,7 +192,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 0>(
       memory, warp, lane, [&](int i, float2(&pairs)[4]) { look_at(strip_of(i), depth_of(i), pairs); }, scaled,
       [&](int place, uint4 words) { resident[place] = words; },
-      [&](int place, uint4 words) { ((uint4*)memory)[(warp * STREAMED + place) * 32 + lane] = words; });
+      [&](int i, uint4 words) {
+#if WARPGROUPS
+        put_square(memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64, lane, words);
+#else
+        streamed[(warp * STREAMED + i) * 32 + lane] = words;
+#endif
+      });
 #else
   const auto ask = [&](int i, unsigned* to) {
     const int strip = warp * SHARE + strip_of(i), column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
@@ -351,9 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                        direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
   keep(means_at);
 #endif
-  // where among a sequence's gradients those of the thread's units are, and their scale
-  const int pair_at = pair * 2 / RUN * RECURRENT * GATE_WORDS + pair * 2 % RUN / WORD_ELEMENTS;
-  const int scale_at = (GATHERED - place) * OWN_WORDS + place * SLICE / 16 + pair / 8 - pair_at;
+  const int pair_at = pair * (2 / WORD_ELEMENTS), scale_at = (GATHERED - place) * OWN_WORDS + place;  // for the first pair
   unsigned* given = ring + own_row * (long long)PITCH + source * GATHERED_WORDS + place * OWN_WORDS + pair_at;
   const unsigned* gathered = ring + warp * (long long)PITCH + source * GATHERED_WORDS + lane * 4;
   long long ring_at = 0;
@@ -362,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                             (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
   const int putting_left = batch - row0 - lane % 4 * 2;
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = gradient_at(warp, lane * 4);
-  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4, factors_at = lane % 4 * 2 * STRIDE + DEPTHS * 8;
+  int columns_at = (lane % 8) * STRIDE + lane / 8 * 4;
   keep(given), keep(gathered), keep(arriving), keep(putting), keep(weights_at), keep(arrived_at), keep(columns_at);
   keep(gates_at), keep(states_at), keep(y_at), keep(y_gradient_at), keep(gate_gradients_at);
   const bool comes_round = OPERAND_BYTES == 2 && GATHERED > 1 && time > RING;
@@ -538,16 +539,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const bool in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
       float scale = 1.f;
 #if HALVES
-      float most = LEAST_SCALED;  // of the gradients of 16 units of a sequence
+      float most = LEAST_SCALED;
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[0][g]), fabsf(dr[1][g])));
 #pragma unroll
-      for (int far = 1; far < 8; far *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, far));
+      for (int far = 1; far < PAIRS; far *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, far));
       const float unscaled = unscale_of(most);
       const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
       scale = scale_of(unscaled);
-      if (pair % 8 == 0) {
-        if (GATHERED == 1 && in_shared) put_to[gradient_at(own_row + j * PASS, pair_at + scale_at)] = factor;
+      if (pair == 0) {
+        if (GATHERED == 1 && in_shared) put_to[gradient_at(own_row + j * PASS, DEPTHS * 8)] = factor;
         if (GATHERED > 1 && row_there) put(given_to + scale_at, factor);
       }
 #endif
@@ -579,7 +580,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (turn * COMPUTED + j * PASS) * PITCH;
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) put(old + g * GATE_WORDS, NOTHING);
-          if (HALVES && pair % 8 == 0) put(old + scale_at, NOTHING);
+          if (HALVES && pair == 0) put(old + scale_at, NOTHING);
         }
     }
   };
@@ -626,6 +627,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (putting_left > at) put_pair(there, word(0), word(2));
     if (putting_left > at + 1) put_pair(there + SUM_PITCH, word(1), word(3));
   };
+  // of scaled gradients and weights, as they have to be
+  const auto unscaled = [&](int t, int sub, int strip, int n, float(&sum)[4]) {
+#if HALVES
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const unsigned factor = gradients[(t * SUBS + sub) % 2 * GRADIENT_WORDS + gradient_at(n * 8 + lane % 4 * 2 + e % 2, DEPTHS * 8)];
+      sum[e] = sum[e] * __uint_as_float(factor) * (unscale[min(strip, SHARE - 1)][e / 2] * (1.f / SUM_SHARE));
+    }
+#endif
+  };
   const auto sums_of = [&](int t, int strip) { return putting + (t % 2 ? SOURCES * plane : 0) + strip * 16; };
   const auto has_units = [&](int strip) { return (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2 < UNITS; };
 
@@ -656,6 +667,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         const int at = sub * ROWS + n * 8;
+        unscaled(t, sub, strip, n, sums[strip][n]);
         if (has_units(strip)) put_sums(sums_of(t, strip) + at * SUM_PITCH, at, sums[strip][n], t / 2 % 2);
       }
     }
@@ -667,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {}, factors[TILES][2];
+      float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
       for (int turn = 0; turn < DEPTHS; turn += 2) {
@@ -685,14 +697,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             Right right[TILES];
 #pragma unroll
             for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
-            if constexpr (HALVES)
-              if ((d + half) % RECURRENT == 0)
-#pragma unroll
-                for (int n = 0; n < TILES; ++n) {
-                  const unsigned* const at = gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + factors_at + n * 8 * STRIDE;
-                  factors[n][0] = __uint_as_float(at[(d + half) / RECURRENT]);
-                  factors[n][1] = __uint_as_float(at[STRIDE + (d + half) / RECURRENT]);
-                }
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
               if (i0 + c < SHARE) {
@@ -701,13 +705,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                                  : resident[Weights::resident(i)]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
-                if constexpr (HALVES)  // the sums of gradients that were scaled together
-                  if ((d + half + 1) % RECURRENT == 0)
-#pragma unroll
-                    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                      for (int e = 0; e < 4; ++e)
-                        all[c][n][e] += sums[0][c][n][e] * factors[n][e % 2], sums[0][c][n][e] = 0.f;
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
                   if ((turn + half + 1) % GATE_RUN == 0) {
                     const int gate = (turn + half) / GATE_RUN % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
@@ -735,12 +732,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (i0 + c >= SHARE || warp * SHARE + i0 + c >= STRIPS) break;
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          float(&sum)[4] = GATEWISE || HALVES ? all[c][n] : sums[0][c][n];
+          float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
           if constexpr (CHAINS == 2 && !GATEWISE) add(sum, sums[CHAINS - 1][c][n]);
-#if HALVES
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[e] *= unscale[min(i0 + c, SHARE - 1)][e / 2] * (1.f / SUM_SHARE);
-#endif
+          unscaled(t, sub, i0 + c, n, sum);
           const int at = sub * ROWS + n * 8;
           if (has_units(i0 + c)) put_sums(sums_of(t, i0 + c) + at * SUM_PITCH, at, sum, t / 2 % 2);
         }
@@ -749,6 +743,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
   };
 
+  // The gradients that a warp has gathered, at a part of theirs in shared memory, to the scale of the largest of a sequence.
+  const auto level = [&](unsigned* part) {
+#if HALVES
+    __syncwarp();
+#pragma unroll
+    for (int row = warp; row < ROWS; row += WARPS) {
+      constexpr int PIECES = GATHERED * OWN_WORDS / 4, ACROSS = (PIECES + 31) / 32;  // of 16 bytes
+      unsigned factors[ACROSS], most = 0;
+#pragma unroll
+      for (int j = 0; j < ACROSS; ++j) {
+        const int block = (j * 32 + lane) / (OWN_WORDS / 4);
+        factors[j] = block < GATHERED ? part[gradient_at(row, DEPTHS * 8 + block)] : 0;
+        most = max(most, factors[j]);
+      }
+      most = __reduce_max_sync(0xffffffffu, most);  // of powers of two as numbers
+#pragma unroll
+      for (int j = 0; j < ACROSS; ++j) {
+        if (j * 32 + lane >= PIECES) break;
+        const float ratio = __int_as_float(max(0x3f800000 - (int)(most - factors[j]), 0));
+        uint4& words = *(uint4*)(part + gradient_at(row, (j * 32 + lane) * 4));
+        const unsigned both = half_pair(ratio, ratio);
+        words = {times_pair(words.x, both), times_pair(words.y, both), times_pair(words.z, both), times_pair(words.w, both)};
+      }
+      if (lane == 0) part[gradient_at(row, DEPTHS * 8)] = most;
+    }
+#endif
+  };
   const auto show_gradients = [] {
 #if WARPGROUPS
     show_products();
@@ -781,6 +802,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
         arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
+        level(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS);
         if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
         show_gradients();
         __syncthreads();

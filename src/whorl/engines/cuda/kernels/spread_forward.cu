@@ -12,7 +12,7 @@
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): a row of weights has a scale in the depth of each
-// warp, the states of a sequence have one for all steps but the first.
+// warp, the states of a sequence have one for all steps but the first, or with options for all.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
 //   shared     the states of one part, partial sums, more weights
@@ -195,6 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #if HALVES
   for (int line = warp; line < SCALES; line += WARPS) {
+#if OPTIONS
+    const float most = largest_operand(a, row0 + line, row0 + line < batch, direction, lane);
+#else
     const bool there = a.initial[0] != nullptr && row0 + line < batch;
     const Element* const from = a.initial[0] + ((long long)direction * batch + row0 + line) * UNITS;
     float most = 0.f;
@@ -205,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+#endif
     if (lane == 0) scales[line] = unscale_of(most);
   }
 #endif
@@ -346,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto unscale_at = [&](int sub, int j, bool begins) {
     constexpr float least = 1.f / STATE_SCALE;
     const auto initial = [&] { return scales[sub * ROWS + own_row + j * PASS]; };
-    return begins ? initial() : BOUNDED ? least : fmaxf(initial(), least);
+    return begins || SCALES_STAY ? initial() : BOUNDED ? least : fmaxf(initial(), least);
   };
 #endif
 
@@ -526,7 +530,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
           if constexpr (LATE_BIAS) {
 #if HALVES
-            const float scale = unscale_at(sub, j, t == 0);
+            const float scale = unscale_at(sub, j, t == 0) * (GATEWISE ? (float)a.o.noise_scale : 1.f);
 #else
             const float scale = (float)a.o.noise_scale;
 #endif
