@@ -406,6 +406,26 @@ def test_states_of_zero_are_not_made(name: str, both: bool, monkeypatch: pytest.
     torch.testing.assert_close(ours(x, mask=mask), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seed_is_read_where_somebody_else_wrote_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [getattr(source, name)(4, recurrent_dropout=0.4, seed=3) for source in (whorl.keras, keras.layers)]
+    for layer in layers:
+        layer.build(x.shape)
+    ours, stock = layers
+    ours.set_weights(stock.get_weights())
+    for call in range(4):
+        if call == 2:
+            for layer in layers:
+                layer.cell.seed_generator.state.assign([8, 1])
+        wanted = stock(x, training=True)
+        with monkeypatch.context() as patch:
+            if call % 2:  # a GPU would have to finish its work for it
+                patch.setattr(torch.Tensor, "tolist", None)
+            found = ours(x, training=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert ours.cell.seed_generator.state.value.tolist() == stock.cell.seed_generator.state.value.tolist()
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("sequences", [False, True])
 def test_a_stack_of_cells_that_are_alike(sequences: bool, training: bool) -> None:

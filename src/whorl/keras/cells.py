@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import torch
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
+from torch.utils.weak import WeakIdKeyDictionary
 
 from whorl.cells import cell as cells
 from whorl.cells.library import make_gru, make_lstm, make_rnn
@@ -133,13 +134,28 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
         return
     count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
     each = 1 if count is None else count
-    first, number = seed.value.tolist()
-    seed.assign(torch.tensor([first, number + each * sum(drawn)], dtype=seed.value.dtype))
+    first, number = _numbers(seed.value)
+    after = first, number + each * sum(drawn)
+    seed.assign(torch.tensor(after, dtype=seed.value.dtype))
+    if not seed.value.is_inference():  # which has no version
+        _written[seed.value] = seed.value._version, after
     number += first
     for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
         if some:
             setattr(cell, name, _Undrawn(like, rate, range(number, number + each), count is None))
             number += each
+
+
+def _numbers(state: torch.Tensor) -> tuple[int, int]:
+    """What the state of a seed holds; read where somebody else wrote it, for which a GPU has to finish its work."""
+    version, numbers = _written.get(state, (None, None))
+    if numbers is None or version != state._version:
+        numbers = tuple(state.tolist())
+    return numbers
+
+
+_written = WeakIdKeyDictionary()
+"""Of the state of a seed its version after the last call, and what it holds."""
 
 
 def settle(cell: Any) -> None:

@@ -100,8 +100,8 @@ def sweep(
     for above, (cell, own) in enumerate(zip(parts, tensors, strict=True), 1):
         y = y.to(own.weights[0].dtype)  # cells may compute in different ones
         y, finals = _run(cell, cell.form, y, [own], valid, notes, run, sequences or above < len(parts))
-        states.append(tuple([final[0] for final in finals]))
-    return _swept(y, tuple(states), valid, -1, zero_output, sequences)
+        states.append(tuple([final.squeeze(0) for final in finals]))  # whose gradient is one more look, not a copy
+    return _swept(y, tuple(states), valid, -1, zero_output, sequences, bool(tensors[-1].states))
 
 
 def both_ways(
@@ -129,7 +129,7 @@ def both_ways(
     y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run, sequences)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
-    rest = zero_output, sequences
+    rest = zero_output, sequences, bool(forward.states or backward.states)
     return _swept(there, ends[0], valid, -1, *rest), _swept(back, ends[1], valid, 0, *rest)
 
 
@@ -140,15 +140,16 @@ def _by_time(x: Tensor) -> Tensor:
 
 
 def _swept(
-    y: Tensor, states: tuple[tuple[Tensor, ...], ...], valid: Tensor | None, at: int, zero_output: bool, sequences: bool
-) -> Swept:
+    y: Tensor, states: tuple[tuple[Tensor, ...], ...], valid: Tensor | None, at: int, zero_output: bool,
+    sequences: bool, initial: bool,
+) -> Swept:  # fmt: skip
     """What a sweep gives, of the outputs [time, batch, units], of which that of step `at` was processed last.
 
     That one is the first state, or zero: its gradient goes there, where from the outputs it would come with zeros for
-    all other steps.
+    all other steps.  Where no step counts that state is the initial one, which is zero where none is given.
     """
     last = states[-1][0]
-    if valid is not None:
+    if valid is not None and (zero_output or initial):
         counts = valid[at] if zero_output else valid.any(0)
         last = torch.where(counts.unsqueeze(-1), last, 0.0)
     if not sequences:
