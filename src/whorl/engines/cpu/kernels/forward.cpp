@@ -54,7 +54,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       if (t >= g.length(r)) {
         if (k.starts) continue;  // a PackedSequence has no such rows
         const int64_t o = g.outer(t, r);
-          if (k.y) clear(k.y + o * k.y_stride, g.wfirst, g.wlast);
+        if (k.y) clear(k.y + o * k.y_stride, g.wfirst, g.wlast);
         for (int s = 0; s < cell.states && k.sequences; ++s)
           clear(k.sequences[s] + o * k.sequence_strides[s], g.begin_of(s), g.end_of(s));
         continue;
@@ -70,11 +70,11 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
         own.active[n] = i, own.outer[n] = o, ++n;
         continue;
       }
-        if (k.y) {
-          store* y = k.y + o * k.y_stride;
-          const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
-          held ? g.keep(y, held, g.wfirst, g.wlast) : clear(y, g.wfirst, g.wlast);
-        }
+      if (k.y) {
+        store* y = k.y + o * k.y_stride;
+        const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
+        held ? g.keep(y, held, g.wfirst, g.wlast) : clear(y, g.wfirst, g.wlast);
+      }
       for (int s = 0; s < cell.states && k.sequences; ++s)
         copy(k.sequences[s] + o * k.sequence_strides[s], k.states[s] + r * g.width_of(s), g.begin_of(s), g.end_of(s));
     }
