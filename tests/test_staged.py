@@ -45,11 +45,6 @@ STAGED["together"] = together.graph
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @needs_compiler
 @pytest.mark.parametrize("name", STAGED)
 def test_a_step_of_several_stages(name: str, folder: Path) -> None:
