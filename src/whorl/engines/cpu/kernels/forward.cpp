@@ -54,7 +54,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       if (t >= g.length(r)) {
         if (k.starts) continue;  // a PackedSequence has no such rows
         const int64_t o = g.outer(t, r);
-        for (int64_t u = g.wfirst; u < g.wlast; ++u) put(k.y + o * k.y_stride + u, real(0));
+        for (int64_t u = g.wfirst; u < g.wlast && k.y; ++u) put(k.y + o * k.y_stride + u, real(0));
         for (int s = 0; s < cell.states && k.sequences; ++s)
           for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u)
             put(k.sequences[s] + o * k.sequence_strides[s] + u, real(0));
@@ -71,9 +71,11 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
         own.active[n] = i, own.outer[n] = o, ++n;
         continue;
       }
-      store* y = k.y + o * k.y_stride;
-      const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
-      for (int64_t u = g.wfirst; u < g.wlast; ++u) held ? (void)(y[u] = held[u]) : put(y + u, real(0));
+      if (k.y) {
+        store* y = k.y + o * k.y_stride;
+        const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
+        for (int64_t u = g.wfirst; u < g.wlast; ++u) held ? (void)(y[u] = held[u]) : put(y + u, real(0));
+      }
       for (int s = 0; s < cell.states && k.sequences; ++s)
         for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u)
           put(k.sequences[s] + o * k.sequence_strides[s] + u, k.states[s][r * g.width_of(s) + u]);
@@ -132,7 +134,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
     g.team.wait();
     for (int segment = 0; segment < cell.forward.segments; ++segment) {
       for (int64_t j = 0; j < n; ++j) {
-        if (segment == 0) fetch<1>(k.y + own.outer[j] * k.y_stride + g.wfirst, g.wlast - g.wfirst);
+        if (segment == 0 && k.y) fetch<1>(k.y + own.outer[j] * k.y_stride + g.wfirst, g.wlast - g.wfirst);
         cell.forward.segment(segment, own.row[j], g.team);
       }
       for (int l = 0; l < cell.forward.links; ++l) {
@@ -190,7 +192,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
           EACH_ALONE
           for (int64_t u = begin; u < end; ++u) put(to + u, state[u]);
         }
-        if (s > 0) continue;
+        if (s > 0 || !k.y) continue;
         store* y = k.y + o * k.y_stride;
         EACH_ALONE
         for (int64_t u = begin; u < end; ++u) put(y + u, state[u]);
