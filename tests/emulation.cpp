@@ -190,6 +190,7 @@ inline float __shfl_xor_sync(unsigned, float value, int apart) {
   return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
 inline unsigned __ballot_sync(unsigned, bool value) {
   unsigned bits = value ? 1u << host::lane() : 0u;
   for (int apart = 16; apart > 0; apart /= 2) bits |= shuffle_words(bits, apart);

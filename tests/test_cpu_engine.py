@@ -444,6 +444,44 @@ def test_masks_give_what_they_give_in_the_way_of_all_calls(
         assert (one - other).double().norm() <= bound * other.double().norm()
 
 
+@pytest.mark.parametrize("cell", ["lstm", "gru", "layer norm"])
+@pytest.mark.parametrize("name", MASKED)
+def test_outputs_that_nobody_wants_are_left_out_and_the_rest_is_the_same(name: str, cell: str) -> None:
+    graph, case = (CELLS | WRAPPED)[cell], MASKED[name]
+    zoneout = case.form.get("zoneout", ())[: len(graph.states)]
+    form, call = replace(case, form=case.form | {"zoneout": zoneout}).build(graph)
+    whole, ends = (recurrent(form.to_json(), call, "cpu", outputs=wanted) for wanted in (True, False))
+    assert len(whole[0]) == len(call.x)
+    assert len(ends[0]) == 0
+    for one, other in zip(ends[1:], whole[1:], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("memory", ["save", "recompute"])
+def test_outputs_that_nobody_wants_stay_for_who_differentiates(memory: str) -> None:
+    form, call = Case({"layers": 2, "memory": memory}).build(CELLS["lstm"])
+    leaves = [tensor.detach().requires_grad_() for tensor in call.tensors]
+    call = Call.of(leaves, call.layout, call.marks)
+    grads = [
+        torch.autograd.grad(weighted(recurrent(form.to_json(), call, "cpu", outputs=wanted)[1:]), leaves)
+        for wanted in (True, False)
+    ]
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(call.x, torch.ones_like(call.x))
+        tangents = [
+            [
+                torch.autograd.forward_ad.unpack_dual(end).tangent
+                for end in recurrent(form.to_json(), made, "cpu", outputs=wanted)
+            ]
+            for made in [call._replace(x=x)]
+            for wanted in (True, False)
+        ]
+    for one, other in zip(*tangents, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("name, problem", [
     ("given", {}), ("given", {"gradient": True}), ("given, and a mask", {"gradient": True, "constants": ("x",)}),
 ])  # fmt: skip

@@ -387,3 +387,81 @@ def test_keras_own_bidirectional_does_not_go_round_it(name: str, monkeypatch: py
     wrapped = keras.layers.Bidirectional(getattr(whorl.keras, name)(4))
     wrapped.build(x.shape)
     assert wrapped(x).shape == (4, 8)
+
+
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["", "Bidirectional"])
+@pytest.mark.parametrize("name", NAMES)
+def test_states_of_zero_are_not_made(name: str, both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, stock = (getattr(source, name)(4) for source in (whorl.keras, keras.layers))
+    if both:
+        ours, stock = whorl.keras.Bidirectional(ours), keras.layers.Bidirectional(stock)
+    for layer in (ours, stock):
+        layer.build(x.shape)
+    ours.set_weights(stock.get_weights())
+    wanted = stock(x, mask=mask)
+    monkeypatch.setattr(torch, "zeros", None)
+    torch.testing.assert_close(ours(x, mask=mask), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seed_is_read_where_somebody_else_wrote_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [getattr(source, name)(4, recurrent_dropout=0.4, seed=3) for source in (whorl.keras, keras.layers)]
+    for layer in layers:
+        layer.build(x.shape)
+    ours, stock = layers
+    ours.set_weights(stock.get_weights())
+    for call in range(4):
+        if call == 2:
+            for layer in layers:
+                layer.cell.seed_generator.state.assign([8, 1])
+        wanted = stock(x, training=True)
+        with monkeypatch.context() as patch:
+            if call % 2:  # a GPU would have to finish its work for it
+                patch.setattr(torch.Tensor, "tolist", None)
+            found = ours(x, training=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert ours.cell.seed_generator.state.value.tolist() == stock.cell.seed_generator.state.value.tolist()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_stack_of_cells_that_are_alike(sequences: bool, training: bool) -> None:
+    """The outputs of all steps of the last are not wanted, those of the others are."""
+    layers = [
+        source.RNN([keras.layers.LSTMCell(3) for _ in range(3)], return_sequences=sequences)
+        for source in (whorl.keras, keras.layers)
+    ]
+    for layer in layers:
+        layer.build(x.shape)
+    layers[0].set_weights(layers[1].get_weights())
+    with torch.set_grad_enabled(training):
+        ours, stock = (layer(x, mask=mask, training=training) for layer in layers)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+class _StartsAtOne:
+    def get_initial_state(self, batch_size: Any) -> Any:
+        return [keras.ops.ones((batch_size, 4)) for _ in self.state_size]  # type: ignore[attr-defined]
+
+
+class _Doubles:
+    def inner_loop(self, *args: Any, **kwargs: Any) -> Any:
+        last, outputs, states = super().inner_loop(*args, **kwargs)  # type: ignore[misc]
+        return 2 * last, 2 * outputs, states
+
+
+@pytest.mark.parametrize("adds", [_StartsAtOne, _Doubles])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hook_of_a_subclass_is_called(name: str, adds: type) -> None:
+    layers = [
+        type(name, (adds, getattr(source, name)), {})(4, return_sequences=True)
+        for source in (whorl.keras, keras.layers)
+    ]
+    for layer in layers:
+        layer.build(x.shape)
+    layers[0].set_weights(layers[1].get_weights())
+    ours, stock = (layer(x) for layer in layers)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)

@@ -13,28 +13,32 @@ from whorl.run import run
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def recurrent(form: str, call: Call, engine: str = "auto", sequences: bool = False) -> tuple[Tensor, ...]:
+def recurrent(
+    form: str, call: Call, engine: str = "auto", sequences: bool = False, outputs: bool = True
+) -> tuple[Tensor, ...]:
     """The output of every step, each final state, and with `sequences` each state of every step of the last layer.
 
     Args:
         form: the layer, as `Form.to_json` writes it.
         call: the tensors; under autocast x and weights are cast, states, masks and extra inputs are not.
         engine: "auto", or the engine that is to run and no other.
+        outputs: the output of every step is wanted.
 
     Returns:
-        y [time, batch, directions x width], or [rows, ...] of a PackedSequence; then for each state of the cell
-        [layers x directions, batch, width]; then for each state [time, batch, directions x width].
+        y [time, batch, directions x width], or [rows, ...] of a PackedSequence, or where it is not wanted anything;
+        then for each state of the cell [layers x directions, batch, width]; then for each state [time, batch,
+        directions x width].
 
     Raises:
         UnsupportedError: the engine named cannot run this.
         SlowError: `settings.slow` forbids what can.
     """
     if not autocasts(call.x, *call.weights):
-        return _recurrent(form, call, engine, sequences)
+        return _recurrent(form, call, engine, sequences, outputs)
     kind = call.x.device.type
     call = _cast(call, torch.get_autocast_dtype(kind))
     with torch.autocast(kind, enabled=False):
-        return _recurrent(form, call, engine, sequences)
+        return _recurrent(form, call, engine, sequences, outputs)
 
 
 def planned(form: str, call: Call, engine: str = "auto", sequences: bool = False) -> Plan:
@@ -44,16 +48,17 @@ def planned(form: str, call: Call, engine: str = "auto", sequences: bool = False
     return plan(form, _facts(call, sequences), engine)
 
 
-def _recurrent(form: str, call: Call, engine: str, sequences: bool) -> tuple[Tensor, ...]:
+def _recurrent(form: str, call: Call, engine: str, sequences: bool, outputs: bool) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
         return compiled.recurrent(call, form, engine, sequences, gradient)
-    return run(plan(form, _facts(call, sequences), engine), call)
+    return run(plan(form, _facts(call, sequences, outputs), engine), call)
 
 
-def _facts(call: Call, sequences: bool) -> Facts:
+def _facts(call: Call, sequences: bool, outputs: bool = True) -> Facts:
     gradient = wants_gradient(call.tensors)
-    return facts(call, gradient, sequences, constants(call) if gradient else ())
+    outputs = outputs or torch.autograd.forward_ad._current_level >= 0  # each has a tangent
+    return facts(call, gradient, sequences, constants(call) if gradient else (), outputs)
 
 
 def _cast(call: Call, dtype: torch.dtype) -> Call:

@@ -146,6 +146,8 @@ class Problem:
     """What of the call needs no gradient where others do, by the names of its fields: x, dropout, noise."""
     virtual: bool = False
     """Python stands between the tensors and memory: see `is_virtual`."""
+    outputs: bool = True
+    """The output of every step is wanted; where it is not, an engine that keeps it for no backward may leave it out."""
 
     @property
     def sequences(self) -> bool:
@@ -208,7 +210,7 @@ class Plan:
     @cached_property
     def saving_nothing(self) -> "Plan":
         """The plan of the same forward pass with no backward to come; one object, for which engines make ready once."""
-        return replace(self, problem=replace(self.problem, gradient=False))
+        return replace(self, problem=replace(self.problem, gradient=False, outputs=True))
 
 
 class Marks(NamedTuple):
@@ -280,7 +282,7 @@ class Outcome(NamedTuple):
     """What an engine's forward gives."""
 
     y: Tensor
-    """[time, batch, directions x width], or [rows, directions x width]."""
+    """[time, batch, directions x width], or [rows, directions x width]; of no steps where it is left out."""
     finals: tuple[Tensor, ...]
     """[layers x directions, batch, width] for each state of the cell."""
     saved: tuple[Tensor, ...] = ()
@@ -313,9 +315,12 @@ class Facts(NamedTuple):
     """torch's switch of TF32 in recurrent layers, where the dtype is float32 on CUDA."""
     constants: tuple[str, ...] = ()
     virtual: bool = False
+    outputs: bool = True
 
 
-def facts(call: Call, gradient: bool, sequences: bool = False, constants: tuple[str, ...] = ()) -> Facts:
+def facts(
+    call: Call, gradient: bool, sequences: bool = False, constants: tuple[str, ...] = (), outputs: bool = True
+) -> Facts:
     """Reads torch's switches, and of the tensors only what they are."""
     x, marks = call.x, call.marks
     where, shape, sizes = x.device, x.shape, marks.batch_sizes
@@ -333,7 +338,7 @@ def facts(call: Call, gradient: bool, sequences: bool = False, constants: tuple[
         time, batch = int(time), int(batch)
     return Facts(
         kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32, constants,
-        virtual,
+        virtual, outputs,
     )  # fmt: skip
 
 
@@ -367,6 +372,7 @@ def problem(form: str, known: Facts) -> Problem:
         gradient=known.gradient,
         constants=known.constants,
         virtual=known.virtual,
+        outputs=known.outputs,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import torch
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
+from torch.utils.weak import WeakIdKeyDictionary
 
 from whorl.cells import cell as cells
 from whorl.cells.library import make_gru, make_lstm, make_rnn
@@ -68,20 +69,30 @@ def _make(kind: str, activation: Any, recurrent_activation: Any, reset_after: bo
     return make_lstm(pointwise(activation), pointwise(recurrent_activation), False, False, False)
 
 
-def tensors_of(cell: Any, x: Any, states: tuple[Any, ...], training: Any) -> Tensors:
+def tensors_of(cell: Any, x: Any, state: Any, states: tuple[Any, ...], training: Any) -> Tensors:
     """The tensors of a cell in the dtype that it computes in.
 
     Args:
-        x: [batch, inputs]: one step of its input, of which dropout reads the shape.
-        states: before the first step.
+        x: its input, or of a cell that draws masks [batch, inputs], one step of it, of which dropout reads the shape.
+        state: likewise of its first state, [batch, units].
+        states: before the first step; none where they are zero.
     """
-    own = cell.variables_in_order if isinstance(cell, Cell) else _variables(cell)
-    weights = tuple([keras.ops.convert_to_tensor(variable, cell.compute_dtype) for variable in own])
+    own, dtype = cell.variables_in_order if isinstance(cell, Cell) else _variables(cell), cell.compute_dtype
+    weights = tuple([_value(variable, x, dtype) for variable in own])
     if not training:
         return Tensors(weights, states)
     settle(cell)
-    masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(states[0]))
+    masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(state))
     return Tensors(weights, states, *masks, cell.draw() if isinstance(cell, Cell) else None)
+
+
+def _value(variable: Any, x: Any, dtype: str) -> Any:
+    """What a variable holds, in a dtype of Keras and where x is."""
+    if BACKEND == "torch":
+        value = variable.value
+        if value.device == x.device and value.dtype == getattr(torch, dtype):
+            return value  # as Keras would find out, which takes longer
+    return keras.ops.convert_to_tensor(variable, dtype)
 
 
 @dataclass(frozen=True)
@@ -123,13 +134,28 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
         return
     count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
     each = 1 if count is None else count
-    first, number = seed.value.tolist()
-    seed.assign(torch.tensor([first, number + each * sum(drawn)], dtype=seed.value.dtype))
+    first, number = _numbers(seed.value)
+    after = first, number + each * sum(drawn)
+    seed.assign(torch.tensor(after, dtype=seed.value.dtype))
+    if not seed.value.is_inference():  # which has no version
+        _written[seed.value] = seed.value._version, after
     number += first
     for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
         if some:
             setattr(cell, name, _Undrawn(like, rate, range(number, number + each), count is None))
             number += each
+
+
+def _numbers(state: torch.Tensor) -> tuple[int, int]:
+    """What the state of a seed holds; read where somebody else wrote it, for which a GPU has to finish its work."""
+    version, numbers = _written.get(state, (None, None))
+    if numbers is None or version != state._version:
+        numbers = tuple(state.tolist())
+    return numbers
+
+
+_written = WeakIdKeyDictionary()
+"""Of the state of a seed its version after the last call, and what it holds."""
 
 
 def settle(cell: Any) -> None:
@@ -299,7 +325,7 @@ class Cell(keras.layers.Layer, DropoutRNNCell):
         """
         if BACKEND not in ("torch", "jax"):
             raise UnsupportedError(f"Keras runs on {BACKEND} and whorl's cells on torch and jax: set KERAS_BACKEND.")
-        tensors = tensors_of(self, inputs, tuple(states), training)
+        tensors = tensors_of(self, inputs, states[0], tuple(states), training)
         swept = sweep([self.part], keras.ops.expand_dims(inputs, 1), [tensors])
         return swept.last, list(swept.states[0])
 

@@ -73,6 +73,11 @@ class Recurrent:
             super()._maybe_reset_dropout_masks(cell)  # type: ignore[misc]
 
     @loops.of_whorl
+    def call(self, sequences: Any, initial_state: Any = None, mask: Any = None, training: Any = False) -> Any:
+        """As Keras' own."""
+        return loops.call(self, super().call, sequences, initial_state, mask, training)  # type: ignore[misc]
+
+    @loops.of_whorl
     def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         """Keras' hook: the last output, all outputs and the final states."""
         return loops.inner_loop(self, super().inner_loop, sequences, initial_state, mask, training)  # type: ignore[misc]

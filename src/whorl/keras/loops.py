@@ -12,9 +12,9 @@ import keras
 import torch
 
 from whorl.errors import SlowError, SlowWarning, UnsupportedError
-from whorl.keras.cells import part_of, settle, tensors_of
+from whorl.keras.cells import Cell, part_of, settle, tensors_of
 from whorl.keras.path import BACKEND, both_ways, sweep
-from whorl.keras.sweep import Part
+from whorl.keras.sweep import Part, Tensors
 from whorl.problem import Plan
 from whorl.settings import settings
 
@@ -47,7 +47,7 @@ def inner_loop(
         states = tuple(given) if isinstance(given, list | tuple) else (given,)
         if layer.stateful:  # these are the variables that the final states are assigned to, in place
             states = tuple([keras.ops.copy(state) for state in states])
-        tensors.append(tensors_of(cell, entering, states, training))
+        tensors.append(tensors_of(cell, entering, states[0], states, training))
         entering = states[0]  # of the shape of what the next cell reads
     x = keras.ops.cast(sequences, cells[0].compute_dtype)
     notes = notes_of_a_call()
@@ -61,6 +61,67 @@ def inner_loop(
         for given, ends in zip(grouped, swept.states, strict=True)
     ]
     return swept.last, swept.outputs, type(initial_state)(finals)
+
+
+def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any, mask: Any, training: Any) -> Any:
+    """What the call of a layer of Keras gives, without what Keras makes for any loop and no engine needs.
+
+    That is states of zero, and casts to the dtype that is there.
+
+    Args:
+        own: the layer's own `call`, which goes to its `inner_loop`.
+    """
+    straight = initial_state is None and not layer.stateful and _starts_at_zero(layer)
+    if not straight or not hasattr(type(layer).inner_loop, "of_whorl"):
+        return own(sequences, initial_state=initial_state, mask=mask, training=training)
+    parts, reasons = parts_of(layer, sequences)
+    if reasons:
+        return own(sequences, mask=mask, training=training)
+    if isinstance(mask, list | tuple):
+        mask = mask[0]
+    notes, dtype = notes_of_a_call(), layer.compute_dtype
+    tensors = _tensors_of_call(layer, sequences, (), training)
+    how = layer.go_backwards, layer.zero_output_for_mask, layer.return_sequences
+    swept = sweep(parts, _as(sequences, layer.cell.compute_dtype), [tensors], mask, *how, notes)
+    note(layer, notes)
+    output = _as(swept.outputs if layer.return_sequences else swept.last, dtype)
+    return (output, *[_as(state, dtype) for state in swept.states[0]]) if layer.return_state else output
+
+
+def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """In a dtype of Keras: its own cast takes longer than this where nothing is to be done."""
+    return tensor.to(getattr(torch, dtype))
+
+
+def _starts_at_zero(layer: Any) -> bool:
+    """Whether the initial states that a layer makes are zero and an engine can do without: none is handed on then."""
+    if BACKEND != "torch" or torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return False
+    return {getattr(type(one), "get_initial_state", None) for one in (layer, layer.cell)} <= _ZEROS
+
+
+_ZEROS = {
+    kind.get_initial_state
+    for kind in (keras.layers.RNN, keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.SimpleRNNCell, Cell)
+}
+
+
+def _tensors_of_call(layer: Any, x: Any, states: tuple[Any, ...], training: Any) -> Tensors:
+    """The tensors of one call of a layer of one cell, with masks drawn as its own call would, in evaluation too.
+
+    Args:
+        x: [batch, time, inputs].
+        states: the initial ones; none where they are zero.
+    """
+    cell = layer.cell
+    if not (cell.dropout or cell.recurrent_dropout):
+        return tensors_of(cell, x, None, states, training)
+    entering = x[:, 0, :]
+    state = states[0] if states else entering.new_empty((x.shape[0], cell.units))
+    layer._maybe_config_dropout_masks(cell, entering, [state])
+    tensors = tensors_of(cell, entering, state, states, training)
+    layer._maybe_reset_dropout_masks(cell)
+    return tensors
 
 
 def is_stacked(layer: Any) -> bool:
@@ -78,7 +139,7 @@ def engine_of(layer: Any) -> str:
 
 
 def of_whorl(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks an `inner_loop` as whorl's."""
+    """Marks an `inner_loop` or a `call` as whorl's."""
     function.of_whorl = True  # type: ignore[attr-defined]
     return function
 
@@ -174,14 +235,14 @@ def bidirectional(
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
     if isinstance(mask, list | tuple):
         mask = mask[0]
-    count, entering, tensors = len(there.state_size), sequences[:, 0, :], []
+    count, tensors = len(there.state_size), []
     for place, one in enumerate((there, back)):
-        given = initial_state[place * count : (place + 1) * count] if initial_state is not None else None
-        given = one.get_initial_state(keras.ops.shape(sequences)[0]) if given is None else given
-        states = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
-        one._maybe_config_dropout_masks(one.cell, entering, states)  # in eval too, as the layer itself would
-        tensors.append(tensors_of(one.cell, entering, states, training))
-        one._maybe_reset_dropout_masks(one.cell)
+        if initial_state is not None:
+            given = initial_state[place * count : (place + 1) * count]
+        else:
+            given = () if _starts_at_zero(one) else one.get_initial_state(keras.ops.shape(sequences)[0])
+        starts = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
+        tensors.append(_tensors_of_call(one, sequences, starts, training))
     notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)
     how = there.zero_output_for_mask, there.return_sequences
     found = both_ways(part, x, tensors[0], tensors[1], mask, *how, notes)
@@ -211,7 +272,8 @@ _CALLS = [getattr(keras.layers, name).call for name in ("RNN", "LSTM", "GRU", "S
 def _joint(layer: Any, sequences: Any) -> Part | None:
     """What both directions of a Bidirectional are, where one sweep can be both."""
     both = layer.forward_layer, layer.backward_layer
-    if not all(type(one).call in _CALLS and hasattr(type(one).inner_loop, "of_whorl") for one in both):
+    calls = all(type(one).call in _CALLS or hasattr(type(one).call, "of_whorl") for one in both)
+    if not calls or not all(hasattr(type(one).inner_loop, "of_whorl") for one in both):
         return None  # not recurrent, or of a class that adds to its call
     if not all(one.built and not is_stacked(one) for one in both):
         return None

@@ -16,8 +16,8 @@ from whorl.functional import planned, recurrent
 from whorl.problem import Call, Form, Plan
 from whorl.weights import NATIVE_MODES, from_keras, reordered
 
-Run = Callable[[str, Call, str], tuple[Tensor, ...]]
-"""What `recurrent` is: (form, call, engine) to the output and each final state."""
+Run = Callable[..., tuple[Tensor, ...]]
+"""What `recurrent` is: (form, call, engine, outputs=...) to the output and each final state."""
 
 
 class Part(NamedTuple):
@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     weights: tuple[Tensor, ...]
     """kernel, recurrent_kernel, bias; what of them it has.  Of a "Cell" also its recurrent bias and its vectors."""
     states: tuple[Tensor, ...]
-    """Initial states, [batch, units] each."""
+    """Initial states, [batch, units] each; or none on torch, where they are zero."""
     input_masks: tuple[Tensor, ...] = ()
     """[batch, inputs]: none, one, or one for each gate in Keras' order; what dropout multiplies its input with."""
     recurrent_masks: tuple[Tensor, ...] = ()
@@ -97,11 +97,11 @@ def sweep(
     if go_backwards:
         y, valid = y.flip(0), None if valid is None else valid.flip(0)
     states = []
-    for cell, own in zip(parts, tensors, strict=True):
+    for above, (cell, own) in enumerate(zip(parts, tensors, strict=True), 1):
         y = y.to(own.weights[0].dtype)  # cells may compute in different ones
-        y, finals = _run(cell, cell.form, y, [own], valid, notes, run)
-        states.append(tuple([final[0] for final in finals]))
-    return _swept(y, tuple(states), valid, -1, zero_output, sequences)
+        y, finals = _run(cell, cell.form, y, [own], valid, notes, run, sequences or above < len(parts))
+        states.append(tuple([final.squeeze(0) for final in finals]))  # whose gradient is one more look, not a copy
+    return _swept(y, tuple(states), valid, -1, zero_output, sequences, bool(tensors[-1].states))
 
 
 def both_ways(
@@ -126,10 +126,10 @@ def both_ways(
         return _shapes([cell], x, sequences), _shapes([cell], x, sequences)
     valid = None if mask is None else mask.to(torch.bool).t()
     x = _by_time(x)
-    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run)
+    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run, sequences)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
-    rest = zero_output, sequences
+    rest = zero_output, sequences, bool(forward.states or backward.states)
     return _swept(there, ends[0], valid, -1, *rest), _swept(back, ends[1], valid, 0, *rest)
 
 
@@ -140,15 +140,16 @@ def _by_time(x: Tensor) -> Tensor:
 
 
 def _swept(
-    y: Tensor, states: tuple[tuple[Tensor, ...], ...], valid: Tensor | None, at: int, zero_output: bool, sequences: bool
-) -> Swept:
+    y: Tensor, states: tuple[tuple[Tensor, ...], ...], valid: Tensor | None, at: int, zero_output: bool,
+    sequences: bool, initial: bool,
+) -> Swept:  # fmt: skip
     """What a sweep gives, of the outputs [time, batch, units], of which that of step `at` was processed last.
 
     That one is the first state, or zero: its gradient goes there, where from the outputs it would come with zeros for
-    all other steps.
+    all other steps.  Where no step counts that state is the initial one, which is zero where none is given.
     """
     last = states[-1][0]
-    if valid is not None:
+    if valid is not None and (zero_output or initial):
         counts = valid[at] if zero_output else valid.any(0)
         last = torch.where(counts.unsqueeze(-1), last, 0.0)
     if not sequences:
@@ -160,9 +161,9 @@ def _swept(
 
 def _run(
     cell: Part, form: str, x: Tensor, directions: Sequence[Tensors], valid: Tensor | None, notes: list[Plan] | None,
-    run: Run,
+    run: Run, outputs: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Outputs [time, batch, directions x units], and final states [directions, batch, units]."""
+    """Outputs [time, batch, directions x units] where they are wanted, and final states [directions, batch, units]."""
     states = tuple([_joined(state) for state in zip(*(own.states for own in directions), strict=True)])
     weights = tuple([weight for own in directions for weight in _weights(cell.kind, own.weights)])
     call = Call(x, states, weights)
@@ -173,13 +174,13 @@ def _run(
     if any(own.input_masks or own.recurrent_masks for own in directions):
         absent = x.new_empty(())
         masks = [(own.input_masks, own.recurrent_masks) for own in directions]
-        rows = [[_by_gate(cell.kind, one, absent) for one in row] + [absent] * len(states) for row in masks]
+        rows = [[_by_gate(cell.kind, one, absent) for one in row] + [absent] * cell.states for row in masks]
         call = call._replace(noise=tuple([mask for row in rows for mask in row]))
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return _exported(form, call)
     if notes is not None:
         notes.append(planned(form, call, cell.engine))
-    y, *finals = run(form, call, cell.engine)
+    y, *finals = run(form, call, cell.engine, outputs=outputs)
     return y, finals
 
 

@@ -19,7 +19,7 @@ namespace ffi = xla::ffi;
 struct Numbers {  // as `Numbers` in xla.py
   int64_t cell, forward, backward, project, outer, order, ends;
   int64_t time, batch, units, inputs, reverse, threads, groups, team, largest;
-  int64_t within, x_stride, reads_x, biases, masked, noise_kind;
+  int64_t within, x_stride, reads_x, biases, masked, noise_kind, gives_y;
   int64_t saves;              // forward: for a backward to come
   int64_t dy, dfinals;        // backward: whether outputs, and which states (a bit each), have a gradient
   int64_t wants_x, wants_states;
@@ -107,7 +107,7 @@ static Sweep sweep_of(const Numbers& n, const Places& places, const real* ih, co
   return k;
 }
 
-// In: x, ih, hh, biases, states, mask, noise.  Out: y, states, and for backward the step's own, what entered the
+// In: x, ih, hh, biases, states, mask, noise.  Out: states, y, and for backward the step's own, what entered the
 // recurrent product, what entered each product of the step, the input projection.
 static void forward(const Numbers& n, Buffers& at) {
   Scratch scratch;
@@ -119,13 +119,13 @@ static void forward(const Numbers& n, Buffers& at) {
   const real* noise = at.take(n.noise_kind != 0);
   const Places places = n.places(mask, scratch);
   Sweep k = sweep_of(n, places, ih, hh, noise);
-  k.bias_ih = bias_ih, k.bias_hh = bias_hh, k.y = at.give(), k.y_stride = n.units;
+  k.bias_ih = bias_ih, k.bias_hh = bias_hh;
   real* states[MOST_STATES];
   for (int s = 0; s < cell.states; ++s) {
     states[s] = at.give();
     set_or_zero(states[s], starts[s], n.batch * n.units);
   }
-  k.states = states;
+  k.states = states, k.y = at.give(n.gives_y), k.y_stride = n.units;
   k.saved = at.give(n.saves), k.entered = at.give(n.saves);
   real* operands[MOST_GATES];
   for (int p = 0; p < cell.products; ++p) operands[p] = at.give(n.saves);
@@ -141,7 +141,7 @@ static void forward(const Numbers& n, Buffers& at) {
   ((void (*)(const Sweep*))n.forward)(&k);
 }
 
-// In: x, ih, hh, mask, noise, what forward kept, then the gradients of y and of final states that there are.
+// In: x, ih, hh, mask, noise, what forward kept, then the gradients of final states and of y that there are.
 // Out: gradients of ih, hh, biases, and where they are wanted of the initial states and of x.
 static void backward(const Numbers& n, Buffers& at) {
   Scratch scratch;
@@ -156,10 +156,10 @@ static void backward(const Numbers& n, Buffers& at) {
   const real *entered = at.take(), *operands[MOST_GATES];
   for (int p = 0; p < cell.products; ++p) operands[p] = at.take();
   k.x = (real*)at.take(n.reads_x), k.x_stride = n.x_stride;
-  k.dy = at.take(n.dy), k.dy_stride = units;
   const int64_t each = n.batch * units;
   const real* dfinals[MOST_STATES];
   for (int s = 0; s < cell.states; ++s) dfinals[s] = at.take(n.dfinals >> s & 1);
+  k.dy = at.take(n.dy), k.dy_stride = units;
   real *to_ih = at.give(), *to_hh = at.give(), *to_bias_ih = at.give(n.biases > 0), *to_bias_hh = at.give(n.biases > 1);
   real *dstates[MOST_STATES], *dp[MOST_GATES];
   for (int s = 0; s < cell.states; ++s) {

@@ -61,6 +61,7 @@ class Numbers(NamedTuple):
     biases: int
     masked: int
     noise_kind: int
+    gives_y: int
     saves: int = 0
     dy: int = 0
     dfinals: int = 0
@@ -76,6 +77,8 @@ class _Loop(NamedTuple):
     time: int
     batch: int
     reverse: bool
+    sequences: bool
+    """The output of every step is wanted."""
     biases: int
     masked: bool
     noise_kind: int
@@ -129,16 +132,17 @@ def _one_way(part: Part, x: Any, own: Tensors, mask: Any, reverse: bool, zero_ou
     masks = [] if mask is None else [jnp.asarray(mask).astype(bool)]
     factors = [jax.lax.stop_gradient(jnp.stack(noise))] if noise else []  # drawn from a seed
     batch, time, _ = x.shape
-    loop = _Loop(part.form, time, batch, reverse, len(biases), bool(masks), kind, torch.get_num_threads())
-    y, *states = _run(loop, jnp.asarray(x), *matrices, *map(jnp.asarray, own.states), *masks, *factors)
+    loop = _Loop(part.form, time, batch, reverse, sequences, len(biases), bool(masks), kind, torch.get_num_threads())
+    made = _run(loop, jnp.asarray(x), *matrices, *map(jnp.asarray, own.states), *masks, *factors)
+    states, y = made[: len(own.states)], made[len(own.states) :]
     last = states[0]
     if masks:
         counts = masks[0][:, 0 if reverse else -1] if zero_output else masks[0].any(1)
         last = jnp.where(counts[:, None], last, 0.0)
     if not sequences:
-        return Swept(last, last[:, None], (tuple(states),))
-    y = jnp.swapaxes(y, 0, 1)
-    return Swept(last, jnp.where(masks[0][..., None], y, 0.0) if masks and zero_output else y, (tuple(states),))
+        return Swept(last, last[:, None], (states,))
+    outputs = jnp.swapaxes(y[0], 0, 1)
+    return Swept(last, jnp.where(masks[0][..., None], outputs, 0.0) if masks and zero_output else outputs, (states,))
 
 
 def _in_order(kind: str, weight: Any) -> Any:
@@ -160,27 +164,31 @@ class _Wanted:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(loop: _Loop, *leaves: Any) -> tuple[Any, ...]:
-    """y [time, batch, units] and the final states, of x, kernels, biases, initial states, mask and masks of dropout."""
+    """The final states, and where they are wanted the outputs [time, batch, units].
+
+    Of x, kernels, biases, initial states, mask and masks of dropout.
+    """
     return tuple(_call("forward", _outputs(loop), _numbers(loop), leaves))
 
 
 def _run_forward(loop: _Loop, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     leaves, states = [one.value for one in given], 3 + loop.biases
     outputs = _outputs(loop)
-    wanted = _Wanted(given[0].perturbed, any(one.perturbed for one in given[states : states + len(outputs) - 1]))
+    count = len(outputs) - loop.sequences
+    wanted = _Wanted(given[0].perturbed, any(one.perturbed for one in given[states : states + count]))
     made = _call("forward", (*outputs, *_kept(loop)), _numbers(loop)._replace(saves=1), leaves)
     return tuple(made[: len(outputs)]), (wanted, leaves, made[len(outputs) :])
 
 
 def _run_backward(loop: _Loop, row: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
     wanted, leaves, kept = row
-    first, count = 3 + loop.biases, len(cotangents) - 1
+    first, count = 3 + loop.biases, len(cotangents) - loop.sequences
     there = [not isinstance(cotangent, SymbolicZero) for cotangent in cotangents]
     if not any(there):
         return (None,) * len(leaves)
     numbers = _numbers(loop)._replace(
-        dy=there[0], dfinals=sum(one << place for place, one in enumerate(there[1:])), wants_x=wanted.x,
-        wants_states=wanted.states,
+        dy=any(there[count:]), dfinals=sum(one << place for place, one in enumerate(there[:count])),
+        wants_x=wanted.x, wants_states=wanted.states,
     )  # fmt: skip
     x, *weights = leaves[:first]
     states, rest = leaves[first : first + count], leaves[first + count :]
@@ -198,7 +206,8 @@ _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 def _outputs(loop: _Loop) -> list[tuple[int, ...]]:
     form = Form.from_json(loop.form)
-    return [(loop.time, loop.batch, form.units), *[(loop.batch, form.units)] * len(form.cell.states)]
+    states = [(loop.batch, form.units)] * len(form.cell.states)
+    return states + [(loop.time, loop.batch, form.units)] * loop.sequences
 
 
 def _kept(loop: _Loop) -> list[tuple[int, ...]]:
@@ -243,6 +252,7 @@ def _numbers(loop: _Loop) -> Numbers:
         time=loop.time, batch=loop.batch, units=form.units, inputs=form.inputs, reverse=loop.reverse,
         threads=k.threads, groups=k.groups, team=k.team, largest=k.largest, within=within, x_stride=wide,
         reads_x=compiled.source.reads_x, biases=loop.biases, masked=loop.masked, noise_kind=loop.noise_kind,
+        gives_y=loop.sequences,
     )  # fmt: skip
 
 

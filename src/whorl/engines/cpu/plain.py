@@ -126,7 +126,8 @@ def forward(made: Sizes, call: Call) -> Outcome:
     x, kept, read, inner = call.x, [], [], []
     for layer in range(form.layers):
         x, *apart_x = _entering(x, made.within[layer * form.directions])
-        y = empty(problem.time, problem.batch, form.units * form.directions, dtype=dtype)
+        wanted = problem.outputs or problem.gradient or layer < form.layers - 1
+        y = empty(problem.time if wanted else 0, problem.batch, form.units * form.directions, dtype=dtype)
         for direction in range(form.directions):
             index = layer * form.directions + direction
             one, sweep = weights[index], made.sweep(index)
@@ -138,7 +139,8 @@ def forward(made: Sizes, call: Call) -> Outcome:
                 read.append(as_bytes(projected))
             plain = Plain(
                 x.data_ptr(), *apart_x, *one.described, ctypes.addressof(one.addresses),
-                made.within[index], address(projected), y.data_ptr() + direction * form.units * dtype.itemsize,
+                made.within[index], address(projected),
+                y.data_ptr() + direction * form.units * dtype.itemsize if wanted else None,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
                 _each(finals, index * apart), noise=address(noise), seed=seed,
                 entered=_entered(made, kept[-1]) if problem.gradient else None, **_mask(call),

@@ -54,7 +54,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       if (t >= g.length(r)) {
         if (k.starts) continue;  // a PackedSequence has no such rows
         const int64_t o = g.outer(t, r);
-        clear(k.y + o * k.y_stride, g.wfirst, g.wlast);
+        if (k.y) clear(k.y + o * k.y_stride, g.wfirst, g.wlast);
         for (int s = 0; s < cell.states && k.sequences; ++s)
           clear(k.sequences[s] + o * k.sequence_strides[s], g.begin_of(s), g.end_of(s));
         continue;
@@ -70,9 +70,11 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
         own.active[n] = i, own.outer[n] = o, ++n;
         continue;
       }
-      store* y = k.y + o * k.y_stride;
-      const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
-      held ? g.keep(y, held, g.wfirst, g.wlast) : clear(y, g.wfirst, g.wlast);
+      if (k.y) {
+        store* y = k.y + o * k.y_stride;
+        const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
+        held ? g.keep(y, held, g.wfirst, g.wlast) : clear(y, g.wfirst, g.wlast);
+      }
       for (int s = 0; s < cell.states && k.sequences; ++s)
         copy(k.sequences[s] + o * k.sequence_strides[s], k.states[s] + r * g.width_of(s), g.begin_of(s), g.end_of(s));
     }
@@ -130,7 +132,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
     g.team.wait();
     for (int segment = 0; segment < cell.forward.segments; ++segment) {
       for (int64_t j = 0; j < n; ++j) {
-        if (segment == 0) fetch<1>(k.y + own.outer[j] * k.y_stride + g.wfirst, g.wlast - g.wfirst);
+        if (segment == 0 && k.y) fetch<1>(k.y + own.outer[j] * k.y_stride + g.wfirst, g.wlast - g.wfirst);
         cell.forward.segment(segment, own.row[j], g.team);
       }
       for (int l = 0; l < cell.forward.links; ++l) {
@@ -184,7 +186,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
         } else
           g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) { state[u] = z * state[u] + (real(1) - z) * made[u]; });
         if (k.sequences) copy(k.sequences[s] + o * k.sequence_strides[s], state, begin, end);
-        if (s > 0) continue;
+        if (s > 0 || !k.y) continue;
         store* y = k.y + o * k.y_stride;
         EACH_ALONE
         for (int64_t u = begin; u < end; ++u) put(y + u, state[u]);

@@ -13,7 +13,7 @@ struct Plain {
   const real* const* vectors;        // [units] each
   int64_t within;                    // the loop over time makes the input projection
   real* x;                           // it, [outer rows, x_stride]: room for it, and where steps read it backward; or null
-  store* y;                          // [outer rows, y_stride]
+  store* y;                          // [outer rows, y_stride]; null: not wanted
   real* saved;                       // [outer rows, saved x units + saved_means]; null: not kept
   const real* starts[MOST_STATES];   // initial states [batch, width]; null: zero
   real* finals[MOST_STATES];         // forward: final states

@@ -55,7 +55,7 @@ struct Sweep {
   uint64_t seed;
   int64_t noise_tag, zoneout_tag;
   Zoneout zoneout[MOST_STATES];
-  store* y;  // [outer rows, y_stride]
+  store* y;  // [outer rows, y_stride]; null where it is not wanted, forward
   int64_t y_stride;
   store* const* sequences;  // each state at each step, [outer rows, strides]; null: not wanted
   const int64_t* sequence_strides;
