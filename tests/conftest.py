@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -40,6 +41,15 @@ def fresh() -> Iterator[None]:
     yield
     settings._assigned.clear()
     settings._assigned.update(before)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels that are compiled for the host lie: one for all tests and all workers, which share many."""
+    own = tmp_path_factory.getbasetemp()
+    made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels_of_the_host"
+    made.mkdir(exist_ok=True)
+    return made
 
 
 @pytest.fixture

@@ -1,14 +1,20 @@
 // What a CUDA kernel of whorl uses of its GPU, on the host: each thread is a fiber, and what threads do together is done
 // by the last of them to come.  It knows clusters, shared memory, mbarriers, mma.sync and ldmatrix; it knows nothing of
 // time, caches or the order in which memory becomes visible, and threads run in one order only.
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <map>
+//
+// Without headers of C++, which the compiler would read again for each kernel, for as long as the kernel itself takes.
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <ucontext.h>
-#include <vector>
+
+extern "C" {
+[[noreturn]] void abort();
+void *malloc(size_t), *calloc(size_t, size_t), *realloc(void*, size_t), free(void*);
+float cosf(float), erff(float), expf(float), expm1f(float), fabsf(float), fmaxf(float, float), fminf(float, float);
+float log1pf(float), logf(float), powf(float, float), sinf(float), sqrtf(float), tanhf(float);
+}
 
 #define __device__
 #define __global__
@@ -30,7 +36,7 @@ inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline unsigned __float_as_uint(float v) { unsigned r; memcpy(&r, &v, 4); return r; }
 inline float __uint_as_float(unsigned v) { float r; memcpy(&r, &v, 4); return r; }
 inline float __int_as_float(int v) { float r; memcpy(&r, &v, 4); return r; }
-inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float rsqrtf(float v) { return 1.f / sqrtf(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
 template <class T> inline T __ldg(const T* p) { return *p; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -44,32 +50,78 @@ namespace host {
 
 constexpr size_t STACK = 256 << 10, SHARED = 232448;
 
-struct Barrier { int pending = 1, count = 1; long bytes = 0; unsigned phase = 0; bool waited = false; };
-struct Warp { unsigned given[32][12], taken[32][8]; int came = 0; unsigned turn = 0; };
-struct Meeting { int came = 0; unsigned turn = 0; };
+// What lies in zeroed memory.
+template <class T>
+struct List {
+  T* items;
+  int count, room;
+
+  void add(const T& item) {
+    if (count == room) items = (T*)realloc(items, (room = 2 * room + 8) * sizeof(T));
+    items[count++] = item;
+  }
+  T* begin() { return items; }
+  T* end() { return items + count; }
+};
+struct Barrier { int pending, count; long bytes; unsigned phase; bool waited; };
+struct Warp { unsigned given[32][12], taken[32][8]; int came; unsigned turn; };
+struct Meeting { int came; unsigned turn; };
 struct Block {
-  alignas(128) unsigned char shared[SHARED];
-  std::map<unsigned, Barrier> barriers;
-  std::vector<Warp> warps;
+  unsigned char shared[SHARED];
+  Barrier barriers[SHARED / 8];
+  Warp warps[32];
   Meeting meetings[17];
   unsigned rank;
 };
-struct Fiber { ucontext_t context; Block* block; dim thread, of_block; bool done = false; };
+// Copies arrive, and products of four warps are computed, when they are waited for, not before.
+struct Copy { unsigned char *to, data[16]; int bytes; };
+struct Product { float (*sums)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
+struct Fiber {
+  jmp_buf at;
+  unsigned char* stack;
+  Block* block;
+  dim thread, of_block;
+  bool begun, done;
+  const unsigned* watched;  // null, or it waits while the bits of `mask` there are `stale`
+  unsigned mask, stale;
+  List<Copy> copies;
+  List<Product> products;
+};
 
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static Fiber* now;
-static std::vector<Block*> cluster;
+static Block* blocks;  // of the cluster
 static Meeting of_cluster;
-static unsigned threads;
+static unsigned threads, in_cluster;
 
-inline void yield() { swapcontext(&now->context, &scheduler); }
+// Lets a thread run until it yields.  (swapcontext would ask the system for the signals each time.)
+inline void resume(Fiber& f, void (*enter)()) {
+  now = &f;
+  if (_setjmp(scheduler)) return;
+  if (f.begun) _longjmp(f.at, 1);
+  f.begun = true;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = f.stack, start.uc_stack.ss_size = STACK;
+  makecontext(&start, enter, 0);
+  setcontext(&start);
+}
+inline void yield() {
+  if (!_setjmp(now->at)) _longjmp(scheduler, 1);
+}
+inline bool waits(const Fiber& f) { return f.watched && (*f.watched & f.mask) == f.stale; }
+inline void wait_while(const unsigned& word, unsigned mask, unsigned stale) {
+  now->watched = &word, now->mask = mask, now->stale = stale;
+  while (waits(*now)) yield();
+  now->watched = nullptr;
+}
 inline void come(Meeting& at, int wanted) {
   if (++at.came == wanted) at.came = 0, ++at.turn;
 }
 inline void meet(Meeting& at, int wanted) {
   const unsigned turn = at.turn;
   come(at, wanted);
-  while (at.turn == turn) yield();
+  wait_while(at.turn, ~0u, turn);
 }
 inline int lane() { return now->thread.x % 32; }
 // All lanes give some words; the last to come runs `act` for all.
@@ -79,7 +131,7 @@ inline unsigned* together(const unsigned* words, int count, Act act) {
   memcpy(warp.given[lane()], words, 4 * count);
   const unsigned turn = warp.turn;
   if (++warp.came == 32) act(warp), warp.came = 0, ++warp.turn;
-  while (warp.turn == turn) yield();
+  wait_while(warp.turn, ~0u, turn);
   return warp.taken[lane()];
 }
 
@@ -88,12 +140,20 @@ inline unsigned address_of(const void* p) {
   if (at < 0 || at >= (long)SHARED) fprintf(stderr, "no shared address\n"), abort();
   return (unsigned)at;
 }
-inline Block& block_at(unsigned address) { return address >> 20 ? *cluster[(address >> 20) - 1] : *now->block; }
+inline Block& block_at(unsigned address) { return address >> 20 ? blocks[(address >> 20) - 1] : *now->block; }
 inline unsigned char* at(unsigned address) {
   if ((address & 0xfffff) + 4 > SHARED) fprintf(stderr, "outside shared memory\n"), abort();
   return block_at(address).shared + (address & 0xfffff);
 }
-inline Barrier& barrier_at(unsigned address) { return block_at(address).barriers[address & 0xfffff]; }
+inline Barrier& place_of_barrier(unsigned address) {
+  if (address % 8 || (address & 0xfffff) >= SHARED) fprintf(stderr, "no barrier can lie there\n"), abort();
+  return block_at(address).barriers[(address & 0xfffff) / 8];
+}
+inline Barrier& barrier_at(unsigned address) {
+  Barrier& b = place_of_barrier(address);
+  if (b.count == 0) fprintf(stderr, "a barrier is used before its start\n"), abort();
+  return b;
+}
 inline void settle(Barrier& b) {
   if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase;
 }
@@ -130,6 +190,7 @@ inline float __shfl_xor_sync(unsigned, float value, int apart) {
   return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
 inline unsigned __ballot_sync(unsigned, bool value) {
   unsigned bits = value ? 1u << host::lane() : 0u;
   for (int apart = 16; apart > 0; apart /= 2) bits |= shuffle_words(bits, apart);
@@ -238,27 +299,25 @@ inline uint4 load_matrices(unsigned address, int count) {
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
 inline void emulated_prefetch(const void*) {}
-// Products of four warps are computed when they are waited for, not before; each warp has its own 16 rows of them.
-struct Product { float (*sums)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
-static std::map<host::Fiber*, std::vector<Product>> products;
+// Of products of four warps each warp has its own 16 rows.
 inline unsigned word_at(unsigned operand, int row, int word) {
   const unsigned address = (operand & 0x3fff) << 4, across = (operand >> 16 & 0x3fff) << 4;
   return *(unsigned*)host::at(address + word / 4 * across + row * 16 + word % 4 * 4);
 }
 template <int TILES>
 inline void emulated_multiply_columns(float (&sums)[TILES][4], const uint4& a, unsigned columns, bool add) {
-  products[host::now].push_back({sums, TILES, false, add, a, 0, columns});
+  host::now->products.add({sums, TILES, false, add, a, 0, columns});
 }
 template <int TILES>
 inline void emulated_multiply_shared(float (&sums)[TILES][4], unsigned rows, unsigned columns, bool add) {
-  products[host::now].push_back({sums, TILES, true, add, {}, rows, columns});
+  host::now->products.add({sums, TILES, true, add, {}, rows, columns});
 }
 inline void emulated_show_products() {}
 inline void emulated_begin_products() {}
 inline void emulated_end_products() {}
 inline void emulated_multiplied() {
   const int lane = host::lane(), row = (int)host::now->thread.x / 32 % 4 * 16 + lane / 4, word = lane % 4;
-  for (const Product& made : products[host::now]) {
+  for (const host::Product& made : host::now->products) {
     uint4 a = made.a;
     if (made.shared)
       a = {word_at(made.rows, row, word), word_at(made.rows, row + 8, word), word_at(made.rows, row, word + 4),
@@ -268,35 +327,32 @@ inline void emulated_multiplied() {
       emulated_multiply_words(made.sums[n], a, {word_at(made.columns, n * 8 + lane / 4, word),
                                                 word_at(made.columns, n * 8 + lane / 4, word + 4)});
   }
-  products[host::now].clear();
+  host::now->products.count = 0;
 }
-// They arrive when they are waited for, not before.
-struct Copy { unsigned char *to, data[16]; int bytes; };
-static std::map<host::Fiber*, std::vector<Copy>> copies;
 inline void copy(unsigned to, const void* from, bool there, int bytes) {
   if ((size_t)from % bytes || to % bytes) fprintf(stderr, "an address of a copy is odd\n"), abort();
-  Copy made = {host::at(to), {}, bytes};
+  host::Copy made = {host::at(to), {}, bytes};
   if (there) memcpy(made.data, from, bytes);
-  copies[host::now].push_back(made);
+  host::now->copies.add(made);
 }
 inline void emulated_copy_16(unsigned to, const void* from, bool there) { copy(to, from, there, 16); }
 inline void emulated_copy_8(unsigned to, const void* from, bool there) { copy(to, from, there, 8); }
 inline void emulated_copy_4(unsigned to, const void* from, bool there) { copy(to, from, there, 4); }
 inline void emulated_copies_done() {
-  for (const Copy& made : copies[host::now]) memcpy(made.to, made.data, made.bytes);
-  copies[host::now].clear();
+  for (const host::Copy& made : host::now->copies) memcpy(made.to, made.data, made.bytes);
+  host::now->copies.count = 0;
 }
 inline void emulated_named_barrier(int id, int count) { host::meet(host::now->block->meetings[id], count); }
 inline void emulated_arrive_at_barrier(int id, int count) { host::come(host::now->block->meetings[id], count); }
-inline float emulated_fast_tanh(float v) { return std::tanh(v); }
-inline float emulated_fast_exp(float v) { return std::exp(v); }
-inline float emulated_fast_log(float v) { return std::log(v); }
+inline float emulated_fast_tanh(float v) { return tanhf(v); }
+inline float emulated_fast_exp(float v) { return expf(v); }
+inline float emulated_fast_log(float v) { return logf(v); }
 inline float emulated_reciprocal(float v) { return 1.f / v; }
 inline unsigned emulated_rank_in_cluster() { return host::now->block->rank; }
 inline unsigned emulated_at_rank(unsigned address, unsigned rank) { return (address & 0xfffff) | (rank + 1) << 20; }
-inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::cluster.size())); }
+inline void emulated_cluster_barrier() { host::meet(host::of_cluster, (int)(host::threads * host::in_cluster)); }
 inline void emulated_start_barrier(unsigned barrier, unsigned arrivals) {
-  host::barrier_at(barrier) = host::Barrier{(int)arrivals, (int)arrivals};
+  host::place_of_barrier(barrier) = {(int)arrivals, (int)arrivals, 0, 0, false};
 }
 inline void emulated_arrive_here(unsigned barrier) {
   --host::barrier_at(barrier).pending;
@@ -310,8 +366,9 @@ inline void emulated_expect(unsigned barrier, unsigned bytes) {
   host::settle(b);
 }
 inline void emulated_wait(unsigned barrier, unsigned phase) {
-  host::barrier_at(barrier).waited = true;
-  while ((host::barrier_at(barrier).phase & 1) == phase) host::yield();
+  host::Barrier& b = host::barrier_at(barrier);
+  b.waited = true;
+  host::wait_while(b.phase, 1, phase);
 }
 inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
   memcpy(host::at(address), &data, 16);
@@ -349,35 +406,38 @@ static void enter() {
 }
 
 extern "C" int launch(unsigned grid, unsigned second, unsigned block, unsigned cluster, const Arguments* arguments) {
-  arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block;
-  std::vector<unsigned char> stacks(host::STACK * block * cluster);
-  for (unsigned y = 0; y < second; ++y)
-    for (unsigned first = 0; first < grid; first += cluster) {
-      std::vector<host::Block> blocks(cluster);
-      std::vector<host::Fiber> fibers(block * cluster);
-      host::cluster.clear(), host::of_cluster = {};
+  arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block, host::in_cluster = cluster;
+  const unsigned all = block * cluster;
+  unsigned char* const stacks = (unsigned char*)malloc(host::STACK * all);  // most of it is never touched
+  bool over = true;
+  for (unsigned y = 0; over && y < second; ++y)
+    for (unsigned first = 0; over && first < grid; first += cluster) {
+      host::blocks = (host::Block*)calloc(cluster, sizeof(host::Block));
+      host::Fiber* const fibers = (host::Fiber*)calloc(all, sizeof(host::Fiber));
+      host::of_cluster = {};
       for (unsigned rank = 0; rank < cluster; ++rank) {
-        memset(blocks[rank].shared, 0xff, host::SHARED);
-        blocks[rank].rank = rank, blocks[rank].warps.resize(block / 32);
-        host::cluster.push_back(&blocks[rank]);
+        memset(host::blocks[rank].shared, 0xff, host::SHARED);
+        host::blocks[rank].rank = rank;
       }
-      for (unsigned i = 0; i < fibers.size(); ++i) {
+      for (unsigned i = 0; i < all; ++i) {
         host::Fiber& f = fibers[i];
-        f.block = &blocks[i / block], f.thread = {i % block, 0, 0}, f.of_block = {first + i / block, y, 0};
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = stacks.data() + host::STACK * i, f.context.uc_stack.ss_size = host::STACK;
-        f.context.uc_link = &host::scheduler;
-        makecontext(&f.context, enter, 0);
+        f.stack = stacks + host::STACK * i, f.block = &host::blocks[i / block];
+        f.thread = {i % block, 0, 0}, f.of_block = {first + i / block, y, 0};
       }
-      for (size_t left = fibers.size(), idle = 0; left;) {
-        for (host::Fiber& f : fibers) {
-          if (f.done) continue;
-          host::now = &f;
-          swapcontext(&host::scheduler, &f.context);
-          if (f.done) --left, idle = 0;
+      unsigned left = all;
+      bool ran = true;
+      for (int idle = 0; left && ran && idle <= 100000; ++idle) {
+        ran = false;
+        for (unsigned i = 0; i < all; ++i) {
+          if (fibers[i].done || host::waits(fibers[i])) continue;
+          ran = true, host::resume(fibers[i], enter);
+          if (fibers[i].done) --left, idle = 0;
         }
-        if (++idle > 100000) return 1;  // they wait for each other
       }
+      over = left == 0;  // else they wait for each other
+      for (unsigned i = 0; i < all; ++i) free(fibers[i].copies.items), free(fibers[i].products.items);
+      free(fibers), free(host::blocks);
     }
-  return 0;
+  free(stacks);
+  return over ? 0 : 1;
 }

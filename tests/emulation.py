@@ -7,10 +7,8 @@ The kernels are the real sources with the real tiles; only the functions of `ptx
 """
 
 import ctypes
-import hashlib
 import re
 import struct
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from host_library import built
 from whorl import problem
 from whorl.bench.baseline import to_tf32
 from whorl.engines.cuda import (
@@ -41,6 +40,7 @@ from whorl.plan import plan
 
 H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 CHIP = Chip((9, 0), 132)
+FLAGS = ("-Og", "-fno-strict-aliasing")  # with -O1 kernels take twice as long to compile, and run no faster
 _HOST = Path(__file__).with_suffix(".cpp")
 
 
@@ -88,12 +88,7 @@ def compiled(source: str, name: str, architecture: str, options: Any = (), *, fo
     text = _HOST.read_text().replace("//: kernel", on_host(source))
     defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16|HALVES) (\d)$", source, re.M)
     text = "".join(f"#define {key} {value}\n" for key, value in defines) + text
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-    if not path.exists():
-        words = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
-        made = subprocess.run([*words, str(path)], input=text, text=True, capture_output=True)
-        assert made.returncode == 0, made.stderr[:4000]
-    return str(path).encode()
+    return str(built(text, folder, FLAGS, "g++")).encode()
 
 
 def _matrix(place: int, kind: int, rows: int, columns: int, step: int) -> Tensor:

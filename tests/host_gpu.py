@@ -1,9 +1,7 @@
 """The kernels of the engine `stepwise` compiled for the host: one thread a block, one block after the other."""
 
 import ctypes
-import hashlib
 import struct
-import subprocess
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whorl import compiler
+from host_library import built
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import steps, stepwise
 from whorl.engines.cuda.steps import Kernels, Sizes
@@ -52,12 +50,7 @@ def compiled(made: Source, folder: Path, flags: tuple[str, ...] = ("-O0",)) -> c
     """The kernels as a library of the host."""
     text = _SHIM + made.text.replace('extern "C" __global__', "__global__")
     text += "".join(_LAUNCH.format(part=p, type="Start" if p == "start" else "Step") for p in made.names)
-    name = hashlib.sha256(text.encode()).hexdigest()[:24]  # cells of one name are different kernels
-    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    file.write_text(text)
-    command = [*compiler.found().split(), "-std=c++17", "-shared", "-fPIC", "-w", *flags, str(file), "-o", str(library)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(built(text, folder, flags)))
 
 
 class _Kernel:

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CHIP = Chip((9, 0), 132)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
 def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every product is worth the copies, and memory is full of NaN before it is written."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import option_draws
 import whorl
 from comparison import broken, error, flat, weighted
-from emulation import CHIP, H200, emulated
+from emulation import CHIP, H200, Kernel, compiled, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
 from whorl.engines.cuda import aligned, entering, grid, options, source, spreading, store, tiling
@@ -25,11 +25,6 @@ from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 BY_GATE = dict(recurrent_dropout=0.3, recurrent_dropout_mode="gate")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
 
 
 def outcome(
@@ -89,6 +84,26 @@ def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -
         patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
         layer(x)[0].sum().backward()
     assert entered == [0, 0]
+
+
+WAITS = {
+    "for one that does not come": "if (threadIdx.x) __syncthreads();",
+    "for a word that nobody writes": "while (emulated_look(a.words).x != 1) {}",
+    "for bytes that nobody sends": "start_and_expect(); emulated_wait(0, 0);",
+    "for nothing": "start_and_expect(); emulated_send(0, 0, uint4{}); emulated_wait(0, 0); __syncthreads();",
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_threads_that_wait_for_each_other_are_found(what: str, folder: Path) -> None:
+    begin = "if (threadIdx.x == 0) emulated_start_barrier(0, 1), emulated_expect(0, 32 * 16); __syncthreads();"
+    text = "struct Arguments { unsigned* words; };\n"
+    text += f"static void start_and_expect() {{ {begin} }}\n"
+    text += f"static void KERNEL(const Arguments& a) {{ {WAITS[what]} }}\n"
+    kernel, words = Kernel(compiled(text, "kernel", "", folder=folder), "kernel", 0, 32, 0, 1, "P"), torch.zeros(4)
+    finds = nullcontext() if what == "for nothing" else pytest.raises(AssertionError, match="wait for each other")
+    with finds:
+        kernel(0, 1, 1, words.data_ptr())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

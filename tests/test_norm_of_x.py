@@ -74,11 +74,6 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 def built(kind: str, options: dict[str, Any], dtype: torch.dtype, units: int = 20) -> torch.nn.Module:
     torch.manual_seed(3)
     layer = getattr(whorl, kind)(6, units, **options)

@@ -26,11 +26,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
 def host(folder: Path) -> Iterator[None]:
     """Memory is full of NaN before it is written."""

@@ -31,23 +31,16 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def device(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
     """Where the kernels run."""
     if request.param == "host":
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
-        with emulated(_folder(tmp_path_factory)):
+        with emulated(folder):
             yield "cpu"
     else:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             yield "cuda"
-
-
-def _folder(factory: pytest.TempPathFactory) -> Path:
-    """One for all tests: most share their kernels."""
-    folder = factory.getbasetemp() / "projected"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -45,11 +45,6 @@ STAGED["together"] = together.graph
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @needs_compiler
 @pytest.mark.parametrize("name", STAGED)
 def test_a_step_of_several_stages(name: str, folder: Path) -> None:
@@ -93,13 +88,14 @@ TILES = [  # forward and backward, as `spreading` takes them: one or two groups 
 ]
 
 
-def spread(monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], back: tuple[int, ...]) -> None:
+def spread(monkeypatch: pytest.MonkeyPatch, ahead: tuple[int, ...], back: tuple[int, ...], **more: bool) -> None:
     """Every layer is spread over blocks that exchange through L2, as layers that no cluster holds."""
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread:
         given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
-        made = make(size, *given, chip.shared)
+        made = make(size, *given, chip.shared, **more)
         assert made is not None
+        assert made.collected == more.get("collected", False)
         return made
 
     monkeypatch.setattr(grid, "choose", chosen)
@@ -129,6 +125,40 @@ def test_means_come_round_in_their_places(place: int, folder: Path, monkeypatch:
     spread(monkeypatch, *TILES[place])
     with emulated(folder):
         assert_agrees("persistent", STAGED["layer_norm_lstm"], Case(time=35, batch=9, units=67), torch.bfloat16)
+
+
+def test_one_block_collects_where_all_would_read_much() -> None:
+    cell = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("r",))[0]
+    sizes = {
+        (1500, 20): (True, True),
+        (1024, 128): (False, True),
+        (1024, 32): (False, False),
+        (512, 128): (False, False),
+    }
+    for (units, batch), wanted in sizes.items():
+        tiles = [grid.estimated(size_of(cell, units, 2), H200, batch, 1, kind) for kind in ("forward", "backward")]
+        assert [isinstance(tile, Spread) and tile.collected for tile in tiles] == [*wanted]
+        assert [isinstance(tile, Spread) and spreading.launches(H200, batch, 1, tile) for tile in tiles] == [1, 1]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, ahead, back, more",
+    [
+        ("layer_norm_lstm", (8, 1, 1, 8, 1), (8, 2, 1, 1, 8), dict(collected=True)),
+        ("all of LSTM's layer norm", (16, 1, 1, 8, 4), (16, 2, 1, 1, 8), dict(wide=True)),  # products of four warps
+        ("layer_norm_lstm", (16, 2, 2, 8, 4), (16, 2, 2, 2, 8), dict(wide=True)),
+        ("all of LSTM's layer norm", (8, 1, 1, 8, 4), (8, 2, 1, 1, 8), dict(wide=True, collected=True)),
+    ],
+)
+def test_means_that_one_block_makes_for_all(
+    name: str, ahead: tuple[int, ...], back: tuple[int, ...], more: dict[str, bool], folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    spread(monkeypatch, ahead, back, **more)
+    case = Case(time=4, batch=9, units=67)
+    with emulated(folder):
+        assert_agrees("persistent", STAGED[name], case, torch.bfloat16)
 
 
 @needs_compiler
@@ -184,7 +214,9 @@ def test_backward_computes_ahead_what_takes_long_and_needs_no_gradient() -> None
 
 
 @pytest.mark.parametrize(
-    "element, expected", [(2, {("forward", 128)}), (4, {("forward", 128), ("backward", 128)})], ids=["bfloat16", "tf32"]
+    "element, expected",
+    [(2, {("forward", 128), ("backward", 128)}), (4, {("forward", 128), ("backward", 128)})],
+    ids=["bfloat16", "tf32"],
 )
 def test_layer_norm_is_spread_where_that_is_faster(element: int, expected: set[tuple[str, int]]) -> None:
     """In two bytes as measured; with TF32 products, which alone are of float16 there, by its estimate."""
@@ -306,4 +338,5 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     assert any(re.search(r"\bVOTE\b", line) for line in loop) == together
     # where blocks exchange through L2 all threads fence once in a while (exchange.cu), at one place
     rings = isinstance(tile, Spread) and (kind == "forward" or tile.gathered > 1)
-    assert sum("MEMBAR" in line for line in loop) == rings
+    # (MEMBAR.ALL.CTA is of the block: what four warps multiply is shown to the tensor cores)
+    assert sum("MEMBAR" in line and "MEMBAR.ALL.CTA" not in line for line in loop) == rings

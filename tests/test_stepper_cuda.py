@@ -3,7 +3,6 @@
 import ctypes
 import shutil
 import struct
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ import pytest
 import torch
 
 import whorl
-from emulation import emulated
+from emulation import FLAGS, emulated
+from host_library import built
 from test_stepper import CELLS, OPTIONS, assert_equals_the_layer, drawn, make, stepped
 from whorl.engines.cuda import launch, steps, stepwise, stepwise_source, stream
 from whorl.engines.cuda.compile import cubin, missing
@@ -45,28 +45,17 @@ class HostKernel:
         assert self._launch(grid, second, self._block, 1, self._layout.pack(*values)) == 0
 
 
-def on_host(source: str, name: str, folder: Path) -> bytes:
+def on_host(source: str, folder: Path) -> bytes:
     """Where the shared library of the kernel lies."""
-    path = folder / f"{name}.so"
-    if not path.exists():
-        kernel = source.replace("__global__ void __launch_bounds__(128) NAME(stream)", "void KERNEL").replace(
-            'extern "C" void', "void"
-        )
-        names = "".join(f"#define {kind}_t gpu_{kind}\n" for kind in "int64 int32 uint64 uint32 uint16 uint8".split())
-        given = "#define KERNEL stream_kernel\n#define __shared__ static\n#define blockDim host_block\n"
-        given += "static dim host_block = {128, 1, 1};\n"
-        given += "int atomicAdd(int* at, int value) { return (*at += value) - value; }\n"
-        text = (Path(__file__).parent / "emulation.cpp").read_text()
-        text = text.replace("//: kernel", names + given + kernel + "using kernel::Arguments;\n")
-        words = ["g++", "-std=c++17", "-O1", "-w", "-fno-strict-aliasing", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
-        made = subprocess.run([*words, str(path)], input=text, text=True, capture_output=True)
-        assert made.returncode == 0, made.stderr[:4000]
-    return str(path).encode()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stream")
+    kernel = source.replace("__global__ void __launch_bounds__(128) NAME(stream)", "void KERNEL")
+    kernel = kernel.replace('extern "C" void', "void")
+    names = "".join(f"#define {kind}_t gpu_{kind}\n" for kind in "int64 int32 uint64 uint32 uint16 uint8".split())
+    given = "#define KERNEL stream_kernel\n#define __shared__ static\n#define blockDim host_block\n"
+    given += "static dim host_block = {128, 1, 1};\n"
+    given += "int atomicAdd(int* at, int value) { return (*at += value) - value; }\n"
+    text = "#include <cmath>\n" + (Path(__file__).parent / "emulation.cpp").read_text()
+    text = text.replace("//: kernel", names + given + kernel + "using kernel::Arguments;\n")
+    return str(built(text, folder, FLAGS, "g++")).encode()
 
 
 @pytest.fixture
@@ -74,7 +63,7 @@ def on_fibers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine takes tensors of the CPU, and its kernel runs on the host."""
     with emulated(folder):
         monkeypatch.setattr(stream, "Kernel", HostKernel)
-        monkeypatch.setattr(stream, "store", SimpleNamespace(kernel=lambda s, name, *rest: on_host(s, name, folder)))
+        monkeypatch.setattr(stream, "store", SimpleNamespace(kernel=lambda s, *rest: on_host(s, folder)))
         monkeypatch.setattr(launch, "_loaded", {})
         monkeypatch.setattr(stepwise, "missing", lambda: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))

@@ -22,16 +22,11 @@ ON_THE_HOST = pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler:
 PLACES = [pytest.param("cpu", marks=ON_THE_HOST), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stepwise")
-
-
 @pytest.fixture
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, libraries: Path) -> str:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     """The device; on the host the kernels are compiled for it."""
     if request.param == "cpu":
-        host_gpu.use(monkeypatch, libraries)
+        host_gpu.use(monkeypatch, folder)
     return request.param
 
 

@@ -21,11 +21,6 @@ from whorl.text.passes import Moved
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(params=["plain torch", "on the host", pytest.param("on a GPU", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "on the host":

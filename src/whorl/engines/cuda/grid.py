@@ -77,10 +77,10 @@ _MUCH_TF32 = 1.1
 (GRU), and a launch 80 and 4, 71 and 4, 53 and 23, 11 and 23, 10 and 3 us beside its steps.
 Backward was not measured."""
 
-_MUCH_STAGED = {"forward": 1.0, "backward": 1.6}
-"""Of a step with means.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster and spread took 5.0 and 4.5
-us with 512 units at batch 128, 2.7 and 3.4 at 32, 1.7 and 2.8 with 256 at 32; backward 7.1 and 7.3, 2.9 and 4.9, with
-256 units at 128 2.9 and 4.5, with 650 at 20 5.9 and 7.7."""
+_MUCH_STAGED = {"forward": 1.0, "backward": 1.0}
+"""Of a step with means.  On an H200, LSTM with layer norm in bfloat16, a step in a cluster and spread took 5.0 and 3.9
+us with 512 units at batch 128, 2.6 and 3.6 at 32, 2.1 and 3.2 with 256 at 128; backward 6.9 and 4.6, 2.8 and 3.9, 3.0
+and 2.9."""
 
 
 _MUCH_STAGED_TF32 = 1.3

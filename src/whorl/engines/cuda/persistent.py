@@ -1,6 +1,6 @@
 """Engine `persistent`: all steps of a layer in one launch, with the recurrent weights on the chip."""
 
-import itertools
+import bisect
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -186,9 +186,15 @@ def _fits(cell: Graph, units: int, width: tuple[int, bool], chip: Chip, features
 
 @lru_cache(maxsize=256)
 def _most_units(cell: Graph, width: tuple[int, bool], chip: Chip, features: Features) -> int:
-    """The most units for which both kernels fit."""
-    fitting = itertools.takewhile(lambda units: _fits(cell, units, width, chip, features), itertools.count(16, 16))
-    return max(fitting, default=0)
+    """The most units, of multiples of 16, for which both kernels fit: those fit that are fewer."""
+
+    def full(count: int) -> bool:
+        return not _fits(cell, 16 * count, width, chip, features)
+
+    end = 1
+    while not full(end):
+        end *= 2
+    return 16 * (bisect.bisect_left(range(end), True, lo=1, key=full) - 1)
 
 
 def _chip(device: Device) -> Chip:

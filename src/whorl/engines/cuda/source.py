@@ -402,7 +402,7 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
     }  # fmt: skip
     offsets: list[int] = []
     if isinstance(tile, Spread):
-        numbers |= {"LANES": tile.slice // 2, "AWAY": 1, "PART": tile.slice}
+        numbers |= {"LANES": tile.slice // 2, "AWAY": 1, "PART": tile.slice, "COLLECTED": tile.collected}
     else:
         numbers |= {"LANES": 8, "AWAY": 4, "PART": 16}
         numbers["MEAN_WORDS"] = mean_words(own, tile.slice, tile.cluster, tile.rows)

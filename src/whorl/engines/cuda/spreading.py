@@ -54,6 +54,8 @@ class Spread:
     """As in `Size`."""
     halves: bool = False
     """float32 enters products, and travels between blocks, as float16, scaled."""
+    collected: bool = False
+    """One block takes what means are made of from all, and gives them to all; else each takes from all."""
 
     cluster = 1
 
@@ -84,7 +86,7 @@ def operand(size: Size, kind: str) -> int:
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, spilled: int = 0,
+    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
@@ -118,12 +120,14 @@ def forward(
     if shared > limit:
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts)
-    return Spread(*made, exact=size.exact, halves=halves)
+    return Spread(
+        *made, exact=size.exact, halves=halves, collected=_collected(size, "forward", units, tiles, subs, collected)
+    )
 
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, spilled: int = 0,
+    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
@@ -164,7 +168,20 @@ def backward(
     if shared > limit:
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
-    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves)
+    one = _collected(size, "backward", units, tiles, subs, collected)
+    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves, collected=one)
+
+
+def _collected(size: Size, kind: str, units: int, tiles: int, subs: int, asked: bool | None) -> bool:
+    """Whether one block makes the means of a sequence for all, each of at most one sequence."""
+    if size.staged is None or 8 * tiles * subs > -(-size.units // units):
+        return False
+    return _taken(size, kind, units, tiles) > 12 if asked is None else asked
+
+
+def _taken(size: Size, kind: str, units: int, tiles: int) -> float:
+    """KB that a block takes from blocks of so many units in one exchange of means, without `collected`."""
+    return 8 * tiles * -(-size.units // units) * max(_given(size, kind)) / 256
 
 
 def _behind(scales: int) -> int:
@@ -188,17 +205,23 @@ def _inside(size: Size, kind: str) -> int:
         return 0
     made = steps(size.staged)
     if kind == "forward":
-        return 16 + 2 * made.forward.kept + 2 * len(made.forward.reductions)
-    return made.backward.kept + 2 * len(made.backward.reductions)
+        return 2 * made.forward.kept + 2 * len(made.forward.reductions)
+    return made.backward.kept
+
+
+def _given(size: Size, kind: str) -> list[int]:
+    """Words that a block gives of a sequence after each stage, as spread_means.cu has them."""
+    if size.staged is None:
+        return [0]
+    own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
+    numbers = [own.numbers(stage) for stage in range(own.stages)]
+    return [4 * -(-count // 4) if count > 2 else 2 * (count > 0) for count in numbers]
 
 
 def _means(size: Size, tile: Spread, kind: str) -> int:
     """Words of a sequence of what means are made of, as spread_means.cu lays them out."""
-    if size.staged is None:
-        return 0
-    own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
-    members = -(-size.units // tile.slice)
-    return sum(2 * members * -(-own.numbers(stage) // 2) for stage in range(own.stages))
+    members = -(-size.units // tile.slice) + tile.collected
+    return sum(-(-members * words // 4) * 4 for words in _given(size, kind))
 
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
@@ -250,7 +273,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         yield from _first(found, chip)
     if not _four_warps(size, chip, kind):
         return
-    for units, shape in product(sorted(slices), _WIDE_SHAPES):
+    for units, shape in product(_of(size, slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
         found = (forward(*given, parts=parts, wide=True) for parts in (1, 2))
         yield from _first(found, chip)
@@ -258,7 +281,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
 
 def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
     """Whether four warps may multiply together."""
-    plain = not size.bits and not size.masks and size.staged is None
+    plain = not size.bits and not size.masks and (size.staged is None or size.element == 2)
     return chip.capability == (9, 0) and operand(size, kind) == 2 and plain
 
 
@@ -346,13 +369,18 @@ def _inside_time(size: Size, kind: str, tile: Spread) -> float:
     own = steps(size.staged).forward if kind == "forward" else steps(size.staged).backward
     at_once = 32 * tile.warps // (tile.slice // 2)  # sequences of which all threads make means
     exchanges = own.exchanges * tile.subs * -(-8 * tile.tiles // at_once)
-    return exchanges * _EXCHANGE[kind] * (1 + 0.3 * (tile.tiles - 1) * (kind == "forward"))
+    least, each, collected = _EXCHANGE[kind]
+    if tile.collected:
+        return exchanges * collected
+    more = 0.2 * (tile.tiles - 1) * (kind == "forward")
+    return exchanges * (least + each * _taken(size, kind, tile.slice, tile.tiles) + more)
 
 
-_EXCHANGE = {"forward": 1.1, "backward": 2.5}
-"""Microseconds of one exchange of means, and of what it makes a step compute more.  LSTM with layer norm of r and c in
-bfloat16 on an H200, 512 and 1024 units at batch 32: 0.9 and 1.2, backward, where it is of 8 numbers, 2.1 and 2.9.  With
-512 units at batch 128, a step forward took 4.5 us where blocks have 64 units of 8 sequences, 4.9 with 32 of 16."""
+_EXCHANGE = {"forward": (0.8, 0.12, 1.95), "backward": (1.05, 0.065, 1.9)}
+"""Microseconds of one exchange of means, with what it makes a step compute more: where each block takes from all, and
+for each KB of that; where one block collects.  LSTM with layer norm of r and c in bfloat16 on an H200, of one and the
+other, a step: 1,500 units at batch 20, forward 9.4 and 7.4, backward 10.9 and 6.5; 1,024 at 128 9.4 and 10.5, 15.4 and
+14.4; 1,024 at 32 backward 5.0 and 5.1.  With 512 at 128, where a block takes 0.5 KB and 2 KB, 3.9 and 4.6."""
 
 
 def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Spread) -> float:

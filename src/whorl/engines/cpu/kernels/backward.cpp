@@ -45,13 +45,12 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         if (!k.dsequences[s]) continue;
         const store* from = k.dsequences[s] + o * k.dsequence_strides[s];
         real* to = k.dstates[s] + r * g.width_of(s);
-        for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u) to[u] += widened(from[u]);
+        add(to, from, g.begin_of(s), g.end_of(s));
       }
       if (g.counts(o)) {
         own.active[n] = i, own.outer[n] = o, ++n;
       } else {
-        if (k.dy)
-          for (int64_t u = g.wfirst; u < g.wlast; ++u) k.dheld[r * k.width + u] += widened(g.dy(t, r, o)[u]);
+        if (k.dy) add(k.dheld + r * k.width, g.dy(t, r, o), g.wfirst, g.wlast);
       }
     }
     for (int64_t j = 0; j < n; ++j) {
@@ -74,8 +73,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         }
         if (s == 0 && k.dheld) {
           real* held = k.dheld + r * k.width;
-          EACH_ALONE
-          for (int64_t u = begin; u < end; ++u) state[u] += held[u], held[u] = real(0);
+          add(state, held, begin, end), clear(held, begin, end);
         }
         if (k.zoneout[s].kind == 3)
           for (int64_t u = begin; u < end; ++u)
@@ -214,10 +212,8 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       for (int s = 0; s < cell.states; ++s) {
         real* state = k.dstates[s] + r * g.width_of(s);
         real* to = k.dreset ? k.dreset[s] + r * g.width_of(s) : nullptr;
-        for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u) {
-          if (to) to[u] += state[u];
-          state[u] = real(0);
-        }
+        if (to) add(to, state, g.begin_of(s), g.end_of(s));
+        clear(state, g.begin_of(s), g.end_of(s));
       }
     }
   }

@@ -54,10 +54,9 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       if (t >= g.length(r)) {
         if (k.starts) continue;  // a PackedSequence has no such rows
         const int64_t o = g.outer(t, r);
-        for (int64_t u = g.wfirst; u < g.wlast && k.y; ++u) put(k.y + o * k.y_stride + u, real(0));
+        if (k.y) clear(k.y + o * k.y_stride, g.wfirst, g.wlast);
         for (int s = 0; s < cell.states && k.sequences; ++s)
-          for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u)
-            put(k.sequences[s] + o * k.sequence_strides[s] + u, real(0));
+          clear(k.sequences[s] + o * k.sequence_strides[s], g.begin_of(s), g.end_of(s));
         continue;
       }
       const int64_t o = g.outer(t, r);
@@ -65,7 +64,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
         for (int s = 0; s < cell.states; ++s) {
           real* state = k.states[s] + r * g.width_of(s);
           const real* to = k.reset_to ? k.reset_to[s] + r * g.width_of(s) : nullptr;
-          for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u) state[u] = to ? to[u] : real(0);
+          to ? copy(state, to, g.begin_of(s), g.end_of(s)) : clear(state, g.begin_of(s), g.end_of(s));
         }
       if (g.counts(o)) {
         own.active[n] = i, own.outer[n] = o, ++n;
@@ -74,11 +73,10 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       if (k.y) {
         store* y = k.y + o * k.y_stride;
         const store* held = own.last[i] < 0 ? nullptr : k.y + own.last[i] * k.y_stride;
-        for (int64_t u = g.wfirst; u < g.wlast; ++u) held ? (void)(y[u] = held[u]) : put(y + u, real(0));
+        held ? g.keep(y, held, g.wfirst, g.wlast) : clear(y, g.wfirst, g.wlast);
       }
       for (int s = 0; s < cell.states && k.sequences; ++s)
-        for (int64_t u = g.begin_of(s); u < g.end_of(s); ++u)
-          put(k.sequences[s] + o * k.sequence_strides[s] + u, k.states[s][r * g.width_of(s) + u]);
+        copy(k.sequences[s] + o * k.sequence_strides[s], k.states[s] + r * g.width_of(s), g.begin_of(s), g.end_of(s));
     }
     if (n == 0) continue;
 
@@ -148,7 +146,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
           if (k.operands) {
             store* operand = k.operands[link.product] + g.compact(o) * k.width;
             if (k.keep_plain)
-              for (int64_t u = g.wfirst; u < g.wlast; ++u) put(operand + u, value[u]);
+              copy(operand, value, g.wfirst, g.wlast);
             else
               g.keep(operand, entered, g.wfirst, g.wlast);
           }
@@ -187,11 +185,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
           g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) { state[u] = made[u] + z * (state[u] - made[u]); });
         } else
           g.with_zoneout(s, o, kept[s], [=](int64_t u, real z) { state[u] = z * state[u] + (real(1) - z) * made[u]; });
-        if (k.sequences) {
-          store* to = k.sequences[s] + o * k.sequence_strides[s];
-          EACH_ALONE
-          for (int64_t u = begin; u < end; ++u) put(to + u, state[u]);
-        }
+        if (k.sequences) copy(k.sequences[s] + o * k.sequence_strides[s], state, begin, end);
         if (s > 0 || !k.y) continue;
         store* y = k.y + o * k.y_stride;
         EACH_ALONE

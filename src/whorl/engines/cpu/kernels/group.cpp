@@ -13,6 +13,22 @@ struct Memory {
   }
 };
 
+// Parts of rows, of what few calls have.
+template <typename T>
+APART static void clear(T* to, int64_t begin, int64_t end) {
+  for (int64_t u = begin; u < end; ++u) put(to + u, real(0));
+}
+template <typename To, typename From>
+APART static void copy(To* to, const From* from, int64_t begin, int64_t end) {
+  EACH_ALONE
+  for (int64_t u = begin; u < end; ++u) put(to + u, widened(from[u]));
+}
+template <typename From>
+APART static void add(real* to, const From* from, int64_t begin, int64_t end) {
+  EACH_ALONE
+  for (int64_t u = begin; u < end; ++u) to[u] += widened(from[u]);
+}
+
 struct Group {
   const Sweep& k;
   const Cell& cell;
@@ -64,14 +80,14 @@ struct Group {
     if (k.noise_kind == 1) return k.noise + r * k.width;
     if (k.noise_kind == 2) return k.noise + (gate * k.batch + r) * k.width;
     if (k.noise_kind == 3) return k.noise + o * k.width;
-    if (k.noise_kind == 4) {
-      const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
-      events(1, &drawn, &k.noise_below, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
-      EACH_ALONE
-      for (int64_t u = wfirst; u < wlast; ++u) drawn[u] = (real(1) - drawn[u]) * real(k.noise_scale);
-      return drawn;
-    }
-    return nullptr;
+    return k.noise_kind == 4 ? drawn_noise(r, t, drawn) : nullptr;
+  }
+  APART const real* drawn_noise(int64_t r, int64_t t, real* drawn) const {
+    const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
+    events(1, &drawn, &k.noise_below, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
+    EACH_ALONE
+    for (int64_t u = wfirst; u < wlast; ++u) drawn[u] = (real(1) - drawn[u]) * real(k.noise_scale);
+    return drawn;
   }
   // How much of each state is kept, of this row: drawn ones into `kept`.
   void draw_zoneout(int64_t r, int64_t t, real* const* kept) const {
@@ -86,7 +102,7 @@ struct Group {
   }
   // The part of zoneout in unit u of a state, from what `draw_zoneout` drew.
   template <typename Body>
-  void with_zoneout(int s, int64_t o, const real* kept, Body body) const {
+  APART void with_zoneout(int s, int64_t o, const real* kept, Body body) const {
     const Zoneout& z = k.zoneout[s];
     const int64_t begin = begin_of(s), end = end_of(s);
     const real* given = z.kind == 3 ? z.given + o * width_of(s) : kept;

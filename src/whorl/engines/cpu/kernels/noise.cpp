@@ -28,7 +28,7 @@ static void events_of(
   }
 }
 
-static void events(
+APART static void events(
     int count, real* const* out, const chance* below, uint64_t seed, uint32_t step, uint32_t row, uint32_t tag,
     int64_t first, int64_t last) {
   switch (count) {

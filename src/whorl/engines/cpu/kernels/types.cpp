@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART __attribute__((noinline))  // what few calls need: the compiler would make it anew wherever it is used
 #ifdef __clang__
 #define EACH_ALONE _Pragma("clang loop vectorize(assume_safety)")
 #else

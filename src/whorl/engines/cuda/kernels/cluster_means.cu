@@ -51,5 +51,5 @@ __device__ __forceinline__ void receive(int stage, const float4* slots, int plac
     const float4 pack = packed[i][at / 4];
     return at % 4 == 0 ? pack.x : at % 4 == 1 ? pack.y : at % 4 == 2 ? pack.z : pack.w;
   };
-  merge(stage, count, value, [&](int at) { return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4]; }, m);
+  merge(stage, LANES, count, value, [&](int at) { return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4]; }, m);
 }

@@ -81,8 +81,9 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
 // Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between those
 // of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
 // rows there are from it on, `phase` that of the step.  They travel in PARTS, the first of which is asked for beforehand;
-// more than one take more time and fewer registers.
-template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS>
+// more than one take more time and fewer registers.  With AFTER_ONE the rest is asked for when the first words of a warp
+// have come: where nobody can have written yet, what is asked for in vain keeps the rest waiting.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS, bool AFTER_ONE>
 struct Arrival {
   static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS;
   static constexpr int WIDE = (COUNT + PARTS - 1) / PARTS;
@@ -105,13 +106,14 @@ struct Arrival {
     return words;
   }
 
-  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane, unsigned phase, int part = 0) {
+  __device__ __forceinline__ void ask(const unsigned* from, int left, int lane, unsigned phase, int k, int part) {
     const unsigned zero = absent(phase);
+    data[k] = {zero, zero, zero, zero};
+    if (is_there(left, lane, part * WIDE + k)) data[k] = one(from, lane, phase, part * WIDE + k);
+  }
+  __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane, unsigned phase, int part = 0) {
 #pragma unroll
-    for (int k = 0; k < WIDE; ++k) {
-      data[k] = {zero, zero, zero, zero};
-      if (is_there(left, lane, part * WIDE + k)) data[k] = one(from, lane, phase, part * WIDE + k);
-    }
+    for (int k = 0; k < (AFTER_ONE && part == 0 ? 1 : WIDE); ++k) ask(from, left, lane, phase, k, part);
   }
 
   // all that has been asked for, and the rest
@@ -119,6 +121,12 @@ struct Arrival {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       if (part > 0) look_at(from, left, lane, phase, part);
+      if (AFTER_ONE && part == 0) {
+        while (!__all_sync(0xffffffffu, !is_missing(data[0], phase)))
+          if (is_missing(data[0], phase)) data[0] = one(from, lane, phase, 0);
+#pragma unroll
+        for (int k = 1; k < WIDE; ++k) ask(from, left, lane, phase, k, 0);
+      }
       for (;;) {
         bool all = true;
 #pragma unroll

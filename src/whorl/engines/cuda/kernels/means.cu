@@ -19,13 +19,13 @@ __device__ __forceinline__ float amount(int units, int count) {
   return units == PART ? (float)(PART * count) : units > 0 ? (float)(UNITS % PART * count) : 0.f;
 }
 
-// Over the units, of all that a stage makes at once: none waits for the shuffles of another.
-__device__ __forceinline__ void add_up(int stage, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
+// Over so many threads AWAY lanes from each other, of all that a stage makes at once: none waits for the shuffles of another.
+__device__ __forceinline__ void add_up(int stage, int threads, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
 #pragma unroll
-  for (int away = AWAY; away < LANES * AWAY; away *= 2)
+  for (int away = AWAY; away < 32; away *= 2)
 #pragma unroll
     for (int i = 0; i < REDUCTIONS; ++i) {
-      if (reduction_stage(i) != stage) continue;
+      if (reduction_stage(i) != stage || away >= threads * AWAY) continue;
       sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], away);
       if (reduction_moments(i)) squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], away);
     }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void summarise(
         squares[i] += low * low + high * high;
       }
   }
-  add_up(stage, sum, squares);
+  add_up(stage, LANES, sum, squares);
   int at = 0;
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
@@ -68,10 +68,10 @@ __device__ __forceinline__ void summarise(
 }
 
 // The means of one sequence, of what has come for it after a stage: for the thread's sources, how many `units` they have
-// and `value(i, at)`, number `at` of source i; `first(at)` is that of the first source of all.
+// and `value(i, at)`, number `at` of source i; `first(at)` is that of the first source of all.  So many threads have them.
 template <int COUNT, class Value, class First>
 __device__ __forceinline__ void merge(
-    int stage, const int (&units)[COUNT], const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
+    int stage, int threads, const int (&units)[COUNT], const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
   float start[MOST(REDUCTIONS)], sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
   int at = 0;
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void merge(
     }
     at += reduction_moments(i) ? 2 : 1;
   }
-  add_up(stage, sum, squares);
+  add_up(stage, threads, sum, squares);
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;

@@ -47,9 +47,11 @@ __device__ constexpr int gradient_at(int row, int word) {
 }
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = (WARPGROUPS ? DEPTHS * 2 + SCALE_WORDS / 4 : ROWS) * STRIDE;
-constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #if STAGED
 typedef Values Known;
+constexpr bool ROOMY = (TILES < 3 || COLLECTED) && ELEMENT_BYTES == 2;
+#else
+constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #endif
 constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS, GATE_WORDS = SLICE / WORD_ELEMENTS;  // of a sequence's gradients
@@ -78,7 +80,7 @@ static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNIT
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
-                gradient_at(0, 128), PARTS> Gathered;
+                gradient_at(0, 128), PARTS, STAGED && SUBS == 1> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -104,7 +106,7 @@ struct Arguments {
   static constexpr Options o = {};
 #endif
   // ones: [directions, RING, batch, PITCH] if GATHERED > 1, [directions, 2, SOURCES, batch, SUM_PITCH], and for means
-  // [directions, 2, MEAN_LINES, batch, 2]
+  // [directions, 2, batch, MEAN_WORDS]
   unsigned* ring;
   long long first_row, first_direction, directions;
 };
@@ -349,9 +351,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* const sums_at = a.ring + (GATHERED > 1 ? a.directions * RING * buffer : 0) +
                              direction * 2 * SOURCES * plane + (long long)row0 * SUM_PITCH;
 #if STAGED
-  const long long line = 2 * (long long)batch;
+  const long long mean_plane = (long long)batch * MEAN_WORDS;
   unsigned* means_at = a.ring + a.directions * ((GATHERED > 1 ? RING : 0) * buffer + 2 * SOURCES * plane) +
-                       direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
+                       direction * 2 * mean_plane + (long long)(row0 + own_row) * MEAN_WORDS;
   keep(means_at);
 #endif
   const int pair_at = pair * (2 / WORD_ELEMENTS), scale_at = (GATHERED - place) * OWN_WORDS + place;  // for the first pair
@@ -467,7 +469,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       float m[MOST(MEANS)];
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
-      unsigned* const means = means_at + t % 2 * MEAN_LINES * line + (turn * COMPUTED + j * PASS) * 2;
+      const int beyond = turn * COMPUTED + j * PASS;
+      unsigned* const means = means_at + t % 2 * mean_plane + beyond * MEAN_WORDS;
       const bool member = row_there && rank < MEMBERS;
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
@@ -489,8 +492,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (numbers(stage) == 0) continue;
         float data[4 * MOST(PACKS)] = {};
         summarise(stage, to, unit < UNITS, unit + 1 < UNITS, units_of(rank), lane, data);
-        if (pair == 0 && member) give_means(stage, data, means, line, rank, t / 2 % 2);
-        take_means(stage, means, line, t / 2 % 2, member, lane, m);
+        if (pair == 0 && member) give_means(stage, data, means, rank, t / 2 % 2);
+        take_means(stage, means, t / 2 % 2, member, own_row + beyond, rank, lane, m);
       }
 #endif
 #pragma unroll

@@ -58,7 +58,8 @@ static_assert(!WARPGROUPS || (GROUPS % 4 == 0 && WARPS == 8 && !GATEWISE), "four
 __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
-typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS> States;
+typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
+                STAGED && SUBS == 1> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -81,7 +82,7 @@ struct Arguments {
 #else
   static constexpr Options o = {};
 #endif
-  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for means [directions, 2, MEAN_LINES, batch, 2]
+  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for means [directions, 2, batch, MEAN_WORDS]
   long long first_row, first_direction, directions;
 };
 
@@ -315,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
 #if STAGED
-  const long long line = 2 * (long long)batch;
-  unsigned* means_at = a.ring + a.directions * RING * buffer + direction * 2 * MEAN_LINES * line + (row0 + own_row) * 2;
+  const long long mean_plane = (long long)batch * MEAN_WORDS;
+  unsigned* means_at = a.ring + a.directions * RING * buffer + direction * 2 * mean_plane + (long long)(row0 + own_row) * MEAN_WORDS;
   float* levels_at = a.levels[direction] + first * MEANS;
   keep(means_at);
 #endif
@@ -545,44 +546,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
             given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
           }
-          float entering[2];
-          const auto read_unit = [&](int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
+        }
+        const auto read_unit = [&](int j, int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
 #pragma unroll
-            for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+          for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
 #pragma unroll
-            for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
+          for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
 #pragma unroll
-            for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
-          };
+          for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+        };
 #if STAGED
-          Values values[2];
-          float m[MOST(MEANS)];
-          const int at = sub * ROWS + j * PASS;
-          unsigned* const means = means_at + t % 2 * MEAN_LINES * line + at * 2;
-          const bool row_there = batch - row0 - own_row > at;
+        Values values[OWN][2];
+        float m[OWN][MOST(MEANS)];
+        unsigned* const means = means_at + t % 2 * mean_plane;
+        const auto row_there = [&](int j) { return batch - row0 - own_row > sub * ROWS + j * PASS; };
 #pragma unroll
-          for (int stage = 0; stage < STAGES; ++stage) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {  // the means of all travel at once
+            if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
             float to[2][MOST(VALUES)], operand[MOST(ROUNDS)];
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
               float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-              read_unit(u, v, e, before);
-              run_stage(stage, given[j][u], r[j][u], before, v, e, m, values[u], to[u], operand, after[j][u]);
+              read_unit(j, u, v, e, before);
+              run_stage(stage, given[j][u], r[j][u], before, v, e, m[j], values[j][u], to[u], operand, after[j][u]);
             }
             if (numbers(stage) == 0) continue;
             float data[4 * MOST(PACKS)] = {};
             summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
-            if (pair == 0 && row_there) give_means(stage, data, means, line, rank, t / 2 % 2);
-            take_means(stage, means, line, t / 2 % 2, row_there, lane, m);
+            if (pair == 0 && row_there(j)) give_means(stage, data, means + (sub * ROWS + j * PASS) * MEAN_WORDS, rank, t / 2 % 2);
           }
-          if (SAVED && rank == 0 && pair == 0 && (PACKED ? stepper.within(items[sub][j], step_now) : row_there))
+          if (numbers(stage) == 0) continue;
 #pragma unroll
-            for (int i = 0; i < MEANS; ++i) levels_at[further_on(sub, j) * MEANS + i] = m[i];
+          for (int j = 0; j < OWN; ++j) {
+            if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+            const int at = sub * ROWS + j * PASS;
+            take_means(stage, means + at * MEAN_WORDS, t / 2 % 2, row_there(j), own_row + at, rank, lane, m[j]);
+          }
+        }
+#endif
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+          if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+          float entering[2];
+#if STAGED
+          if (SAVED && rank == 0 && pair == 0 && (PACKED ? stepper.within(items[sub][j], step_now) : row_there(j)))
+#pragma unroll
+            for (int i = 0; i < MEANS; ++i) levels_at[further_on(sub, j) * MEANS + i] = m[j][i];
 #endif
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-            read_unit(u, v, e, before);
+            read_unit(j, u, v, e, before);
 #if !STAGED
             step(given[j][u], r[j][u], before, v, e, after[j][u]);
 #endif
@@ -619,6 +635,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const bool sum = sum_of(g) >= 0;
+            if (!sum && a.x_bias[direction] == nullptr) continue;  // it is there
             const int of_r = sum ? sum_of(g) : 0;
             store_gates(gates_at + (further * GATES + g) * UNITS, given[j][0][g] + (sum ? r[j][0][of_r] : 0.f),
                         given[j][1][g] + (sum ? r[j][1][of_r] : 0.f), first, second);
