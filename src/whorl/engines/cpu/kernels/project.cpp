@@ -11,6 +11,10 @@ struct Projection {
   bool across;  // w is [outputs, inputs]; else [inputs, outputs]
   int64_t next;
   Packed packed;
+  store* padded;  // of each thread a block of rows, filled up to pairs; null: rows are read as they lie
+
+  static constexpr int64_t BLOCK = 8 * ROWS;
+  int64_t deep() const { return up(inputs, STEP); }
 };
 
 static void pack_projection(void* data, int thread, int threads) {
@@ -19,11 +23,11 @@ static void pack_projection(void* data, int thread, int threads) {
   pack(p.packed, p.w, p.across ? p.inputs : p.outputs, p.across, panels * thread / threads, panels * (thread + 1) / threads);
 }
 
-static void project_rows(void* data, int, int) {
+static void project_rows(void* data, int thread, int) {
   Projection& p = *(Projection*)data;
-  constexpr int64_t block = 8 * ROWS;
-  const int64_t deep = up(p.inputs, STEP);
-  store* padded = deep > p.inputs ? (store*)malloc(size_t(block * deep) * sizeof(store)) : nullptr;
+  constexpr int64_t block = Projection::BLOCK;
+  const int64_t deep = p.deep();
+  store* const padded = p.padded ? p.padded + thread * block * deep : nullptr;
   for (;;) {
     const int64_t begin = __atomic_fetch_add(&p.next, block, __ATOMIC_RELAXED);
     if (begin >= p.rows) break;
@@ -40,14 +44,16 @@ static void project_rows(void* data, int, int) {
     }
     product(p.packed, count, a, c, false, 0, p.packed.panels());
   }
-  free(padded);
 }
 
 static void project(Projection p, int threads) {
   p.packed.n = p.outputs, p.packed.k = p.inputs;
   const int64_t bytes = up(p.packed.bytes(), 64), bias = up(p.outputs, LANES);
-  char* memory = (char*)aligned_alloc(64, size_t(bytes + up(bias * int64_t(sizeof(real)), 64)));
+  const int64_t before = bytes + up(bias * int64_t(sizeof(real)), 64);
+  const int64_t blocks = p.deep() > p.inputs ? threads * Projection::BLOCK * p.deep() * int64_t(sizeof(store)) : 0;
+  char* memory = (char*)aligned_alloc(64, size_t(before + up(blocks, 64)));
   p.packed.data = (packed_t*)memory, p.packed.bias = (real*)(memory + bytes);
+  p.padded = blocks ? (store*)(memory + before) : nullptr;
   for (int64_t n = 0; n < bias; ++n) p.packed.bias[n] = p.bias && n < p.outputs ? p.bias[n] : real(0);
   parallel(p.inputs * p.outputs < 16384 ? 1 : threads, pack_projection, &p);
   parallel(p.rows * p.inputs * p.outputs < 200000 ? 1 : threads, project_rows, &p);
