@@ -244,13 +244,44 @@ def test_an_operation_of_xla_gives_what_the_callback_gives(
         ways = 1 + (name == "both")
         assert [kind for kind, _ in traced] == ["forward"] * ways + ["backward"] * ways
         alone = loss(weights, x, states)[1]
-        monkeypatch.setattr(xla, "takes", lambda *given: False)
+        monkeypatch.setattr(xla, "takes", lambda *given, **how: False)
         other = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(weights, x, states)
     finally:
         torch.set_num_threads(threads)
     for found, wanted in zip(jax.tree.leaves((own, alone)), jax.tree.leaves((other, other[1])), strict=True):
         scale = max(1.0, float(np.abs(wanted).max()))
         close(found / scale, wanted / scale)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")
+@pytest.mark.parametrize("sequences", [False, True], ids=["last", "sequences"])
+@pytest.mark.parametrize("wrapped", [lambda layer: layer, whorl.keras.Bidirectional], ids=["", "both"])
+def test_what_onednn_infers_an_operation_of_xla_differentiates(
+    wrapped: Any, sequences: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the plans say: onednn is faster at these sizes, engine `cpu` with a gradient."""
+    from whorl.keras import xla
+
+    layer = wrapped(whorl.keras.LSTM(2, return_sequences=sequences))
+    layer.build(x.shape)
+    assert "onednn" in str(layer.explain(x, training=False))
+    weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
+
+    def loss(weights: Any, x: Any) -> Any:
+        y = layer.stateless_call(weights, others, x)[0]
+        return (jnp.cos(jnp.arange(y.size)).reshape(y.shape) * y).sum() ** 2
+
+    traced = recorded(monkeypatch)
+    value, ways = jax.jit(loss)(weights, x), 1 + (wrapped is whorl.keras.Bidirectional)
+    assert not traced
+    alone = jax.jit(jax.grad(loss))(weights, x)
+    assert [(kind, numbers.wants_x) for kind, numbers in traced] == [("forward", 0)] * ways + [("backward", 0)] * ways
+    found = value, alone, jax.value_and_grad(loss, (0, 1))(weights, x)
+    assert traced[-1][1].wants_x
+    monkeypatch.setattr(xla, "takes", lambda *given, **how: False)
+    again = jax.value_and_grad(loss, (0, 1))(weights, x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves((again[0], again[1][0], again)), strict=True):
+        close(one, other)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")

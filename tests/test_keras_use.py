@@ -302,6 +302,10 @@ def test_what_does_not_fit_is_refused() -> None:
         layer(x, initial_state=[torch.zeros(4, 4), torch.zeros(4, 5)])
     with pytest.raises(whorl.InputError, match=r"the mask has shape \(4, 4\), this LSTM takes \(4, 5\)"):
         layer(x, mask=mask[:, :4])
+    for empty in (layer, whorl.keras.Bidirectional(layer)):
+        empty.build((None, None, 3))
+        with pytest.raises(whorl.InputError, match="x has no steps, this LSTM takes 1 or more"):
+            empty(x[:, :0])
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
@@ -439,6 +443,18 @@ def test_a_stack_of_cells_that_are_alike(sequences: bool, training: bool) -> Non
     layers[0].set_weights(layers[1].get_weights())
     with torch.set_grad_enabled(training):
         ours, stock = (layer(x, mask=mask, training=training) for layer in layers)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+def test_one_direction_may_start_elsewhere() -> None:
+    made = []
+    for source in (whorl.keras, keras.layers):
+        kind = type("LSTM", (_StartsAtOne, source.LSTM), {})
+        layer = source.Bidirectional(source.LSTM(4), backward_layer=kind(4, go_backwards=True))
+        layer.build(x.shape)
+        made.append(layer)
+    made[0].set_weights(made[1].get_weights())
+    ours, stock = (layer(x, mask=mask) for layer in made)
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
 
 

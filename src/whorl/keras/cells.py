@@ -135,15 +135,21 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
     count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
     each = 1 if count is None else count
     first, number = _numbers(seed.value)
-    after = first, number + each * sum(drawn)
-    seed.assign(torch.tensor(after, dtype=seed.value.dtype))
+    taken = each * sum(drawn)
+    seed.assign(seed.value + _taken(taken, seed.value.dtype, seed.value.device))
     if not seed.value.is_inference():  # which has no version
-        _written[seed.value] = seed.value._version, after
+        _written[seed.value] = seed.value._version, (first, number + taken)
     number += first
     for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
         if some:
             setattr(cell, name, _Undrawn(like, rate, range(number, number + each), count is None))
             number += each
+
+
+@lru_cache(maxsize=64)
+def _taken(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What so many numbers add to the state of a seed; kept, as a copy to a GPU waits for it."""
+    return torch.tensor([0, count], dtype=dtype, device=device)
 
 
 def _numbers(state: torch.Tensor) -> tuple[int, int]:

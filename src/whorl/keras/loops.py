@@ -71,8 +71,8 @@ def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any
     Args:
         own: the layer's own `call`, which goes to its `inner_loop`.
     """
-    straight = initial_state is None and not layer.stateful and _starts_at_zero(layer)
-    if not straight or not hasattr(type(layer).inner_loop, "of_whorl"):
+    straight = initial_state is None and not layer.stateful and isinstance(sequences, torch.Tensor)
+    if not straight or not _start_at_zero(layer) or not hasattr(type(layer).inner_loop, "of_whorl"):
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
     parts, reasons = parts_of(layer, sequences)
     if reasons:
@@ -93,11 +93,12 @@ def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return tensor.to(getattr(torch, dtype))
 
 
-def _starts_at_zero(layer: Any) -> bool:
-    """Whether the initial states that a layer makes are zero and an engine can do without: none is handed on then."""
+def _start_at_zero(*layers: Any) -> bool:
+    """Whether the initial states that layers make are zero and an engine can do without: none is handed on then."""
     if BACKEND != "torch" or torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
-    return {getattr(type(one), "get_initial_state", None) for one in (layer, layer.cell)} <= _ZEROS
+    makers = [one for layer in layers for one in (layer, layer.cell)]
+    return {getattr(type(one), "get_initial_state", None) for one in makers} <= _ZEROS
 
 
 _ZEROS = {
@@ -235,12 +236,12 @@ def bidirectional(
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
     if isinstance(mask, list | tuple):
         mask = mask[0]
-    count, tensors = len(there.state_size), []
+    count, tensors, zero = len(there.state_size), [], _start_at_zero(there, back)
     for place, one in enumerate((there, back)):
         if initial_state is not None:
             given = initial_state[place * count : (place + 1) * count]
         else:
-            given = () if _starts_at_zero(one) else one.get_initial_state(keras.ops.shape(sequences)[0])
+            given = () if zero else one.get_initial_state(keras.ops.shape(sequences)[0])
         starts = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
         tensors.append(_tensors_of_call(one, sequences, starts, training))
     notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)

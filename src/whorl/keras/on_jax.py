@@ -6,6 +6,8 @@ differentiates nothing of it, so the gradient is a second callback.  On a CPU wh
 XLA's program carries its number.  On a GPU, where the host runs ahead and reads nothing, what an engine saves for its
 backward is an output of the first callback: XLA's own memory, which lives as long as the gradient needs it.  Under
 `jax.vmap` rows run one after the other; forward-mode derivatives are an error of JAX.
+
+Where the plan with a gradient differs from that without, what JAX differentiates is run by the first.
 """
 
 from collections import OrderedDict
@@ -71,11 +73,17 @@ def sweep(
     """`whorl.keras.sweep.sweep` on arrays of JAX."""
     for place, (part, own) in enumerate(zip(parts, tensors, strict=True)):
         on_torch.check(part, x, own, mask, first=place == 0)
-    if len(parts) == 1 and notes is None and _device([x]) == "cpu" and xla.takes(parts[0], x, tensors, mask):
-        return xla.sweep(parts[0], x, tensors[0], mask, go_backwards, zero_output, sequences)
-    outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
-    ends = iter(states)
-    return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in own.states) for own in tensors))
+
+    def direct(x: Any, own: Tensors) -> Swept:
+        return xla.sweep(parts[0], x, own, mask, go_backwards, zero_output, sequences)
+
+    def called_back(x: Any, *tensors: Tensors) -> Swept:
+        outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
+        ends = iter(states)
+        return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in own.states) for own in tensors))
+
+    alone = len(parts) == 1 and notes is None
+    return _planned(direct, called_back, alone, parts[0], x, tensors, mask)
 
 
 def both_ways(
@@ -91,11 +99,49 @@ def both_ways(
     """`whorl.keras.sweep.both_ways` on arrays of JAX."""
     for own in (forward, backward):
         on_torch.check(cell, x, own, mask)
-    if notes is None and _device([x]) == "cpu" and xla.takes(cell, x, (forward, backward), mask):
+
+    def direct(x: Any, forward: Tensors, backward: Tensors) -> tuple[Swept, Swept]:
         return xla.both_ways(cell, x, forward, backward, mask, zero_output, sequences)
-    there, back, *states = _run([cell], x, (forward, backward), mask, True, False, zero_output, sequences, notes)
-    count = len(states) // 2
-    return Swept(there[:, -1], there, (tuple(states[:count]),)), Swept(back[:, 0], back, (tuple(states[count:]),))
+
+    def called_back(x: Any, *tensors: Tensors) -> tuple[Swept, Swept]:
+        there, back, *states = _run([cell], x, tensors, mask, True, False, zero_output, sequences, notes)
+        count = len(states) // 2
+        return Swept(there[:, -1], there, (tuple(states[:count]),)), Swept(back[:, 0], back, (tuple(states[count:]),))
+
+    return _planned(direct, called_back, notes is None, cell, x, (forward, backward), mask)
+
+
+def _planned(
+    direct: Callable[..., Any], called_back: Callable[..., Any], alone: bool, part: Part, x: Any,
+    tensors: Sequence[Tensors], mask: Any,
+) -> Any:  # fmt: skip
+    """What the way gives that the plans name: with a gradient, which JAX says when it differentiates, and without."""
+    takes = partial(xla.takes, part, x, tensors, mask)
+    if not alone or _device([x]) != "cpu" or not takes(gradient=True):
+        return called_back(x, *tensors)
+    return (direct if takes(gradient=False) else _differentiated(direct, called_back))(x, *tensors)
+
+
+def _differentiated(function: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
+    """`alone`, in whose place `function` runs where it is differentiated: of the same arrays, with the same results."""
+    run = jax.custom_vjp(alone)
+
+    def forward(*given: Any) -> tuple[Any, Any]:
+        def of(*values: Any) -> Any:  # what has no gradient costs none
+            held = jax.tree.map(lambda one, to: to if one.perturbed else jax.lax.stop_gradient(to), given, values)
+            return function(*held)
+
+        return jax.vjp(of, *jax.tree.map(lambda one: one.value, given))
+
+    def backward(pull: Any, cotangents: Any) -> Any:
+        return pull(jax.tree.map(_whole, cotangents))
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _whole(cotangent: Any) -> Any:
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _run(

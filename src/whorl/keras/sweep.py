@@ -229,6 +229,8 @@ def check(cell: Part, x: Tensor, own: Tensors, mask: Tensor | None, first: bool 
         raise InputError(
             f"x has {inputs} features in its last axis, this {cell.kind} was built for {cell.inputs}: build another."
         )
+    if isinstance(time, int) and time == 0:
+        raise InputError(f"x has no steps, this {cell.kind} takes 1 or more: leave empty sequences out.")
     for place, state in enumerate(own.states):
         if state.shape != (batch, cell.units):
             wanted = (batch, cell.units)

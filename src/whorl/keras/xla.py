@@ -85,8 +85,8 @@ class _Loop(NamedTuple):
     threads: int
 
 
-def takes(part: Part, x: Any, tensors: Sequence[Tensors], mask: Any) -> bool:
-    """Whether a layer is run so: alike in each direction, and by engine `cpu` with a gradient and without."""
+def takes(part: Part, x: Any, tensors: Sequence[Tensors], mask: Any, gradient: bool) -> bool:
+    """Whether a layer is run so: alike in each direction, and by engine `cpu`."""
     arrays = [x, *(array for own in tensors for array in (*own.weights, *own.states, *own.recurrent_masks))]
     if part.kind not in _KINDS or any(own.input_masks or own.seed is not None for own in tensors):
         return False
@@ -95,17 +95,13 @@ def takes(part: Part, x: Any, tensors: Sequence[Tensors], mask: Any) -> bool:
     if any(jnp.result_type(array) != jnp.float32 for array in arrays):
         return False
     form, noise = part.form if len(tensors) == 1 else part.two_ways, bool(tensors[0].recurrent_masks)
-    return _engine_is_cpu(form, part.engine, int(x.shape[1]), int(x.shape[0]), mask is not None, noise)
-
-
-def _engine_is_cpu(form: str, engine: str, time: int, batch: int, masked: bool, noise: bool) -> bool:
-    extras = (*["mask"] * masked, *["dropout_masks"] * noise)
+    extras = (*["mask"] * (mask is not None), *["dropout_masks"] * noise)
+    constants = ("noise",) if gradient and noise else ()
     known = Facts(
-        "cpu", None, torch._C._get_mkldnn_enabled(), torch.float32, time, batch, packed=False, initial=True,
-        dropout=False, extras=extras, gradient=False,
+        "cpu", None, torch._C._get_mkldnn_enabled(), torch.float32, int(x.shape[1]), int(x.shape[0]), packed=False,
+        initial=True, dropout=False, extras=extras, gradient=gradient, constants=constants,
     )  # fmt: skip
-    both = known, known._replace(gradient=True, constants=("noise",) if noise else ())
-    return all(plan(form, one, engine).engine == "cpu" for one in both)
+    return plan(form, known, part.engine).engine == "cpu"
 
 
 def sweep(part: Part, x: Any, own: Tensors, mask: Any, go_backwards: bool, zero_output: bool, sequences: bool) -> Swept:
