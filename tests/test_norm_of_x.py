@@ -1,6 +1,8 @@
 """Layer norm of the input projection, which `persistent` computes before the time loop."""
 
+import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from cells_for_tests import layer_norm_lstm
 from comparison import error
 from emulation import H200, emulated
 from test_emulated import assert_right, with_gradients
+from test_machine_code import needs_tools, nvdisasm
 from whorl.cells import library
 from whorl.cells.expr import var
 from whorl.cells.wrappers import ahead, clipped, layer_norm, norm_vectors
+from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.norms import Norms, inside, normed
+from whorl.engines.cuda.source import Norm, norming
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form, Problem, slots
 from whorl.weights import split
@@ -134,3 +139,18 @@ def test_its_kernels(units: int, bias: bool, folder: Path) -> None:
     assert (made.bias is not None) == bias
     if made.bias is not None:
         assert error(made.bias, wanted[0].sum(0)) < 1e-6
+
+
+@needs_tools
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_its_kernels_compile_without_a_gpu(kind: str, architecture: str, tmp_path: Path) -> None:
+    """And at the size of the large language model nothing is spilled but a word that sm_120a keeps over the rows."""
+    norm = Norm(4, 1500, torch.bfloat16, False, True)
+    path, tool = tmp_path / "kernel.cubin", nvdisasm()
+    assert tool is not None
+    path.write_bytes(cubin(norming(kind, norm), norm.name(kind), architecture))
+    lines = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    assert "SHFL" in lines
+    spills = len(re.findall(r"\b(LDL|STL)\b", lines))
+    assert spills <= 2 * (kind == "backward" and architecture == "sm_120a")

@@ -53,6 +53,7 @@ multiple of that; the GRU with its reset before the product is beside the plain 
 `python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
 run. `lengths` are all full: sequences that are shorter cost less. An empty cell: at that commit the engine did not take it. In TF32 a layer
 multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)); where its states have no bound, as softplus leaves them, TF32 itself, at half the rate.
+Layer norm has had [faster kernels](persistent.md#steps-of-several-stages) since.
 """
 
 CELLS = """

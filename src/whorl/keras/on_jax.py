@@ -309,7 +309,7 @@ def _backward(job: _Job, row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     else:
         cotangents, kept = rest[2 * len(job.rooms) :], iter(rest)
         saved = iter([(next(kept), room.saved(next(kept))) for room in job.rooms])
-        made = _Kept.of(job, leaves, lambda form, call, *_, **__: _again(form, call, *next(saved)))
+        made = _Kept.of(job, leaves, lambda form, call, engine, outputs=True: _again(form, call, *next(saved)))
     outputs = list(compress(made.outputs, job.given))
     grads = torch.autograd.grad(outputs, made.wanted, list(cotangents), retain_graph=True, allow_unused=True)
     _fill(out, [out.new_zeros(()) if grad is None else grad for grad, out in zip(grads, out, strict=True)])

@@ -74,7 +74,7 @@ class Product:
         longest = _LONGEST if exact else max(1, depth)
         parts = max(1, -(-depth // longest))
         each = -(-depth // parts)
-        to_a, to_b = (each * 4 * way for way in (a_step if turned[0] else 1, 1 if turned[1] else b_step))
+        to_a, to_b = (each * dtype.itemsize * way for way in (a_step if turned[0] else 1, 1 if turned[1] else b_step))
         self._parts = [
             (place * to_a, place * to_b, (*_numbers(turned[1], turned[0], columns, rows, deep), _ONE_AT))
             for place in range(parts)

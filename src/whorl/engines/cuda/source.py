@@ -259,16 +259,21 @@ def order() -> str:
 
 def masked(name: str, dtype: torch.dtype, vector: int) -> str:
     """The source of the kernel that puts whole tensors behind masks, so many elements in a thread."""
-    words = [
+    words = [*_of_elements(name, dtype), f"constexpr int UNITS = 1, VECTOR = {vector};", _text("ptx.cu")]
+    return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def _of_elements(name: str, dtype: torch.dtype, forward: bool = False, wide: bool = False) -> list[str]:
+    """What kernels/ptx.cu has to know in a kernel that multiplies no matrices."""
+    return [
         f"#define KERNEL {name}",
         f"#define ELEMENT_BYTES {dtype.itemsize}",
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
-        *(f"#define {word} 0" for word in ("FORWARD", "WIDE_GATES", "EXACT", "HALVES")),
+        f"#define FORWARD {int(forward)}",
+        f"#define WIDE_GATES {int(wide)}",
+        *(f"#define {word} 0" for word in ("EXACT", "HALVES")),
         "#define CLUSTER 1",
-        f"constexpr int UNITS = 1, VECTOR = {vector};",
-        _text("ptx.cu"),
     ]
-    return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
 class Norm(NamedTuple):
@@ -294,13 +299,7 @@ class Norm(NamedTuple):
 def norming(kind: str, norm: Norm) -> str:
     """The source of a kernel that normalises the input projection ("forward"), or of its gradient ("backward")."""
     words = [
-        f"#define KERNEL {norm.name(kind)}",
-        f"#define ELEMENT_BYTES {norm.dtype.itemsize}",
-        f"#define BFLOAT16 {int(norm.dtype == torch.bfloat16)}",
-        f"#define FORWARD {int(kind == 'forward')}",
-        f"#define WIDE_GATES {int(norm.wide)}",
-        *(f"#define {word} 0" for word in ("EXACT", "HALVES")),
-        "#define CLUSTER 1",
+        *_of_elements(norm.name(kind), norm.dtype, kind == "forward", norm.wide),
         f"constexpr int UNITS = {norm.units}, GATES = {norm.gates}, THREADS = {norm.threads};",
         f"constexpr int BIASED = {int(norm.biased)};",
         f"constexpr float EPS = {EPS}f;",

@@ -78,12 +78,13 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
-// Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between those
-// of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from` and `to` are of the warp's first row and the lane's chunk, `left` is how many
-// rows there are from it on, `phase` that of the step.  They travel in PARTS, the first of which is asked for beforehand;
-// more than one take more time and fewer registers.  AFTERWARDS, where a lane has more than 2
-// chunks, the rest is asked for when the first of a warp have come: where nobody can have written yet, what is asked for in
-// vain keeps the rest waiting (layer norm, 1,500 units at batch 20, took 6.8 us forward and not 8.2, with 2 chunks 4.0 and 3.9).
+// Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between
+// those of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from`
+// and `to` are of the warp's first row and the lane's chunk, `left` is how many rows there are from it on, `phase` that of
+// the step.  They travel in PARTS, the first of which is asked for beforehand; more than one take more time and fewer
+// registers.  AFTERWARDS, where a lane has more than 2 chunks, the rest of the first part is asked for when the first
+// words of a warp have come: where nobody can have written yet, what is asked for in vain keeps the rest waiting (layer
+// norm, 1,500 units at batch 20, took 6.8 us forward and not 8.2; with 2 chunks, 512 at 128, 4.0 and 3.9).
 template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS, bool AFTERWARDS>
 struct Arrival {
   static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS;
