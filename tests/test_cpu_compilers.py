@@ -23,7 +23,7 @@ import whorl
 from cells_for_tests import CELLS as CELLS_OF_TESTS
 from engine_cases import CELLS, FORMS, assert_agrees
 from whorl import compiler, plan, problem
-from whorl.engines.cpu import build, generate, sweep
+from whorl.engines.cpu import build, generate, plain, sweep
 from whorl.errors import CompileError
 
 DENIED, DRIVER = (
@@ -129,7 +129,7 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
 @pytest.fixture
 def compiled_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
     """Engine `cpu` by a compiler, with flags for an instruction set in the place of those for this processor."""
-    caches = (build._version, sweep.kernel, sweep._loop)
+    caches = (build._version, sweep.kernel, sweep._loop, plain.sizes)
 
     def use(command: str, flags: str) -> None:
         monkeypatch.setenv("CXX", command)
@@ -220,7 +220,7 @@ def broken(
     command = tmp_path / "broken-c++"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o700)
-    caches = (problem._device, plan.plan, build._version, build.fault, sweep.kernel, sweep._loop)
+    caches = (problem._device, plan.plan, build._version, build.fault, sweep.kernel, sweep._loop, plain.sizes)
     monkeypatch.setenv("CXX", str(command))
     monkeypatch.setattr(build, "_loaded", {})
     monkeypatch.setattr(build, "_SECONDS", 20)
