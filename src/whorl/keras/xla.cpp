@@ -228,10 +228,11 @@ static ffi::Error in_worker(ffi::RemainingArgs in, ffi::RemainingRets out, ffi::
   try {
     Worker::one().run({work, &job, false});
   } catch (const std::exception& error) {
-    return {ffi::ErrorCode::kResourceExhausted, std::string("whorl: its thread cannot be made: ") + error.what()};
+    return {ffi::ErrorCode::kResourceExhausted, std::string("engine 'cpu' cannot make its thread: ") + error.what()};
   }
   if (!job.missing) return ffi::Error::Success();
-  return {ffi::ErrorCode::kResourceExhausted, "whorl: no memory of " + std::to_string(job.missing) + " bytes is left"};
+  const std::string size = std::to_string(job.missing);
+  return {ffi::ErrorCode::kResourceExhausted, "engine 'cpu' asked for " + size + " bytes of memory and the system gave none"};
 }
 
 }  // namespace kernel
