@@ -158,7 +158,7 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def _done(missing: int, function: Any, given: object) -> int:
-    """Raises where a kernel could not have the memory that it asked for: then it has done nothing."""
+    """Raises where a kernel could not have the memory that it asked for: then its outputs hold anything."""
     if missing:
         raise no_memory(missing, _TAKE_MEMORY[function.__name__.removeprefix("whorl_")])
     return missing
