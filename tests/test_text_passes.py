@@ -132,6 +132,19 @@ def test_a_sum_of_squares(device: str, counts: tuple[int, ...], dtype: torch.dty
     assert got.sum().item() == pytest.approx(truth, rel=1e-5)
 
 
+@pytest.mark.parametrize("rows, numbers, from_row, place", [(4, 120, 160, 0), (3, 1501, 1504, 8), (5, 64, 72, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_of_squares_of_rows(
+    device: str, rows: int, numbers: int, from_row: int, place: int, dtype: torch.dtype
+) -> None:
+    whole = drawn(place + rows * from_row).to(device, dtype)
+    part = whole.as_strided((rows, numbers), (from_row, 1), place)
+    got = passes.squares([whole[:9], part])
+    assert got.sum().item() == pytest.approx(
+        (whole[:9].double().square().sum() + part.double().square().sum()).item(), rel=1e-5
+    )
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("most", [1e9, 2.5, math.nan])
 def test_the_rate_falls_as_the_norm_is_too_large(device: str, count: int, most: float) -> None:

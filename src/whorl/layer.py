@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
 from whorl.cells.cell import Cell
+from whorl.cells.wrappers import counted
 from whorl.errors import InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
@@ -62,6 +63,8 @@ class Layer(Recurrence, torch.nn.Module):
     _extra_inputs: tuple[str, ...]
     _random: bool
     """Something is drawn in training, beside torch's own dropout."""
+    _counted: int | None = None
+    """Units that count in means, where the others are padding whose parameters are all zero; None: all of them."""
 
     def _cell(self) -> Cell:
         """The cell, with those options that are its own."""
@@ -75,6 +78,8 @@ class Layer(Recurrence, torch.nn.Module):
     def _build(self) -> None:
         options = self._options
         graph, self._vectors = wrapped(self._kind, self._cell(), options)
+        if self._counted is not None:
+            graph = counted(graph, self._counted, self.hidden_size)
         form = Form(
             cell=graph,
             inputs=self.input_size,
@@ -93,6 +98,15 @@ class Layer(Recurrence, torch.nn.Module):
         self._zoneouts, self._recurrent_gates, self._extra_inputs = form.zoneout, len(graph.recurrent), graph.inputs
         drops = (options.recurrent_dropout, options.input_dropout, options.weight_drop, *form.zoneout)
         self._random = any(drops)
+
+    def pad_from(self, units: int) -> None:
+        """Count the first `units` alone in means: the others are padding, and their parameters are to be zero.
+
+        They stay zero in outputs and states, of a cell that makes zeros of zeros; gradients of the units that count
+        are those of a layer without the padding.  A layer's file does not say so.
+        """
+        self._counted = units
+        self._build()
 
     def _make_parameters(self, device: Any, dtype: Any, anew: bool = True) -> None:
         """Every parameter of the form, or (not `anew`) the vectors beside those that torch made."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, clip, mean, rsqrt, topological, var
-from whorl.cells.graphs import rewritten
+from whorl.cells.graphs import merged, rewritten
 
 EPS = 1e-5
 
@@ -63,7 +63,9 @@ def ahead(graph: Graph) -> Graph | None:
     `layer_norm(step, ["x"])` undone: that norm reads no state, so it can be computed for all steps at once.
     """
     values = [var(f"x.{gate}") for gate in graph.gates]
-    normed = [_scaled("x", gate, made) for gate, made in zip(graph.gates, normal(values), strict=True)]
+    share = share_of_x(graph)
+    made = normal(values) if share == 1 else _counted(normal(values), share)
+    normed = [_scaled("x", gate, value) for gate, value in zip(graph.gates, made, strict=True)]
     own = {node.digest: var(f"n.{gate}") for gate, node in zip(graph.gates, normed, strict=True)}
     outputs = rewritten(graph.outputs, lambda node, made: own.get(node.digest, made))
     taken = {name for gate in graph.gates for name in _scales("x", gate)}
@@ -76,6 +78,41 @@ def ahead(graph: Graph) -> Graph | None:
     outputs = rewritten(outputs, lambda node, made: given.get(node.digest, made))
     vectors = tuple(name for name in graph.vectors if name not in taken)
     return replace(graph, vectors=vectors, outputs=tuple(outputs))
+
+
+def counted(graph: Graph, units: int, of: int) -> Graph:
+    """The step whose means count the first `units` of its `of` units alone.
+
+    The others are padding, of which everything that is averaged is zero: weights, biases, gains and shifts there are.
+    Gradients of the units that count are right; those of the padding's parameters are not zero.
+    """
+    return replace(graph, outputs=tuple(_counted(graph.outputs, units / of)))
+
+
+def _counted(outputs: Sequence[Expr], share: float) -> list[Expr]:
+    more = 1 / share
+
+    def change(node: Expr, made: Expr) -> Expr:
+        if node.op == "mean":
+            return more * made
+        if node.op != "variance":
+            return made
+        middle = mean(list(made.args))
+        around = mean([(value - middle) * (value - middle) for value in made.args])
+        return more * around - more * (more - 1) * (middle * middle)
+
+    return rewritten(merged(outputs), change)
+
+
+def share_of_x(graph: Graph) -> float:
+    """Of all units those that count in the means of the input projection, as `counted` has left it."""
+    middle = mean([var(f"x.{gate}") for gate in graph.gates]).digest
+    for node in topological(graph.outputs):
+        if node.op == "mul" and middle in [arg.digest for arg in node.args]:
+            factors = [arg.args[0] for arg in node.args if arg.op == "const"]
+            if factors:
+                return 1 / float(factors[0])
+    return 1.0
 
 
 def norm_vectors(graph: Graph) -> tuple[list[int], list[int]]:

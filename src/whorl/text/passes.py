@@ -21,7 +21,7 @@ _KERNELS = Path(__file__).parent / "kernels"
 _THREADS = {"loss": 512, "loss_backward": 512, "clip": 512}
 _LAYOUTS = {
     "loss": "4Qq", "loss_backward": "5Q2q", "take": "3Q2q", "order_rows": "4Qq", "sum_rows": "5Q2q", "move_rows": "5Qq",
-    "move": "128QQ", "squares": "16Q16qQ", "clip": "4Q8qQd",
+    "move": "128QQ", "squares": "64QQ", "clip": "4Q8qQd",
 }  # fmt: skip
 _AT_ONCE = 16  # parameters of one launch of move.cu
 _BLOCKS = 528  # of each of them: four on each multiprocessor of an H200
@@ -131,16 +131,26 @@ def move_rows(table: Tensor, tokens: Tensor, grads: Tensor, order: Order, rate: 
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all numbers of all tensors together, in parts that are yet to be added, [parts]."""
+    """The sum of the squares of all numbers of all tensors together, in parts that are yet to be added, [parts].
+
+    Args:
+        tensors: each in one piece, or rows [rows, numbers] of which each is.
+    """
     like = tensors[0]
     if not (runs_kernels(like.device) and all(tensor.dtype == torch.bfloat16 for tensor in tensors)):
         wide = torch.promote_types(like.dtype, torch.float32)
         return torch.stack([tensor.to(wide).square().sum() for tensor in tensors])
     sums = like.new_empty(len(tensors), _BLOCKS, dtype=torch.float32)
     for at in range(0, len(tensors), _AT_ONCE):
-        part = [tensor.contiguous() for tensor in tensors[at : at + _AT_ONCE]]
-        rest = [0] * (_AT_ONCE - len(part))
-        _run("squares", like, _BLOCKS, len(part), 1024, *part, *rest, *[each.numel() for each in part], *rest, sums[at])
+        values: list[Any] = []
+        for tensor in tensors[at : at + _AT_ONCE]:
+            if tensor.is_contiguous():
+                values += [tensor, 1, tensor.numel(), 0]
+            else:
+                values += [tensor, *tensor.shape, tensor.stride(0)]
+        count = len(values) // 4
+        values += [0] * (4 * (_AT_ONCE - count))
+        _run("squares", like, _BLOCKS, count, 1024, *values, sums[at])
     return sums.flatten()
 
 
@@ -170,6 +180,14 @@ class Moved(NamedTuple):
     def within(self, like: Tensor) -> Tensor:
         """The parameter's part of what lies as that larger thing does."""
         return like.as_strided(self.copy.shape, self.copy.stride(), like.storage_offset() + self.place)
+
+    def rows_within(self, like: Tensor) -> Tensor:
+        """That with what lies between its rows, which is zero: [blocks, numbers], or [numbers] in one piece."""
+        (blocks, rows, columns), (from_block, from_row, _) = self.copy.shape, self.copy.stride()
+        numbers = rows * from_row if rows > 1 else columns
+        if blocks == 1 or numbers == from_block:
+            return like.as_strided((blocks * numbers,), (1,), like.storage_offset() + self.place)
+        return like.as_strided((blocks, numbers), (from_block, 1), like.storage_offset() + self.place)
 
 
 def move(parameters: Sequence[Moved], grads: Sequence[Tensor], rate: Tensor) -> None:

@@ -8,7 +8,7 @@ The embedding has no copy: a step reads the rows of its window, and moves those 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,11 +26,12 @@ from whorl.text.recipe import Recipe
 
 _MULTIPLE = 8  # numbers of two bytes in 16, which a tensor core's products read at a time
 _SMALL = 1 << 16  # numbers of a gradient that is exchanged with the last ones, though it is there before
-# Of these cells, with these options, a unit whose weights are all zero stays zero, as do the gradients of its weights.
+# Of these cells, with these options, a unit whose weights are all zero stays zero, as do the gradients of its weights
+# (those of layer norm, whose means do not count it, have some that nobody reads).
 _PADDED = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _PADDED_OPTIONS = {
     "bias", "recurrent_dropout", "recurrent_dropout_mode", "input_dropout", "weight_drop", "zoneout", "peephole",
-    "coupled", "clip", "reset_after", "memory",
+    "coupled", "clip", "reset_after", "memory", "layer_norm",
 }  # fmt: skip
 
 
@@ -69,6 +70,9 @@ class Working:
         if ours and (group.joined or wide is not own):
             with torch.device("meta"):
                 self.recurrent = _Apart(wide) if group.joined else wide.layer()
+            for each in self.recurrent.modules():
+                if isinstance(each, Layer) and wide.units > own.units:
+                    each.pad_from(own.units)
             self.recurrent.to_empty(device=model.device)
         else:
             self.recurrent = copy.deepcopy(model.recurrent)
@@ -82,6 +86,7 @@ class Working:
         self._one[self.width] = 1
         self._copies = [*self.recurrent.parameters(), self.head]
         self._moved = list(self._pairs())
+        self._first = {of: each for each, of in reversed(self._moved)}  # of each copy, its first part
         for parameter in model.parameters():
             group.same(parameter.detach())
         self.refresh()
@@ -123,7 +128,7 @@ class Working:
         with self._aside():
             early = self._arrived()
             if recipe.clip and early:
-                sums.append((passes.squares(early), 1))
+                sums.append((self._squares(early, self._early), 1))
         self._join()
         summed = passes.sum_rows(found.to_rows, found.order, self._embedding.shape[1], self._embedding.dtype)
         if self.group.size > 1:
@@ -134,8 +139,8 @@ class Working:
         found.finish()
         grads = [_gradient(parameter) for parameter in self._copies]
         if recipe.clip:
-            late = [grad for place, grad in enumerate(grads) if place not in self._early]
-            passes.clip(rate, recipe.clip, [*sums, (passes.squares(late), 1)])
+            late = [of for of in range(len(grads)) if of not in self._early]
+            passes.clip(rate, recipe.clip, [*sums, (self._squares([grads[of] for of in late], late), 1)])
         with torch.no_grad():
             passes.move_rows(self._embedding, found.tokens, summed, found.order, rate)
             passes.move([each for each, _ in self._moved], [each.within(grads[of]) for each, of in self._moved], rate)
@@ -171,6 +176,10 @@ class Working:
         assert rows.grad is not None
         to_rows, finish = self._exchange_late(rows.grad.flatten(0, 1))
         return _Found(loss.detach(), after, tokens, order, to_rows, finish)
+
+    def _squares(self, grads: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+        """What `passes.squares` gives of the gradients of some of `_copies`: of padding layer norm has some too."""
+        return passes.squares([self._first[of].rows_within(grad) for grad, of in zip(grads, places, strict=True)])
 
     def _arrived(self) -> list[Tensor]:
         """The early gradients; the current stream waits for their exchange."""

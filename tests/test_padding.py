@@ -1,0 +1,93 @@
+"""A layer whose last units are padding: what counts in means is as it would be without them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from comparison import error
+from emulation import emulated
+from test_emulated import assert_right
+from whorl.cells.wrappers import ahead, share_of_x
+from whorl.engines.cuda.staged import staged, steps
+from whorl.problem import Form
+
+OWN, ALL = 13, 16
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "every norm": ("LSTM", dict(layer_norm=True, num_layers=2)),
+    "of r and c": ("LSTM", dict(layer_norm="r c", bidirectional=True, bias=False)),
+    "coupled, clipped": ("LSTM", dict(layer_norm=True, coupled=True, peephole=True, clip=0.7)),
+    "GRU": ("GRU", dict(layer_norm=True)),
+    "GRU, reset before": ("GRU", dict(layer_norm="r", reset_after=False)),
+    "relu": ("RNN", dict(layer_norm=True, nonlinearity="relu")),
+}
+
+
+def pair(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A layer, and the same one with padding."""
+    kind, options = LAYERS[name]
+    torch.manual_seed(4)
+    own, wide = (getattr(whorl, kind)(7, units, dtype=dtype, **options) for units in (OWN, ALL))
+    wide.pad_from(OWN)
+    with torch.no_grad():
+        for one, other in zip(own.parameters(), wide.parameters(), strict=True):
+            within(other.zero_(), one.uniform_(-1, 1)).copy_(as_units(one))
+    return own, wide
+
+
+def as_units(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter as [gates, units, columns]."""
+    return tensor.view(len(tensor) // OWN, OWN, -1)
+
+
+def within(wide: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The same of the layer with padding, without it."""
+    gates, _, columns = as_units(own).shape
+    return wide.view(gates, ALL, -1)[:, :OWN, :columns]
+
+
+@pytest.mark.parametrize("engine", ["reference", "cpu"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_is_the_layer_without_padding(name: str, engine: str) -> None:
+    own, wide = pair(name, torch.float64)
+    own.engine, wide.engine = "reference", engine
+    x, directions = torch.randn(5, 3, 7, dtype=torch.float64, requires_grad=True), 1 + own.bidirectional
+    y, z = own(x)[0].unflatten(-1, (directions, OWN)), wide(x)[0].unflatten(-1, (directions, ALL))
+    assert error(z[..., :OWN], y) <= 1e-12
+    assert not z[..., OWN:].any()
+    grad = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, [x, *own.parameters()], grad)
+    found = torch.autograd.grad(z[..., :OWN], [x, *wide.parameters()], grad)
+    assert error(found[0], wanted[0]) <= 1e-12
+    for (which, _), one, other in zip(own.named_parameters(), wanted[1:], found[1:], strict=True):
+        assert error(within(other, one), as_units(one)) <= 1e-12, which
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernels_count_so_too(name: str, dtype: torch.dtype, folder: Path) -> None:
+    own, wide = pair(name, dtype)
+    x = torch.randn(4, 5, 7).to(dtype)
+    assert_right(wide, x, dtype, folder)
+    wide.engine = "persistent"
+    with emulated(folder):
+        assert not wide(x)[0].unflatten(-1, (1 + own.bidirectional, ALL))[..., OWN:].any()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_exchanges_no_more_for_it(name: str) -> None:
+    own, wide = (Form.from_json(layer._form).cell for layer in pair(name, torch.float32))
+    normed = "x" in LAYERS[name][1]["layer_norm"] if isinstance(LAYERS[name][1]["layer_norm"], str) else True
+    assert share_of_x(own) == 1
+    assert share_of_x(wide) == (pytest.approx(OWN / ALL) if normed else 1)
+    one, other = ahead(own) or own, ahead(wide) or wide
+    assert (ahead(own) is None) == (ahead(wide) is None)
+    assert staged(one) == staged(other)
+    if staged(one):
+        for kind in ("forward", "backward"):
+            first, second = getattr(steps(one), kind), getattr(steps(other), kind)
+            assert (first.stages, first.reductions, first.rounds) == (second.stages, second.reductions, second.rounds)
