@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl.cells.wrappers import ahead, norm_vectors
 from whorl.engines.base import as_bytes
 from whorl.engines.cuda import prepare
-from whorl.engines.cuda.source import Norm, wide_gates
+from whorl.engines.cuda.source import ADDED, Norm, wide_gates
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form, Problem
 from whorl.weights import LayerWeights
@@ -45,17 +45,22 @@ class Made(NamedTuple):
     shift: Tensor
 
 
-def norm_of(form: Form, dtype: torch.dtype) -> Norm:
-    """What the kernels are written for."""
-    return Norm(len(form.cell.gates), form.units, dtype, wide_gates(form.cell), form.bias)
+def norm_of(form: Form, dtype: torch.dtype, counted: int | None = None) -> Norm:
+    """What the kernels are written for.
+
+    Args:
+        counted: the first units of each gate, which mean and variance are over, the others being padding; None: all.
+    """
+    padded = counted is not None and counted < form.units
+    return Norm(len(form.cell.gates), form.units, dtype, wide_gates(form.cell), form.bias, counted if padded else None)
 
 
 class Norms:
-    """Of x of a problem's cell, which has one."""
+    """Of x of a problem's cell, which has one; `counted` as `norm_of` takes it."""
 
-    def __init__(self, problem: Problem, chip: Chip, index: int) -> None:
+    def __init__(self, problem: Problem, chip: Chip, index: int, counted: int | None = None) -> None:
         cell, units = problem.form.cell, problem.form.units
-        self._norm, self._chip, self._units = norm_of(problem.form, problem.dtype), chip, units
+        self._norm, self._chip, self._units = norm_of(problem.form, problem.dtype, counted), chip, units
         self._gate = torch.float32 if self._norm.wide else problem.dtype
         self._gains, self._shifts = norm_vectors(cell)
         self._rest = [place for place in range(len(cell.vectors)) if place not in {*self._gains, *self._shifts}]
@@ -72,21 +77,22 @@ class Norms:
         """x of every gate after its norm, and what backward reads.
 
         Args:
-            x: float32 [rows, gates x units], in one piece, without its bias.
+            x: float32 [rows, gates x units], in one piece from a multiple of 16 bytes on, without its bias.
         """
         rows = len(x)
+        assert rows < 2**30, "backward numbers rows by 32 bits"
         made, (means, scales) = x.new_empty(x.shape, dtype=self._gate), x.new_empty(2, rows)
         self._forward(
-            stream, self._blocks(rows, 4), 1, x.data_ptr(), *self._vectors(own, [*self._gains, *self._shifts]),
+            stream, self._blocks(rows, "forward"), 1, x.data_ptr(), *self._vectors(own, [*self._gains, *self._shifts]),
             made.data_ptr(), means.data_ptr(), scales.data_ptr(), rows,
         )  # fmt: skip
         return made, [as_bytes(part) for part in (x, means, scales)]
 
     def backward(self, stream: int, grad: Tensor, own: LayerWeights, kept: Sequence[Tensor]) -> Made:
-        """From the gradient of what `forward` gave and what it kept."""
+        """From the gradient of what `forward` gave, which lies as its x does, and what it kept."""
         rows, gates, biased = len(grad), self._norm.gates, self._norm.biased
-        x, means, scales = (part.data_ptr() for part in kept)
-        blocks, made = self._blocks(rows, 1), torch.empty_like(grad)
+        x, means, scales = (part.data_ptr() for part in (_aligned(kept[0]), *kept[1:]))
+        blocks, made = self._blocks(rows, "backward"), torch.empty_like(grad)
         sums = grad.new_empty(blocks, (2 + biased) * gates * self._units, dtype=torch.float32)
         self._backward(
             stream, blocks, 1, x, *self._vectors(own, self._gains), means, scales, grad.data_ptr(), made.data_ptr(),
@@ -94,7 +100,7 @@ class Norms:
         )  # fmt: skip
         bias, gain, shift = found = grad.new_empty(3, gates * self._units)
         self._add(
-            stream, -(-found.numel() // 128), 1, *[sums.data_ptr()] * 2, *[bias.data_ptr()] * 2, 0, 0,
+            stream, -(-found.numel() // ADDED), 1, *[sums.data_ptr()] * 2, *[bias.data_ptr()] * 2, 0, 0,
             *[gain.data_ptr()] * 2, blocks, self._units, gates * biased, 0, 0, 2 * gates, b"",
         )  # fmt: skip
         return Made(made, bias if biased else None, gain, shift)
@@ -111,6 +117,11 @@ class Norms:
         bias = 0 if own.bias_ih is None else own.bias_ih.data_ptr()
         return [bias, *(own.vectors[place].data_ptr() for place in places)]
 
-    def _blocks(self, rows: int, each: int) -> int:
-        """For so many rows, `each` times as many as run at once at the least."""
-        return max(1, min(rows, each * max(1, 512 // self._norm.threads) * self._chip.multiprocessors))
+    def _blocks(self, rows: int, kind: str) -> int:
+        """As many as run at once; a row goes to the block that has the fewest."""
+        return max(1, min(rows, self._norm.block(kind).resident * self._chip.multiprocessors))
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or where hooks of saved tensors gave another, a copy: words of 16 bytes are read from it."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -87,7 +87,8 @@ def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
 
     def make() -> Kernel:
         name, code = adding_code(dtype, chip)
-        return Kernel(code, name, index, 128, 0, 1, _ADDING)
+        threads = source.ADDED * source.ADDERS
+        return Kernel(code, name, index, threads, 4 * threads, 1, _ADDING)
 
     return loaded(("adding", dtype, index), make)
 
@@ -104,7 +105,8 @@ def norming(kind: str, norm: source.Norm, chip: Chip, index: int) -> Kernel:
 
     def make() -> Kernel:
         name, code = norming_code(kind, norm, chip)
-        return Kernel(code, name, index, norm.threads, _NORM_ROOM, 1, layout)
+        block = norm.block(kind)
+        return Kernel(code, name, index, block.threads * block.groups, block.shared, 1, layout)
 
     return loaded(("norm", kind, norm, index), make)
 
@@ -114,7 +116,6 @@ def norming_code(kind: str, norm: source.Norm, chip: Chip) -> tuple[str, bytes]:
     return norm.name(kind), store.kernel(source.norming(kind, norm), norm.name(kind), chip.architecture)
 
 
-_NORM_ROOM = 32 * 8  # two sums of each warp
 _COPYING = "7Q"  # the argument of kernels/rows.cu
 
 

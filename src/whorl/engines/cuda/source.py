@@ -285,33 +285,101 @@ class Norm(NamedTuple):
     wide: bool
     """What comes to the time loop is float32."""
     biased: bool
+    counted: int | None = None
+    """The first units of each gate, which mean and variance are over, the others being padding; None: all."""
 
     @property
-    def threads(self) -> int:
-        """Of a block: a thread keeps 12 columns of a row, more where 1,024 of them do not suffice."""
-        return min(1024, 32 * -(-self.gates * self.units // (12 * 32)))
+    def word(self) -> int:
+        """Neighbouring columns that a thread reads at once."""
+        return next(word for word in (4, 2, 1) if self.gates * self.units % word == 0)
+
+    def block(self, kind: str) -> "Block":
+        """How the threads of the "forward" or "backward" kernel are laid out."""
+        each = range(8 if kind == "backward" or self._whole else 12, 33, 4)
+        made = [self._block(kind, columns) for columns in each if self._threads(columns) <= 1024]
+        found = [*(one for one in made if one.ahead), *(one for one in made if one.spare >= 0)]
+        return found[0] if found else max(made, key=lambda one: one.spare)
 
     def name(self, kind: str) -> str:
         """In a profiler."""
-        return f"norm_{kind}_{self.gates}x{self.units}_{str(self.dtype).removeprefix('torch.')}"
+        of = "" if self.counted is None else f"_of_{self.counted}"
+        return f"norm_{kind}_{self.gates}x{self.units}{of}_{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def _whole(self) -> bool:
+        """Whether an element takes a register, not half of one."""
+        return self.dtype.itemsize == 4 or self.word == 1
+
+    def _threads(self, columns: int) -> int:
+        """Of a row, where one has so many columns."""
+        return 32 * -(-self.gates * self.units // (columns * 32))
+
+    def _block(self, kind: str, columns: int) -> "Block":
+        """Where a thread has so many columns of a row."""
+        threads, element = self._threads(columns), 1.0 if self._whole else 0.5
+        # registers: beside columns; of a column what is computed, its part of the vectors, its part of the next row
+        beside, own, vectors, row = 22, 1, 3 * element, 1.0
+        if kind == "backward":
+            beside, own, vectors, row = 28, 5, 2 * element, 1 + element
+        groups, resident = 1, max(1, min(16, 1024 // threads))
+        if kind == "backward":
+            needed, resident = beside + columns * (own + vectors + row), 1
+            groups = max([1, *(count for count in range(2, 16) if _registers(count * threads) >= needed)])
+        spare = int(_registers(threads * groups * resident) - beside - columns * (own + vectors))
+        ahead = columns <= 16 and columns * row <= spare
+        shared = 4 * groups * (threads // 4 + (groups > 1) * (2 + self.biased) * self.gates * self.units)
+        return Block(threads, groups, resident, spare, ahead, shared)
+
+
+def _registers(threads: int) -> int:
+    """Of a thread where so many share a multiprocessor, each quarter of which has as many warps as the others."""
+    return min(255, 65536 // (128 * -(-threads // 128)) // 8 * 8)
+
+
+class Block(NamedTuple):
+    """Of a kernel of kernels/norms.cu."""
+
+    threads: int
+    """Of a row."""
+    groups: int
+    """Rows that a block takes at once: backward as many as a multiprocessor can, for each block leaves sums; at most as
+    many as there are barriers beside that of all threads."""
+    resident: int
+    """Blocks that a multiprocessor can hold."""
+    spare: int
+    """Registers of a thread beside those of one row; fewer than none are spilled."""
+    ahead: bool
+    """The next row is in such registers."""
+    shared: int
+    """Bytes of shared memory: two numbers of each warp, four times, and the sums of several rows."""
 
 
 def norming(kind: str, norm: Norm) -> str:
     """The source of a kernel that normalises the input projection ("forward"), or of its gradient ("backward")."""
+    block = norm.block(kind)
+    numbers = {
+        "UNITS": norm.units, "GATES": norm.gates, "COUNTED": norm.units if norm.counted is None else norm.counted,
+        "WORD": norm.word, "THREADS": block.threads, "GROUPS": block.groups, "RESIDENT": block.resident,
+        "BIASED": int(norm.biased), "AHEAD": int(block.ahead),
+    }  # fmt: skip
     words = [
         *_of_elements(norm.name(kind), norm.dtype, kind == "forward", norm.wide),
-        f"constexpr int UNITS = {norm.units}, GATES = {norm.gates}, THREADS = {norm.threads};",
-        f"constexpr int BIASED = {int(norm.biased)};",
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
         f"constexpr float EPS = {EPS}f;",
         _text("ptx.cu"),
     ]
     return _text("norms.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
+ADDED, ADDERS = 32, 8
+"""Sums that a block of the kernel below makes, and threads that make one of them together."""
+
+
 def adding(dtype: torch.dtype) -> str:
     """The source of the kernel that adds up the gradients of biases and vectors."""
     words = ["#define KERNEL " + adding_name(dtype), f"#define ELEMENT_BYTES {dtype.itemsize}"]
     words.append(f"#define BFLOAT16 {int(dtype == torch.bfloat16)}")
+    words.append(f"constexpr int COLUMNS = {ADDED}, PARTS = {ADDERS};")
     return _text("sums.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 

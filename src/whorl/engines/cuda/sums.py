@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from whorl.engines.cuda.prepare import adding
+from whorl.engines.cuda.source import ADDED
 from whorl.engines.cuda.source import kept as kept_by
 from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form
-
-_THREADS = 128
 
 
 class Gradients(NamedTuple):
@@ -73,7 +72,7 @@ class Sums:
         assert self._kernel is not None, "there is something to sum"
         columns = (self._gates + self._recurrent + self._vectors) * self._units
         self._kernel(
-            stream, -(-columns // _THREADS), directions, *addresses,
+            stream, -(-columns // ADDED), directions, *addresses,
             rows, self._units, self._gates, self._recurrent, self._apart, self._vectors, self._places,
         )  # fmt: skip
 

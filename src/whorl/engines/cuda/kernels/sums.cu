@@ -1,6 +1,7 @@
 // The gradients of the biases and of the vectors of a layer, from the sums that blocks of its backward kernel left: a
-// thread adds those of one unit, in the order of the blocks.  Of r's bias the gradient is x's where a cell uses nothing
-// but x + r, and of its own where r is kept apart.
+// block makes COLUMNS of them.  Each of PARTS threads adds every PARTS-th sum of a column, in the order of the blocks; one
+// of them adds what they found, which is in shared memory, in the order of the threads.  Of r's bias the gradient is x's where a cell uses nothing but x + r, and of
+// its own where r is kept apart.
 
 // @generated
 
@@ -33,17 +34,34 @@ struct Arguments {
   unsigned char places[64];  // of each recurrent gate: where its sum lies
 };
 
-extern "C" __global__ void __launch_bounds__(128) KERNEL(const __grid_constant__ Arguments a) {
-  const int mine = blockIdx.x * 128 + threadIdx.x, direction = blockIdx.y, units = (int)a.units;
+constexpr int AT_ONCE = 8;  // sums that a thread reads before it adds them
+
+extern "C" __global__ void __launch_bounds__(COLUMNS * PARTS) KERNEL(const __grid_constant__ Arguments a) {
+  extern __shared__ __align__(16) unsigned memory[];
+  float(*const found)[COLUMNS] = (float(*)[COLUMNS])memory;  // [PARTS, COLUMNS]
+  const int column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS, units = (int)a.units, rows = (int)a.rows;
+  const int mine = blockIdx.x * COLUMNS + column, direction = blockIdx.y;
   const int gate = mine / units, unit = mine % units, gates = (int)a.gates, recurrent = (int)a.recurrent;
-  if (gate >= gates + recurrent + a.count) return;
+  const bool there = gate < gates + recurrent + a.count;
   const bool of_x = gate < gates, of_r = !of_x && gate < gates + recurrent;
   const int place = of_x ? gate : of_r ? a.places[gate - gates] : gate - recurrent + (int)a.apart;
   const long long width = (gates + a.apart + a.count) * units;
-  const float* const from = a.sums[direction] + (long long)place * units + unit;
   float sum = 0.f;
-#pragma unroll 8
-  for (int row = 0; row < a.rows; ++row) sum += from[row * width];
+  if (there) {
+    const float* const from = a.sums[direction] + (long long)place * units + unit;
+    for (int first = part; first < rows; first += PARTS * AT_ONCE) {
+      float read[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) read[i] = first + i * PARTS < rows ? from[(first + i * PARTS) * width] : 0.f;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) sum += read[i];
+    }
+  }
+  found[part][column] = sum;
+  __syncthreads();
+  if (part > 0 || !there) return;
+#pragma unroll
+  for (int i = 1; i < PARTS; ++i) sum += found[i][column];
   Element* const to = of_x ? a.x_bias[direction] : of_r ? a.bias[direction] : a.vectors[direction];
   to[(of_x ? gate : of_r ? gate - gates : gate - gates - recurrent) * units + unit] = narrow(sum);
 }
