@@ -19,6 +19,7 @@ from test_machine_code import needs_tools, nvdisasm
 from whorl.cells import library
 from whorl.cells.expr import var
 from whorl.cells.wrappers import EPS, ahead, clipped, layer_norm, norm_vectors
+from whorl.cells.wrappers import counted as padded
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.norms import Norms, _aligned, inside, norm_of, normed
 from whorl.engines.cuda.source import Norm, norming
@@ -158,6 +159,7 @@ def assert_as_torch(
     torch.manual_seed(2)
     layer = built(kind, dict(layer_norm="x", bias=bias, hidden_size=units), torch.float32)
     form = Form.from_json(layer._form)
+    form = replace(form, cell=padded(form.cell, counted, units)) if counted < units else form
     gates = len(form.cell.gates)
     own = split(form, [one.detach() for one in layer._weights()])[0]
     x, grad = torch.randn(rows, gates * units) + 3, torch.randn(rows, gates * units)
@@ -166,7 +168,7 @@ def assert_as_torch(
     grad[:, padding] = float("nan")
     with emulated(folder):
         problem = Problem(form, H200, torch.float32, 7, 3, gradient=True)
-        norms = Norms(problem, Chip((9, 0), multiprocessors), 0, counted)
+        norms = Norms(problem, Chip((9, 0), multiprocessors), 0)
         y, kept = norms.forward(0, x, own)
         made = norms.backward(0, grad, own, kept)
     gain, shift = (torch.cat([own.vectors[place] for place in places]) for places in norm_vectors(form.cell))
@@ -189,10 +191,13 @@ def assert_as_torch(
 def test_a_padded_norm_has_a_name_of_its_own() -> None:
     """And one that counts all of its units is the plain one."""
     form = Form(layer_norm(library.lstm.graph, ["x"])[0], 4, 8)
-    plain, padded = norm_of(form, torch.bfloat16), norm_of(form, torch.bfloat16, 6)
-    assert norm_of(form, torch.bfloat16, 8) == plain
+    plain, short, whole = (
+        norm_of(replace(form, cell=cell), torch.bfloat16)
+        for cell in (form.cell, padded(form.cell, 6, 8), padded(form.cell, 8, 8))
+    )
+    assert whole == plain
     assert plain.name("forward") == "norm_forward_4x8_bfloat16"
-    assert padded.name("forward") == "norm_forward_4x8_of_6_bfloat16"
+    assert short.name("forward") == "norm_forward_4x8_of_6_bfloat16"
 
 
 def test_what_a_hook_of_saved_tensors_gives_back_lies_as_it_is_read() -> None:

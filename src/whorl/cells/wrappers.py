@@ -104,6 +104,7 @@ def _counted(outputs: Sequence[Expr], share: float) -> list[Expr]:
     return rewritten(merged(outputs), change)
 
 
+@lru_cache(maxsize=256)
 def share_of_x(graph: Graph) -> float:
     """Of all units those that count in the means of the input projection, as `counted` has left it."""
     middle = mean([var(f"x.{gate}") for gate in graph.gates]).digest

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.cells.wrappers import ahead, norm_vectors
+from whorl.cells.wrappers import ahead, norm_vectors, share_of_x
 from whorl.engines.base import as_bytes
 from whorl.engines.cuda import prepare
 from whorl.engines.cuda.source import ADDED, Norm, wide_gates
@@ -45,22 +45,19 @@ class Made(NamedTuple):
     shift: Tensor
 
 
-def norm_of(form: Form, dtype: torch.dtype, counted: int | None = None) -> Norm:
-    """What the kernels are written for.
-
-    Args:
-        counted: the first units of each gate, which mean and variance are over, the others being padding; None: all.
-    """
-    padded = counted is not None and counted < form.units
+def norm_of(form: Form, dtype: torch.dtype) -> Norm:
+    """What the kernels are written for."""
+    counted = round(share_of_x(form.cell) * form.units)
+    padded = counted < form.units
     return Norm(len(form.cell.gates), form.units, dtype, wide_gates(form.cell), form.bias, counted if padded else None)
 
 
 class Norms:
-    """Of x of a problem's cell, which has one; `counted` as `norm_of` takes it."""
+    """Of x of a problem's cell, which has one."""
 
-    def __init__(self, problem: Problem, chip: Chip, index: int, counted: int | None = None) -> None:
+    def __init__(self, problem: Problem, chip: Chip, index: int) -> None:
         cell, units = problem.form.cell, problem.form.units
-        self._norm, self._chip, self._units = norm_of(problem.form, problem.dtype, counted), chip, units
+        self._norm, self._chip, self._units = norm_of(problem.form, problem.dtype), chip, units
         self._gate = torch.float32 if self._norm.wide else problem.dtype
         self._gains, self._shifts = norm_vectors(cell)
         self._rest = [place for place in range(len(cell.vectors)) if place not in {*self._gains, *self._shifts}]
