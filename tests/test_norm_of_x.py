@@ -200,12 +200,22 @@ def test_a_padded_norm_has_a_name_of_its_own() -> None:
     assert short.name("forward") == "norm_forward_4x8_of_6_bfloat16"
 
 
-def test_what_a_hook_of_saved_tensors_gives_back_lies_as_it_is_read() -> None:
-    memory = torch.arange(64, dtype=torch.uint8)
-    assert _aligned(memory) is memory
-    moved = memory[4:]
-    assert _aligned(moved).data_ptr() % 16 == 0
-    assert torch.equal(_aligned(moved), moved)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_what_a_hook_of_saved_tensors_gives_back_lies_as_it_is_read(folder: Path) -> None:
+    layer = built("LSTM", dict(layer_norm="x"), torch.float32)
+    form = Form.from_json(layer._form)
+    own = split(form, [one.detach() for one in layer._weights()])[0]
+    x, grad = torch.randn(2, 21, 4 * 20)
+    with emulated(folder):
+        norms = Norms(Problem(form, H200, torch.float32, 7, 3, gradient=True), Chip((9, 0), 1), 0)
+        _, (given, *rest) = norms.forward(0, x, own)
+        moved = torch.cat([given.new_empty(4), given])[4:]
+        assert _aligned(given) is given
+        assert _aligned(moved).data_ptr() % 16 == 0
+        for found, wanted in zip(
+            norms.backward(0, grad, own, [moved, *rest]), norms.backward(0, grad, own, [given, *rest]), strict=True
+        ):
+            assert torch.equal(found, wanted)
 
 
 TAKEN, LATER = ["sm_80", "sm_86", "sm_89", "sm_90a"], ["sm_100a", "sm_120a"]

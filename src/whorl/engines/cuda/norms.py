@@ -57,7 +57,8 @@ class Norms:
 
     def __init__(self, problem: Problem, chip: Chip, index: int) -> None:
         cell, units = problem.form.cell, problem.form.units
-        self._norm, self._chip, self._units = norm_of(problem.form, problem.dtype), chip, units
+        self._norm, self._units = norm_of(problem.form, problem.dtype), units
+        self._most = {kind: self._norm.block(kind).resident * chip.multiprocessors for kind in ("forward", "backward")}
         self._gate = torch.float32 if self._norm.wide else problem.dtype
         self._gains, self._shifts = norm_vectors(cell)
         self._rest = [place for place in range(len(cell.vectors)) if place not in {*self._gains, *self._shifts}]
@@ -88,12 +89,13 @@ class Norms:
     def backward(self, stream: int, grad: Tensor, own: LayerWeights, kept: Sequence[Tensor]) -> Made:
         """From the gradient of what `forward` gave, which lies as its x does, and what it kept."""
         rows, gates, biased = len(grad), self._norm.gates, self._norm.biased
-        x, means, scales = (part.data_ptr() for part in (_aligned(kept[0]), *kept[1:]))
+        x = _aligned(kept[0])
+        means, scales = (part.data_ptr() for part in kept[1:])
         blocks, made = self._blocks(rows, "backward"), torch.empty_like(grad)
         sums = grad.new_empty(blocks, (2 + biased) * gates * self._units, dtype=torch.float32)
         self._backward(
-            stream, blocks, 1, x, *self._vectors(own, self._gains), means, scales, grad.data_ptr(), made.data_ptr(),
-            sums.data_ptr(), rows,
+            stream, blocks, 1, x.data_ptr(), *self._vectors(own, self._gains), means, scales, grad.data_ptr(),
+            made.data_ptr(), sums.data_ptr(), rows,
         )  # fmt: skip
         bias, gain, shift = found = grad.new_empty(3, gates * self._units)
         self._add(
@@ -116,7 +118,7 @@ class Norms:
 
     def _blocks(self, rows: int, kind: str) -> int:
         """As many as run at once; a row goes to the block that has the fewest."""
-        return max(1, min(rows, self._norm.block(kind).resident * self._chip.multiprocessors))
+        return max(1, min(rows, self._most[kind]))
 
 
 def _aligned(tensor: Tensor) -> Tensor:

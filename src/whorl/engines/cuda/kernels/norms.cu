@@ -238,9 +238,9 @@ __device__ __forceinline__ void load_row(Row& to, const Arguments& a, int row) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * GROUPS, RESIDENT) KERNEL(const __grid_constant__ Arguments a) {
+  // rows are fewer than 2^30: counted in 64 bits, they took registers that sm_100a and sm_120a did not have
   const int step = gridDim.x * GROUPS;
-  int row =  // in 64 bits it would take registers that sm_120a has not; there are fewer than 2^30
-      blockIdx.x + gridDim.x * group();
+  int row = blockIdx.x + gridDim.x * group();
   Row next;
   if (AHEAD && row < a.rows) load_row(next, a, row);
   Elements bias[EACH] = {}, gain[EACH];

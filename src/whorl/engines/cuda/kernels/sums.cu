@@ -49,10 +49,16 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * PARTS) KERNEL(const __gri
   float sum = 0.f;
   if (there) {
     const float* const from = a.sums[direction] + (long long)place * units + unit;
+    const float* at[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) at[i] = from + (part + i * PARTS) * width;
     for (int first = part; first < rows; first += PARTS * AT_ONCE) {
       float read[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) read[i] = first + i * PARTS < rows ? from[(first + i * PARTS) * width] : 0.f;
+      for (int i = 0; i < AT_ONCE; ++i) {
+        read[i] = first + i * PARTS < rows ? *at[i] : 0.f;
+        at[i] += PARTS * AT_ONCE * width;
+      }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) sum += read[i];
     }
