@@ -298,6 +298,10 @@ inline uint4 load_matrices(unsigned address, int count) {
 }
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
+inline uint2 emulated_product(unsigned a, unsigned b) {
+  const uint64_t all = (uint64_t)a * b;
+  return {(unsigned)all, (unsigned)(all >> 32)};
+}
 inline void emulated_prefetch(const void*) {}
 // Of products of four warps each warp has its own 16 rows.
 inline unsigned word_at(unsigned operand, int row, int word) {

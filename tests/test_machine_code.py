@@ -51,7 +51,11 @@ def listing(
 
 
 def disassembled(text: str, tile: Tile | Spread, path: Path) -> list[str]:
-    path.write_bytes(cubin(text, "kernel", "sm_90a", flags(tile)))
+    return listed(cubin(text, "kernel", "sm_90a", flags(tile)), path)
+
+
+def listed(code: bytes, path: Path) -> list[str]:
+    path.write_bytes(code)
     tool = nvdisasm()
     assert tool is not None
     return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
