@@ -27,6 +27,7 @@ from whorl.problem import Call, Form, Problem
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
 _DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "2Q2q", "6Q4q"
 _THREADS = 256
+_MASKING = 8  # blocks of masked.cu that run at once on a multiprocessor, or so
 _DRAWING = 4  # blocks of draw_bits.cu that run at once on a multiprocessor, as it says itself
 _FEWEST = 8
 
@@ -289,11 +290,13 @@ class Options:
         vector = 16 // x.element_size()
         if width % vector or x.data_ptr() % 16 or (masks is not None and masks.data_ptr() % 16):
             vector = 1
-        name = f"masked_{source.NAMES[x.dtype]}_{vector}"
-        kernel = _small(name, partial(source.masked, name, x.dtype, vector), _MASKED, self._chip, self._index)
-        blocks = max(1, min(8192, -(-x.numel() // vector // _THREADS)))
+        name = f"{'cleaned' if masks is None else 'masked'}_{source.NAMES[x.dtype]}_{vector}"
+        write = partial(source.masked, name, x.dtype, vector, masks is not None)
+        kernel = _small(name, write, _MASKED, self._chip, self._index)
+        blocks = max(1, -(-self.batch * (width // vector) // _THREADS))
+        parts = parts_of_steps(-(-self.count // max(1, self.batch)), blocks, _MASKING * self._chip.multiprocessors)
         numbers = prod(count), self.count, self.batch, width
-        kernel(self._stream, blocks, 1, *_addresses(tensors, 6), *numbers)
+        kernel(self._stream, blocks, parts, *_addresses(tensors, 6), *numbers)
         return made
 
     def _drawn(self, layer: int) -> list[Tensor]:

@@ -273,9 +273,14 @@ def order() -> str:
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
 
 
-def masked(name: str, dtype: torch.dtype, vector: int) -> str:
-    """The source of the kernel that puts whole tensors behind masks, so many elements in a thread."""
-    words = [*_of_elements(name, dtype), f"constexpr int UNITS = 1, VECTOR = {vector};", _text("ptx.cu")]
+def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool) -> str:
+    """The source of the kernel that puts whole tensors behind masks, so many elements in a thread.
+
+    Args:
+        by_masks: whether there are such; without, what does not count becomes zero.
+    """
+    numbers = f"constexpr int UNITS = 1, VECTOR = {vector}, MASKED = {int(by_masks)};"
+    words = [*_of_elements(name, dtype), numbers, _text("ptx.cu")]
     return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
