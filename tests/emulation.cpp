@@ -223,8 +223,13 @@ inline float __shfl_sync(unsigned, float value, int from) {
 
 // --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
 
-inline unsigned emulated_spread_signs(unsigned halves) {
-  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
+inline unsigned emulated_spread_signs(unsigned bytes, unsigned which) {
+  unsigned result = 0;
+  for (int byte = 0; byte < 4; ++byte) {
+    const unsigned from = which >> 4 * byte & 0xf;  // from 8 on, the sign of the byte 8 less
+    result |= (bytes >> (8 * (from - 8) + 7) & 1 ? 0xffu : 0u) << 8 * byte;
+  }
+  return result;
 }
 #if ELEMENT_BYTES == 2
 #if BFLOAT16
