@@ -404,6 +404,7 @@ inline void emulated_fence() {}
 template <class T>
 inline void emulated_keep(T&) {}
 inline void emulated_ready(float&) {}
+inline void emulated_ready(unsigned&) {}
 
 //: kernel
 

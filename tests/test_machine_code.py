@@ -210,7 +210,7 @@ def test_backward_asks_for_what_was_drawn_before_its_product(option: str, units:
 @pytest.mark.parametrize("units, items", [(256, 1), (512, 3)])
 @pytest.mark.parametrize(
     "option, kind, most",
-    [("zoneout", "forward", 15), ("step", "forward", 24), ("zoneout", "backward", 25)],
+    [("zoneout", "forward", 15), ("step", "forward", 24), ("gate", "forward", 180), ("zoneout", "backward", 25)],
 )
 def test_an_option_costs_a_step_few_instructions(
     option: str, kind: str, most: int, units: int, items: int, tmp_path: Path

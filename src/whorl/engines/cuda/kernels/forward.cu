@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return there ? wide(a.o.reset_to[s][((long long)direction * batch + sequence[j]) * UNITS + unit + u]) : 0.f;
   };
 
-  Gate *gates_at, *gates_next, *apart_at;  // of a step, and x of the one after it
+  Gate *gates_at, *gates_next, *apart_at;  // of a step, and x of the one after it, but where products are exact
   Element *y_at, *before_at;  // with BEFORE it and `states_at` are those of the step after
   float* states_at;
   const unsigned short* drawn_at;  // what is drawn for each sequence and step, PACKED too; from where it is loaded next
@@ -503,7 +503,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   __syncthreads();
 #endif
 
-  const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+  unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+  if (!EXACT) ready(columns);  // else the compiler computes it anew once the states have come
   float sums[RECURRENT][PART][4];
   const auto multiply_states = [&](int t, int sub) {  // into the sums of a sub-tile
     const int now = t % 2;
@@ -786,7 +787,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
-            x[j][g] = load_gates((BY_ROWS ? gates_of(j, row_step) : gates_next + further(j) * GATES * UNITS) + g * UNITS,
+            x[j][g] = load_gates((BY_ROWS || EXACT ? gates_of(j, row_step) : gates_next + further(j) * GATES * UNITS) + g * UNITS,
                                  read, also);
         }
         if (t + AHEAD < time && is_there(j) && !PACKED) {
@@ -858,7 +859,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   const auto step_on = [&](int t) {
     const int next = reverse ? time - 2 - t : t + 1;
-    gates_at = gates_next;
+    gates_at = EXACT ? gates_at + row_step * GATES * UNITS : gates_next;
     y_at += row_step * width;
     apart_at += row_step * APART * UNITS;
     if constexpr (!BEFORE) states_at += row_step * UNITS;
