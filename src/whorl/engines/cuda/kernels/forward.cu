@@ -337,23 +337,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto row_of = [&](int j, long long more) { return (long long)((Row)(rows + more) + (Row)sequence[j]); };
   const auto gates_of = [&](int j, long long more) {
     return BY_ROWS ? a.gates[direction] + row_of(j, more) * (GATES * UNITS) + unit
-                 : gates_at + (more + further(j)) * GATES * UNITS;
+                   : gates_at + (more + further(j)) * GATES * UNITS;
   };
   const auto apart_of = [&](int j) {
     return BY_ROWS ? a.apart[direction] + row_of(j, 0) * (APART * UNITS) + unit
-                 : apart_at + further(j) * APART * UNITS;
+                   : apart_at + further(j) * APART * UNITS;
   };
   const auto y_of = [&](int j) {
     return BY_ROWS ? a.y + (long long)(Row)(row_of(j, 0) * gridDim.y + direction) * UNITS + unit
-                 : y_at + further(j) * width;
+                   : y_at + further(j) * width;
   };
   const auto before_of = [&](int j, long long more) {
     return BY_ROWS ? a.o.before[direction] + row_of(j, more) * UNITS + unit
-                 : before_at + (more + further(j)) * UNITS;
+                   : before_at + (more + further(j)) * UNITS;
   };
   const auto states_of = [&](int j, int s, long long more) {
     return (BY_ROWS ? a.states[direction] + row_of(j, more) * UNITS + unit
-                  : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
+                    : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
   };
   // what is drawn for an item, so many rows further on
   const auto drawn_of = [&](int j, long long more, bool wanted) {
@@ -787,8 +787,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
-            x[j][g] = load_gates((BY_ROWS || EXACT ? gates_of(j, row_step) : gates_next + further(j) * GATES * UNITS) + g * UNITS,
-                                 read, also);
+            x[j][g] = load_gates(
+                (BY_ROWS || EXACT ? gates_of(j, row_step) : gates_next + further(j) * GATES * UNITS) + g * UNITS, read, also);
         }
         if (t + AHEAD < time && is_there(j) && !PACKED) {
           const Gate* const far = BY_ROWS ? gates_of(j, AHEAD * row_step) : now_at;
