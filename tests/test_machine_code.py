@@ -172,10 +172,10 @@ ONE_OPTION = {
 
 
 def loop_with(option: str, kind: str, units: int, dtype: torch.dtype, path: Path) -> list[str]:
-    """The time loop of an LSTM at batch 128 with an option, as instructions alone."""
+    """The time loop of an LSTM at batch 128 with an option, in clusters, as instructions alone."""
     cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
-    tile = grid.estimated(size_of(cell, units, dtype.itemsize, features), H200, 128, 1, kind)
-    assert isinstance(tile, Tile)
+    tile = tiling.choose(size_of(cell, units, dtype.itemsize, features), H200, 128, 1, kind)
+    assert tile is not None
     text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True, features)
     return [line for line in time_loop(disassembled(text, tile, path)) if re.match(r"\s*/\*", line)]
 
