@@ -223,8 +223,13 @@ inline float __shfl_sync(unsigned, float value, int from) {
 
 // --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
 
-inline unsigned emulated_spread_signs(unsigned halves) {
-  return (halves >> 31 ? 0xffff0000u : 0u) | (halves >> 15 & 1 ? 0xffffu : 0u);
+inline unsigned emulated_spread_signs(unsigned bytes, unsigned which) {
+  unsigned result = 0;
+  for (int byte = 0; byte < 4; ++byte) {
+    const unsigned from = which >> 4 * byte & 0xf;  // from 8 on, the sign of the byte 8 less
+    result |= (bytes >> (8 * (from - 8) + 7) & 1 ? 0xffu : 0u) << 8 * byte;
+  }
+  return result;
 }
 #if ELEMENT_BYTES == 2
 #if BFLOAT16
@@ -298,6 +303,10 @@ inline uint4 load_matrices(unsigned address, int count) {
 }
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
+inline uint2 emulated_product(unsigned a, unsigned b) {
+  const uint64_t all = (uint64_t)a * b;
+  return {(unsigned)all, (unsigned)(all >> 32)};
+}
 inline void emulated_prefetch(const void*) {}
 // Of products of four warps each warp has its own 16 rows.
 inline unsigned word_at(unsigned operand, int row, int word) {
@@ -395,6 +404,7 @@ inline void emulated_fence() {}
 template <class T>
 inline void emulated_keep(T&) {}
 inline void emulated_ready(float&) {}
+inline void emulated_ready(unsigned&) {}
 
 //: kernel
 

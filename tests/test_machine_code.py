@@ -51,7 +51,11 @@ def listing(
 
 
 def disassembled(text: str, tile: Tile | Spread, path: Path) -> list[str]:
-    path.write_bytes(cubin(text, "kernel", "sm_90a", flags(tile)))
+    return listed(cubin(text, "kernel", "sm_90a", flags(tile)), path)
+
+
+def listed(code: bytes, path: Path) -> list[str]:
+    path.write_bytes(code)
     tool = nvdisasm()
     assert tool is not None
     return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -155,6 +159,65 @@ def test_tf32_with_options_is_multiplied_as_float16_and_spills_nothing_in_the_ti
     text = (source.forward if kind == "forward" else source.backward)(cell, units, torch.float32, tile, True, features)
     loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
+ONE_OPTION = {
+    "plain": source.PLAIN,
+    "lengths": source.Features(lengths=True, order=True),
+    "mask": source.Features(mask=True),
+    "zoneout": source.Features(zoneout=(source.AT_RANDOM, source.AT_RANDOM)),
+    "step": source.Features(noise=source.DRAWN),
+    "gate": source.Features(noise=source.BY_GATE),
+}
+
+
+def loop_with(option: str, kind: str, units: int, dtype: torch.dtype, path: Path) -> list[str]:
+    """The time loop of an LSTM at batch 128 with an option, in clusters, as instructions alone."""
+    cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
+    tile = tiling.choose(size_of(cell, units, dtype.itemsize, features), H200, 128, 1, kind)
+    assert tile is not None
+    text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True, features)
+    return [line for line in time_loop(disassembled(text, tile, path)) if re.match(r"\s*/\*", line)]
+
+
+def places(loop: list[str], word: str) -> list[int]:
+    """Where instructions stand in a loop."""
+    return [at for at, line in enumerate(loop) if re.search(rf"\b{word}\b", line)]
+
+
+@needs_tools
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("option", ONE_OPTION)
+def test_states_are_sent_before_the_input_of_the_next_step_is_asked_for(
+    option: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """All blocks wait for what is sent, which stands in one queue with the loads of its warp."""
+    loop = loop_with(option, "forward", 256, dtype, tmp_path / "kernel.cubin")
+    assert max(places(loop, "STAS")) < min(places(loop, "LDG"))
+
+
+@needs_tools
+@pytest.mark.parametrize("units", [256, 512])
+@pytest.mark.parametrize("option", ["zoneout", "step"])
+def test_backward_asks_for_what_was_drawn_before_its_product(option: str, units: int, tmp_path: Path) -> None:
+    loop = loop_with(option, "backward", units, torch.bfloat16, tmp_path / "kernel.cubin")
+    drawn = places(loop, "LDG.E.U16")
+    assert len(drawn) == 2
+    assert max(drawn) < min(places(loop, "HMMA.16816.F32.BF16"))
+
+
+@needs_tools
+@pytest.mark.parametrize("units, items", [(256, 1), (512, 3)])
+@pytest.mark.parametrize(
+    "option, kind, most",
+    [("zoneout", "forward", 15), ("step", "forward", 24), ("gate", "forward", 180), ("zoneout", "backward", 25)],
+)
+def test_an_option_costs_a_step_few_instructions(
+    option: str, kind: str, most: int, units: int, items: int, tmp_path: Path
+) -> None:
+    """Of each item: where a pair's bits lie is not computed anew at each step."""
+    plain, mine = (loop_with(name, kind, units, torch.bfloat16, tmp_path / name) for name in ("plain", option))
+    assert len(mine) - len(plain) <= most * (items if kind == "forward" else 1)
 
 
 @needs_tools

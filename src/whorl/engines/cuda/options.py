@@ -1,7 +1,7 @@
 """The options of a call as the kernels take them: which of kernels/options.cu a layer has, and its argument."""
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 
 import torch
@@ -25,9 +25,10 @@ from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given,
 from whorl.problem import Call, Form, Problem
 
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
-_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q11q", "2Q2q", "6Q4q"
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "2Q2q", "6Q4q"
 _THREADS = 256
-_FULL = 1056  # blocks of so many threads that run at once on 132 multiprocessors
+_MASKING = 8  # blocks of masked.cu that run at once on a multiprocessor, or so
+_DRAWING = 4  # blocks of draw_bits.cu that run at once on a multiprocessor, as it says itself
 _FEWEST = 8
 
 
@@ -289,30 +290,33 @@ class Options:
         vector = 16 // x.element_size()
         if width % vector or x.data_ptr() % 16 or (masks is not None and masks.data_ptr() % 16):
             vector = 1
-        name = f"masked_{source.NAMES[x.dtype]}_{vector}"
-        kernel = _small(name, partial(source.masked, name, x.dtype, vector), _MASKED, self._chip, self._index)
-        blocks = max(1, min(8192, -(-x.numel() // vector // _THREADS)))
+        name = f"{'cleaned' if masks is None else 'masked'}_{source.NAMES[x.dtype]}_{vector}"
+        write = partial(source.masked, name, x.dtype, vector, masks is not None)
+        kernel = _small(name, write, _MASKED, self._chip, self._index)
+        blocks = max(1, -(-self.batch * (width // vector) // _THREADS))
+        parts = parts_of_steps(-(-self.count // max(1, self.batch)), blocks, _MASKING * self._chip.multiprocessors)
         numbers = prod(count), self.count, self.batch, width
-        kernel(self._stream, blocks, 1, *_addresses(tensors, 6), *numbers)
+        kernel(self._stream, blocks, parts, *_addresses(tensors, 6), *numbers)
         return made
 
     def _drawn(self, layer: int) -> list[Tensor]:
         """What a layer draws anew at each step, for each direction [time, batch, pairs of units]; empty for nothing."""
-        form, zones = self.form, any(kind == AT_RANDOM for kind, _ in self.zoneouts(layer))
+        form, zones = self.form, [s for s, (kind, _) in enumerate(self.zoneouts(layer)) if kind == AT_RANDOM]
         noise = self.noise(layer)[0] == DRAWN
         if not zones and not noise:
             return []
-        pairs, below = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)]
-        kernel = _small("draw_bits", source.draw_bits, _DRAW_BITS, self._chip, self._index)
-        blocks, found = max(1, min(1024, -(-self.batch * pairs // _THREADS))), []
-        steps = max(1, min(self.time, 2 * _FULL // blocks))
+        name, write = source.draw_bits_name(zones, noise), partial(source.draw_bits, zones, noise)
+        kernel = _small(name, write, _DRAW_BITS, self._chip, self._index)
+        pairs, below, found = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)], []
+        blocks = max(1, -(-self.batch * -(-pairs // 2) // _THREADS))
+        parts = parts_of_steps(self.time, blocks, _DRAWING * self._chip.multiprocessors)
         for direction in range(form.directions):
             made = torch.empty(self.time, self.batch, pairs, dtype=torch.int16, device=self._call.x.device)
             kernel(
-                self._stream, blocks, steps, made.data_ptr(),
-                *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs, len(form.cell.states),
-                tag(ZONEOUT, layer, direction) if zones else -1, *below, *[0] * (4 - len(below)),
-                tag(RECURRENT, layer, direction) if noise else -1, threshold(form.recurrent_dropout),
+                self._stream, blocks, parts, made.data_ptr(),
+                *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs,
+                tag(ZONEOUT, layer, direction), *below, *[0] * (4 - len(below)),
+                tag(RECURRENT, layer, direction), threshold(form.recurrent_dropout),
             )  # fmt: skip
             found.append(made)
         return found
@@ -437,6 +441,19 @@ def _small(name: str, write: source.Writer, fields: str, chip: Chip, index: int)
         return Kernel(store.kernel(write(), name, chip.architecture, ()), name, index, _THREADS, 0, 1, fields)
 
     return loaded((name, index), make)
+
+
+@lru_cache(maxsize=1024)
+def parts_of_steps(time: int, blocks: int, at_once: int) -> int:
+    """Into how many parts the steps go, each of so many blocks, where so many blocks run at once.
+
+    What a thread begins with takes it about as long as a step.
+    """
+
+    def taken(parts: int) -> int:
+        return -(-blocks * parts // at_once) * (1 - (-time // parts))
+
+    return min(range(1, max(1, min(time, 4 * at_once // blocks)) + 1), key=taken)
 
 
 def _scale(probability: float) -> float:

@@ -1,6 +1,6 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -247,9 +247,25 @@ def draw() -> str:
     return _text("draw.cu").replace(_MARK, "#define KERNEL draw_masks\n" + _text("noise.cu"), 1)
 
 
-def draw_bits() -> str:
-    """The source of the kernel that draws what is new at each step."""
-    return _text("draw_bits.cu").replace(_MARK, "#define KERNEL draw_bits\n" + _text("noise.cu"), 1)
+def draw_bits(zones: Sequence[int], noise: bool) -> str:
+    """The source of the kernel that draws what is new at each step.
+
+    Args:
+        zones: the states whose zoneout is drawn.
+        noise: whether what enters the recurrent product is.
+    """
+    words = [
+        f"#define KERNEL {draw_bits_name(zones, noise)}",
+        f"constexpr int ZONES = {len(zones)}, NOISE = {int(noise)};",
+        _table("zoned", (state in zones for state in range(4)), "whether a state's zoneout is drawn"),
+        _text("noise.cu"),
+    ]
+    return _text("draw_bits.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def draw_bits_name(zones: Sequence[int], noise: bool) -> str:
+    """Its name in a profiler."""
+    return "_".join(["draw_bits", *["zoneout" + "".join(map(str, zones))] * bool(zones), *["step"] * noise])
 
 
 def order() -> str:
@@ -257,9 +273,14 @@ def order() -> str:
     return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
 
 
-def masked(name: str, dtype: torch.dtype, vector: int) -> str:
-    """The source of the kernel that puts whole tensors behind masks, so many elements in a thread."""
-    words = [*_of_elements(name, dtype), f"constexpr int UNITS = 1, VECTOR = {vector};", _text("ptx.cu")]
+def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool) -> str:
+    """The source of the kernel that puts whole tensors behind masks, so many elements in a thread.
+
+    Args:
+        by_masks: whether there are such; without, what does not count becomes zero.
+    """
+    numbers = f"constexpr int UNITS = 1, VECTOR = {vector}, MASKED = {int(by_masks)};"
+    words = [*_of_elements(name, dtype), numbers, _text("ptx.cu")]
     return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 

@@ -237,7 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, there);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
@@ -274,6 +273,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           item[j].states[b][s - 1] = load_wide_pair(
               a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS, first,
               second);
+      }
+      // here and not with the rest of the options: it is wanted as soon as the sums of the step before have come
+      if constexpr (DRAWS && !PACKED && UNITS % 2 == 0) {  // two units have two bytes: as many as states have elements
+        const long long place = states_at[j] + away(j, b) * UNITS;
+        drawn[j][b] = 0;
+        if (first) drawn[j][b] = *(const unsigned short*)((const char*)a.o.drawn[direction] + place);
+      } else if constexpr (DRAWS) {
+        const long long at = (long long)step * a.batch;
+        drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, first);
       }
     }
   };

@@ -1,41 +1,57 @@
-// What a layer's kernels draw anew at each step, as bits, before they run: Philox in the time loop is some 70 instructions
+// What a layer's kernels draw anew at each step, as bits, before they run: Philox in the time loop is some 40 instructions
 // for each unit that a step waits for.
 //
-// A thread has two neighbouring units of one sequence at one step: from bit 4 x unit on whether zoneout keeps each state,
-// from bit 8 on whether each unit enters the recurrent product.
+// A pair of neighbouring units of one sequence at one step has two bytes: from bit 4 x unit on whether zoneout keeps each
+// state, from bit 8 on whether each unit enters the recurrent product.  A thread has two pairs at several steps: of a
+// draw's first three rounds it makes at each step what the step enters, of the last what is read.
 
 // @generated
+
+constexpr unsigned ENTERS = NOISE ? 0x03000300u : 0u;  // of two pairs
 
 struct Arguments {
   unsigned short* to;    // [time, batch, pairs]
   const long long* ids;  // what noise counts a sequence as, [batch], or null: itself
   const long long* seed;
-  long long time, batch, pairs, states;
-  long long zone_tag, zones_below[4];  // a tag of -1: nothing of that is drawn
+  long long time, batch, pairs;
+  long long zone_tag, zones_below[4];
   long long noise_tag, noise_below;
 };
 
-extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(256, 4) KERNEL(const __grid_constant__ Arguments a) {
+  const unsigned doubles = (unsigned)((a.pairs + 1) / 2), i = blockIdx.x * 256u + threadIdx.x;
+  if (i >= (unsigned)a.batch * doubles) return;
+  const unsigned row = i / doubles, unit = (i - row * doubles) * 4, pair = unit / 2;
+  const unsigned id = (unsigned)(a.ids != nullptr ? a.ids[row] : row);
   const uint2 key = key_of(a.seed);
-  for (long long i = blockIdx.x * 256ll + threadIdx.x; i < a.batch * a.pairs; i += gridDim.x * 256ll) {
-    const long long row = i / a.pairs;  // once for many steps: a division takes as long as a draw
-    const unsigned id = (unsigned)(a.ids != nullptr ? a.ids[row] : row), unit = (unsigned)(i - row * a.pairs) * 2;
-    for (long long step = blockIdx.y; step < a.time; step += gridDim.y) {
-      unsigned bits = 0;
+  // A word that is no larger than the last below is an event, where there is such a one: 2^32 has no 32 bits.
+  unsigned possible = NOISE && a.noise_below > 0 ? ENTERS : 0u;
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        if (a.zone_tag >= 0) {
-          const uint4 words = philox(unit + u, (unsigned)step, id, (unsigned)a.zone_tag, key);
+  for (int s = 0; s < 4; ++s)
+    if (zoned(s) && a.zones_below[s] > 0) possible |= 0x00110011u << s;
+
+  unsigned short* to = a.to + (blockIdx.y * a.batch + row) * a.pairs + pair;
+  for (long long step = blockIdx.y; step < a.time; step += gridDim.y, to += gridDim.y * a.batch * a.pairs) {
+    unsigned events = 0;
 #pragma unroll
-          for (int s = 0; s < 4; ++s)
-            if (s < a.states && is_event(word_of(words, s), a.zones_below[s])) bits |= 1u << (u * 4 + s);
-        }
-        if (a.noise_tag >= 0) {
-          const uint4 words = philox(unit + u, (unsigned)step, id, (unsigned)a.noise_tag, key);
-          if (!is_event(words.x, a.noise_below)) bits |= 256u << u;
-        }
+    for (int u = 0; u < 4; ++u) {
+      if constexpr (ZONES) {
+        const uint4 words = philox(unit + u, (unsigned)step, id, (unsigned)a.zone_tag, key);
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+          if (zoned(s) && word_of(words, s) <= (unsigned)(a.zones_below[s] - 1)) events |= 1u << (u / 2 * 16 + u % 2 * 4 + s);
       }
-      a.to[step * a.batch * a.pairs + i] = (unsigned short)bits;
+      if constexpr (NOISE) {
+        const uint4 words = philox(unit + u, (unsigned)step, id, (unsigned)a.noise_tag, key);
+        if (words.x <= (unsigned)(a.noise_below - 1)) events |= 0x100u << (u / 2 * 16 + u % 2);
+      }
+    }
+    const unsigned bits = (events & possible) ^ ENTERS;
+    if (a.pairs % 2 == 0) {
+      *(unsigned*)to = bits;
+    } else {
+      to[0] = (unsigned short)bits;
+      if (pair + 1 < a.pairs) to[1] = (unsigned short)(bits >> 16);
     }
   }
 }

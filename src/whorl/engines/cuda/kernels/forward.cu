@@ -303,12 +303,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool may = is_there(j) && (reverse ? step + 1 < (LENGTHS ? ends[j] : time) : within(j, step));
     return may ? loaded<RESET>(a.o.reset, (reverse ? after : at) + sequence[j], 0) : 0;
   };
-  // of a step, and of the one after it what enters, where there is such a one
-  const auto draw = [&](int j, int step, long long at, bool goes_on, int later, long long later_at) {
-    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, at, sequence[j], direction, is_there(j));
-    if constexpr (NOISE == DRAWN)
-      enters[j] = drawn_bits(a, unit, later, later_at, sequence[j], direction, is_there(j) && goes_on);
-  };
   const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
     const bool first = within(j, step), second = first && has_second;
     const long long from = (at + sequence[j]) * UNITS + unit;
@@ -331,42 +325,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return there ? wide(a.o.reset_to[s][((long long)direction * batch + sequence[j]) * UNITS + unit + u]) : 0.f;
   };
 
-  Gate *gates_at, *apart_at;
-  Element *y_at, *before_at;
+  Gate *gates_at, *gates_next, *apart_at;  // of a step, and x of the one after it, but where products are exact
+  Element *y_at, *before_at;  // with BEFORE it and `states_at` are those of the step after
   float* states_at;
+  const unsigned short* drawn_at;  // what is drawn for each sequence and step, PACKED too; from where it is loaded next
+  const int draw_step = reverse ? -batch : batch;
   GatePair x[OWN][GATES];
-  // Where an item's values lie, `more` rows after those of the step.  Of sequences in another order: from the rows of the
-  // step, which takes fewer registers than an address that goes from step to step.
+  // Where an item's values lie, `more` rows after those of the step.  Of several sequences in another order: from
+  // the rows of the step, which takes fewer registers than an address that goes from step to step.
+  constexpr bool BY_ROWS = ORDER && OWN > 1;
   const auto row_of = [&](int j, long long more) { return (long long)((Row)(rows + more) + (Row)sequence[j]); };
   const auto gates_of = [&](int j, long long more) {
-    return ORDER ? a.gates[direction] + row_of(j, more) * (GATES * UNITS) + unit
-                 : gates_at + (more + further(j)) * GATES * UNITS;
+    return BY_ROWS ? a.gates[direction] + row_of(j, more) * (GATES * UNITS) + unit
+                   : gates_at + (more + further(j)) * GATES * UNITS;
   };
   const auto apart_of = [&](int j) {
-    return ORDER ? a.apart[direction] + row_of(j, 0) * (APART * UNITS) + unit
-                 : apart_at + further(j) * APART * UNITS;
+    return BY_ROWS ? a.apart[direction] + row_of(j, 0) * (APART * UNITS) + unit
+                   : apart_at + further(j) * APART * UNITS;
   };
   const auto y_of = [&](int j) {
-    return ORDER ? a.y + (long long)(Row)(row_of(j, 0) * gridDim.y + direction) * UNITS + unit
-                 : y_at + further(j) * width;
+    return BY_ROWS ? a.y + (long long)(Row)(row_of(j, 0) * gridDim.y + direction) * UNITS + unit
+                   : y_at + further(j) * width;
   };
   const auto before_of = [&](int j, long long more) {
-    return ORDER ? a.o.before[direction] + row_of(j, more) * UNITS + unit
-                 : before_at + (more + further(j)) * UNITS;
+    return BY_ROWS ? a.o.before[direction] + row_of(j, more) * UNITS + unit
+                   : before_at + (more + further(j)) * UNITS;
   };
   const auto states_of = [&](int j, int s, long long more) {
-    return (ORDER ? a.states[direction] + row_of(j, more) * UNITS + unit
-                  : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
+    return (BY_ROWS ? a.states[direction] + row_of(j, more) * UNITS + unit
+                    : states_at + (more + further(j)) * UNITS) + (s - 1) * state_stride;
+  };
+  // what is drawn for an item, so many rows further on
+  const auto drawn_of = [&](int j, long long more, bool wanted) {
+    unsigned bits = 0;
+    if (is_there(j) && wanted) bits = drawn_at[(more + further(j)) * DRAWN_PAIRS];
+    return bits;
+  };
+  const auto go_next = [&] {  // addresses of the step after
+    gates_next += row_step * GATES * UNITS;
+    if constexpr (BEFORE) before_at += row_step * UNITS, states_at += row_step * UNITS;
   };
   const auto begin_items = [&] {  // what a thread has of its items before the first step, and of their units
 #pragma unroll
     for (int j = 0; j < OWN; ++j) sequence[j] = is_line(j) ? (int)sequence_at(a, place + beyond(j)) : place + beyond(j);
     row = sequence[0];
-    gates_at = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
+    gates_at = gates_next = a.gates[direction] + (begin + row) * GATES * UNITS + unit;
     apart_at = a.apart[direction] + (begin + row) * APART * UNITS + unit;
     y_at = a.y + (begin + row) * width + direction * UNITS + unit;
     before_at = BEFORE ? a.o.before[direction] + (begin + row) * UNITS + unit : nullptr;
     states_at = a.states[direction] + (begin + row) * UNITS + unit;
+    drawn_at = DRAWS ? a.o.drawn[direction] + ((long long)first_step * batch + row) * DRAWN_PAIRS + unit / 2 : nullptr;
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g) {  // it enters the sum of the first split
       const Element* const at = a.bias[direction] + g * UNITS + unit;
@@ -419,7 +427,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         load_options(j, its_first, its_rows);
         if constexpr (NOISE == HELD) load_noise(j, its_first, 0);
         if constexpr (NOISE == GIVEN) load_noise(j, next, its_next);
-        if constexpr (DRAWS) draw(j, its_first, its_rows, next >= 0 && next < time, next, its_next);
+        const long long its_draws = (long long)(its_first - first_step) * batch;
+        if constexpr (ZONES_DRAWN) drawn[j] = drawn_of(j, its_draws, true);
+        if constexpr (NOISE == DRAWN) enters[j] = drawn_of(j, its_draws + draw_step, next >= 0 && next < time);
         if constexpr (BEFORE && SAVED) {
           const bool stored = PACKED ? read : first;
           store_pair(before_of(j, shift), state[j][0][0], state[j][0][1], stored, stored && has_second);
@@ -430,6 +440,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
+    go_next();
+    if constexpr (DRAWS) drawn_at += (long long)draw_step * (NOISE == DRAWN ? 2 : 1) * DRAWN_PAIRS;
   };
   if constexpr (POINTWISE == 0) begin_items();
 
@@ -491,7 +503,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   __syncthreads();
 #endif
 
-  const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+  unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+  if (!EXACT) ready(columns);  // else the compiler computes it anew once the states have come
   float sums[RECURRENT][PART][4];
   const auto multiply_states = [&](int t, int sub) {  // into the sums of a sub-tile
     const int now = t % 2;
@@ -624,6 +637,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int now = t % 2, step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
     const int first_item = sub * 2 * PART / TAKERS, last_item = SUBS == 1 ? OWN : ((sub + 1) * 2 * PART - 1) / TAKERS + 1;
     if (takes(sub)) {
+      float factor[OWN][2];  // of what enters the next product, before there is anything to multiply
+      if constexpr (NOISE == DRAWN)
+#pragma unroll
+        for (int j = first_item; j < last_item; ++j)
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            factor[j][u] = enters[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+            ready(factor[j][u]);
+          }
       if constexpr (POINTWISE > 0) named_barrier(1 + group * SUBS + sub, MEETING);
 #if CLUSTER > 1
       if (TRADED && t > 0) expect_more(t, sub);  // the warps that multiply have no register for it
@@ -694,7 +716,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (LENGTHS && step_now >= ends[j]) output[j][u] = 0.f;
           entering[j][u] = state[j][0][u];
           if constexpr (NOISE == HELD || NOISE == GIVEN) entering[j][u] *= noise[j][u];
-          if constexpr (NOISE == DRAWN) entering[j][u] *= enters[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+          if constexpr (NOISE == DRAWN) entering[j][u] *= factor[j][u];
         }
       }
 
@@ -754,6 +776,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
         }
       }
+      // What is sent others wait for: else the compiler asks for the next step's input before it is sent.
+      if constexpr (POINTWISE == 0) __syncwarp();
 
 #pragma unroll
       for (int j = first_item; j < last_item; ++j) {
@@ -763,13 +787,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const bool read = within(j, next), also = read && has_second;
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
-            x[j][g] = load_gates(ORDER ? gates_of(j, row_step) + g * UNITS : now_at + (row_step * GATES + g) * UNITS, read,
-                                 also);
+            x[j][g] = load_gates(
+                (BY_ROWS || EXACT ? gates_of(j, row_step) : gates_next + further(j) * GATES * UNITS) + g * UNITS, read, also);
         }
         if (t + AHEAD < time && is_there(j) && !PACKED) {
-          const Gate* const far = ORDER ? gates_of(j, AHEAD * row_step) : now_at;
+          const Gate* const far = BY_ROWS ? gates_of(j, AHEAD * row_step) : now_at;
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) prefetch(far + ((ORDER ? 0 : AHEAD * row_step * GATES) + g) * UNITS);
+          for (int g = 0; g < GATES; ++g) prefetch(far + ((BY_ROWS ? 0 : AHEAD * row_step * GATES) + g) * UNITS);
         }
         store_pair(y_of(j), output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {
@@ -795,11 +819,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (BEFORE) {
             if (t + 1 < time) {
               const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
-              store_pair(before_of(j, row_step), state[j][0][0], state[j][0][1], stored, also);
+              const long long more = BY_ROWS ? row_step : 0;
+              store_pair(before_of(j, more), state[j][0][0], state[j][0][1], stored, also);
 #pragma unroll
               for (int s = 1; s < STATES; ++s)
-                store_wide_pair(states_of(j, s, row_step), state[j][s][0],
-                                state[j][s][1], stored, also);
+                store_wide_pair(states_of(j, s, more), state[j][s][0], state[j][s][1], stored, also);
             }
           } else {
 #pragma unroll
@@ -826,7 +850,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
             load_options(j, next, next_rows);
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, next_rows, goes_on, later, later_rows);
+            if constexpr (ZONES_DRAWN) drawn[j] = NOISE == DRAWN ? enters[j] : drawn_of(j, 0, true);
+            if constexpr (NOISE == DRAWN) enters[j] = drawn_of(j, 0, goes_on);
           }
         }
       }
@@ -834,16 +859,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   const auto step_on = [&](int t) {
     const int next = reverse ? time - 2 - t : t + 1;
-    gates_at += row_step * GATES * UNITS;
+    gates_at = EXACT ? gates_at + row_step * GATES * UNITS : gates_next;
     y_at += row_step * width;
     apart_at += row_step * APART * UNITS;
-    states_at += row_step * UNITS;
-    if constexpr (BEFORE) before_at += row_step * UNITS;
+    if constexpr (!BEFORE) states_at += row_step * UNITS;
+    if constexpr (DRAWS) drawn_at += (long long)draw_step * DRAWN_PAIRS;
     if constexpr (OPTIONS) {
       rows = next_rows;
       if (t + 2 < time) next_rows = rows_of(a, reverse ? next - 1 : next + 1);
       if constexpr (PACKED) row_step = next_rows - rows;
     }
+    go_next();
   };
   if constexpr (POINTWISE == 0) {
     for (int t = 0; t < time; ++t) {

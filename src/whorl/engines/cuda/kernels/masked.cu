@@ -1,13 +1,16 @@
 // Rows behind masks that are held over all steps, and zero in the steps that do not count: there may be anything.
 //
-// A thread has VECTOR elements of a row, 16 bytes or one element, and writes them behind each of `count` masks.
+// A thread has VECTOR elements, 16 bytes or one element, of a sequence at several steps, and writes them behind each of
+// `count` masks.  It keeps those of GROUP masks in registers: read anew at each step they are most of what is read.
 
 // @generated
+
+constexpr int GROUP = MASKED ? 4 : 1;
 
 struct Arguments {
   Element* to;                 // [count, rows, width]
   const Element* from;         // [rows, width]
-  const float* masks;          // [count, batch, width], or null
+  const float* masks;          // [count, batch, width] where MASKED
   const long long* lengths;    // [batch], or null
   const bool* valid;           // [rows], or null
   const long long* sequences;  // [rows]: of a PackedSequence the sequence of each row, or null
@@ -19,23 +22,35 @@ struct __align__(VECTOR * ELEMENT_BYTES) Some {
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
-  const long long chunks = a.width / VECTOR, all = a.rows * chunks;
-  for (long long i = blockIdx.x * 256ll + threadIdx.x; i < all; i += gridDim.x * 256ll) {
-    const bool small = all <= 0x7fffffff;  // whose division takes a tenth
-    const long long row = small ? (unsigned)i / (unsigned)chunks : i / chunks, column = (i - row * chunks) * VECTOR;
-    const long long step = small ? (unsigned)row / (unsigned)a.batch : row / a.batch;
-    const long long sequence = a.sequences != nullptr ? a.sequences[row] : row - step * a.batch;
-    const bool counts = (a.lengths == nullptr || step < a.lengths[sequence]) && (a.valid == nullptr || a.valid[row]);
-    const Some from = *(const Some*)(a.from + row * a.width + column);
-    for (long long m = 0; m < a.count; ++m) {
-      Some to;
+  const unsigned chunks = (unsigned)(a.width / VECTOR), i = blockIdx.x * 256u + threadIdx.x;
+  if (i >= (unsigned)a.batch * chunks) return;
+  const unsigned place = i / chunks, column = (i - place * chunks) * VECTOR;
+  for (long long group = 0; group < a.count; group += GROUP) {
+    float masks[GROUP][VECTOR];
+    long long held = -1;  // the sequence whose masks they are
+    for (long long step = blockIdx.y; step * a.batch + place < a.rows; step += gridDim.y) {
+      const long long row = step * a.batch + place, sequence = a.sequences != nullptr ? a.sequences[row] : place;
+      const bool counts = (a.lengths == nullptr || step < a.lengths[sequence]) && (a.valid == nullptr || a.valid[row]);
+      const Some from = *(const Some*)(a.from + row * a.width + column);
+      if (MASKED && sequence != held) {
 #pragma unroll
-      for (int e = 0; e < VECTOR; ++e) {
-        const long long at = (m * a.batch + sequence) * a.width + column + e;
-        const float value = a.masks != nullptr ? wide(from.values[e]) * a.masks[at] : wide(from.values[e]);
-        to.values[e] = narrow(counts ? value : 0.f);
+        for (int m = 0; m < GROUP; ++m)
+#pragma unroll
+          for (int e = 0; e < VECTOR; ++e)
+            if (group + m < a.count) masks[m][e] = a.masks[((group + m) * a.batch + sequence) * a.width + column + e];
+        held = sequence;
       }
-      *(Some*)(a.to + (m * a.rows + row) * a.width + column) = to;
+#pragma unroll
+      for (int m = 0; m < GROUP; ++m) {
+        if (group + m >= a.count) break;
+        Some to;
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e) {
+          const float value = MASKED ? wide(from.values[e]) * masks[m][e] : wide(from.values[e]);
+          to.values[e] = narrow(counts ? value : 0.f);
+        }
+        *(Some*)(a.to + ((group + m) * a.rows + row) * a.width + column) = to;
+      }
     }
   }
 }

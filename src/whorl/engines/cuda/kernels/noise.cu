@@ -1,12 +1,21 @@
 // Random numbers: Philox-4x32-10, counted as whorl/noise.py counts, so that every engine draws the same.
 
+// Both halves of a product, the lower first.  Of a product of C++ the compiler adds a zero to the upper half.
+__device__ __forceinline__ uint2 product(unsigned a, unsigned b) {
+  uint2 both;
+  asm("{\n.reg .u64 all;\nmul.wide.u32 all, %2, %3;\nmov.b64 {%0, %1}, all;\n}"
+      : "=r"(both.x), "=r"(both.y)
+      : "r"(a), "r"(b));
+  return both;
+}
+
 __device__ __forceinline__ uint4 philox(unsigned unit, unsigned step, unsigned row, unsigned tag, uint2 key) {
   unsigned a = unit, b = step, c = row, d = tag;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const unsigned long long first = a * 0xD2511F53ull, second = c * 0xCD9E8D57ull;
-    a = (unsigned)(second >> 32) ^ b ^ key.x, b = (unsigned)second;
-    c = (unsigned)(first >> 32) ^ d ^ key.y, d = (unsigned)first;
+    const uint2 first = product(a, 0xD2511F53u), second = product(c, 0xCD9E8D57u);
+    a = second.y ^ b ^ key.x, b = second.x;
+    c = first.y ^ d ^ key.y, d = first.x;
     key.x += 0x9E3779B9u, key.y += 0xBB67AE85u;
   }
   return {a, b, c, d};

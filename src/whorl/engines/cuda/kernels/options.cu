@@ -255,7 +255,12 @@ struct Forwards {
     if constexpr (RESET) i.cut = goes_on ? is_cut(i, later, later_at, next_at) : 0;
     load(i, next, next_at);
     if (NOISE == GIVEN && goes_on) load_noise(i, later, later_at);
-    if constexpr (DRAWS) draw(i, next, next_at, goes_on, later, later_at);
+    if constexpr (ZONES_DRAWN && NOISE == DRAWN) {
+      i.drawn = i.enters;  // both are of the next step
+      i.enters = drawn_bits(a, unit, later, later_at, i.sequence, direction, i.there && goes_on);
+    } else if constexpr (DRAWS) {
+      draw(i, next, next_at, goes_on, later, later_at);
+    }
   }
 };
 
@@ -417,23 +422,28 @@ struct Backwards {
   }
 };
 
-// What of a word passes a pair of bits: of the 16 pairs in `bits` the upper bits lie from bit 31 on, the lower from 15 on.
-// Words of one element have their bits from 31 on.
+// What of a word passes a pair of bits, of the 16 pairs in `bits`: two pairs lie behind one shift, the even one with its
+// upper bit from bit 31 on and its lower from 15 on, the odd one from 23 and 7 on.  Words of one element have their bits
+// from 31 on.
 #if ELEMENT_BYTES == 2 || HALVES
-__device__ __forceinline__ unsigned spread_signs(unsigned halves) {
+__device__ __forceinline__ unsigned spread_signs(unsigned bytes, unsigned which) {
   unsigned result;
-  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(result) : "r"(halves));
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(result) : "r"(bytes), "r"(which));
   return result;
 }
 __device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pair) {
-  return word & spread_signs(bits << pair);
+  return word & spread_signs(bits << pair / 2, pair % 2 ? 0xAA88 : 0xBB99);
 }
-__device__ __forceinline__ unsigned bit_of(int pair, int element) { return (element ? 0x80000000u : 0x8000u) >> pair; }
+__device__ __forceinline__ unsigned bit_of(int pair, int element) {
+  return (element ? 0x80000000u : 0x8000u) >> (pair / 2 + pair % 2 * 8);
+}
+__device__ __forceinline__ unsigned bits_from(unsigned bits, int gate) { return bits << gate; }  // which has two pairs
 #else
 __device__ __forceinline__ unsigned passed(unsigned word, unsigned bits, int pair) {
   return bits << pair & 0x80000000u ? word : 0u;
 }
 __device__ __forceinline__ unsigned bit_of(int pair, int) { return 0x80000000u >> pair; }
+__device__ __forceinline__ unsigned bits_from(unsigned bits, int gate) { return bits << 2 * gate; }
 #endif
 
 // The bits of all gates at a sequence's place, for two words of the operand, 4 words apart, from a column on.

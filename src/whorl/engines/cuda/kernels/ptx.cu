@@ -388,6 +388,7 @@ __device__ __forceinline__ float fast_logistic(float value) { return reciprocal(
 
 // What is ready before a wait is not computed behind it.
 __device__ __forceinline__ void ready(float& value) { asm volatile("" : "+f"(value)); }
+__device__ __forceinline__ void ready(unsigned& value) { asm volatile("" : "+r"(value)); }
 
 #if CLUSTER > 1
 __device__ __forceinline__ unsigned rank_in_cluster() {

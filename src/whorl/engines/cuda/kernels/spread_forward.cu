@@ -336,7 +336,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int first_gate = EVEN ? group * (SHARE * 16 / SLICE) : 0;
   const auto behind_mask = [&](int sub, int n, int depth, int gate, unsigned word, unsigned second) {
     if constexpr (NOISE == BY_GATE) {
-      const unsigned bits = masks[((split * DEPTHS + depth) * SUBS * TILES + sub * TILES + n) * 32 + lane] << first_gate * 2;
+      const unsigned all = masks[((split * DEPTHS + depth) * SUBS * TILES + sub * TILES + n) * 32 + lane];
+      const unsigned bits = bits_from(all, first_gate);
       return right_of(passed(word, bits, gate * 2), passed(second, bits, gate * 2 + 1));
     }
     const int place = row0 + sub * ROWS + n * 8 + lane / 4, own = min(first_gate + gate, RECURRENT - 1);

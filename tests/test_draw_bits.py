@@ -1,0 +1,89 @@
+"""The bits that kernels/draw_bits.cu draws, run on the host: bit for bit what `whorl.noise` counts."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulation import Kernel, compiled
+from test_machine_code import listed, needs_tools
+from whorl.engines.cuda import options, source
+from whorl.engines.cuda.compile import cubin
+from whorl.noise import RECURRENT, ZONEOUT, tag, threshold, words
+
+SEED = torch.tensor(-(2**62) + 12345)
+
+
+def truth(
+    units: int, time: int, rows: Tensor, zones: dict[int, int], noise: int | None, layer: int, direction: int
+) -> Tensor:
+    """[time, batch, pairs]: what is read of each pair's two bytes, by `whorl.noise`."""
+    pairs = -(-units // 2)
+    unit, step, row = torch.arange(2 * pairs), torch.arange(time)[:, None, None], rows[:, None]
+    bits = torch.zeros(time, len(rows), 2 * pairs, dtype=torch.int64)
+    drawn = words(SEED, unit, step, row, tag(ZONEOUT, layer, direction))
+    for state, below in zones.items():
+        bits += (drawn[state] < below).long() << state
+    bits <<= 4 * (unit % 2)
+    if noise is not None:
+        enters = words(SEED, unit, step, row, tag(RECURRENT, layer, direction))[0] >= noise
+        bits += enters.long() << (8 + unit % 2)
+    return bits.view(time, len(rows), pairs, 2).sum(-1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("units, time, batch, parts", [(1, 1, 1, 1), (7, 5, 3, 2), (40, 4, 20, 4), (514, 3, 2, 1)])
+@pytest.mark.parametrize(
+    "zones, noise",
+    [
+        ({0: threshold(0.1), 1: threshold(0.1)}, None),
+        ({1: threshold(0.9)}, threshold(0.2)),
+        ({}, threshold(0.5)),
+        ({0: 2**32, 2: 0, 3: 1 << 31}, 2**32),  # always and never
+        ({3: 2**32 - 1}, 0),
+    ],
+)
+@pytest.mark.parametrize("counted", [False, True])
+def test_bits_are_those_that_are_counted(
+    zones: dict[int, int], noise: int | None, units: int, time: int, batch: int, parts: int, counted: bool, folder: Path
+) -> None:
+    name, layer, direction = source.draw_bits_name([*zones], noise is not None), 3, 1
+    code = compiled(source.draw_bits([*zones], noise is not None), name, "sm_90a", folder=folder)
+    kernel = Kernel(code, name, 0, options._THREADS, 0, 1, options._DRAW_BITS)
+    ids = torch.arange(batch).flip(0) * 5 + 2**31 if counted else None
+    made = torch.full((time, batch, -(-units // 2)), -1, dtype=torch.int16)
+    blocks = -(-batch * -(-made.shape[-1] // 2) // options._THREADS)
+    kernel(
+        0, blocks, parts, made.data_ptr(), 0 if ids is None else ids.data_ptr(), SEED.data_ptr(), *made.shape,
+        tag(ZONEOUT, layer, direction), *(zones.get(state, 0) for state in range(4)),
+        tag(RECURRENT, layer, direction), noise or 0,
+    )  # fmt: skip
+    rows = torch.arange(batch) if ids is None else ids
+    assert (made.long() & 0xFFFF).equal(truth(units, time, rows, zones, noise, layer, direction))
+
+
+@pytest.mark.parametrize(
+    "time, blocks, parts",
+    [(100, 64, 8), (100, 32, 15), (100, 8, 50), (1, 1, 1), (0, 1, 1), (100, 5000, 1), (3, 1, 3), (10_000, 64, 33)],
+)
+def test_blocks_fill_the_chip_with_as_many_steps_each(time: int, blocks: int, parts: int) -> None:
+    assert options.parts_of_steps(time, blocks, 4 * 132) == parts
+
+
+@needs_tools
+@pytest.mark.parametrize("zones, noise, most", [((0, 1), False, 43), ((0,), False, 42), ((), True, 42)])
+def test_a_draw_takes_few_instructions(zones: tuple[int, ...], noise: bool, most: int, tmp_path: Path) -> None:
+    """Of four units: 13 products and as many xors for each, and what compares and keeps them."""
+    lines = listed(cubin(source.draw_bits(zones, noise), "draw_bits", "sm_90a"), tmp_path / "kernel.cubin")
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\.(L_x_\d+):", line.strip()))}
+    ends = [(at, re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)) for at, line in enumerate(lines)]
+    begin, end = max(
+        ((labels[f[1]], at) for at, f in ends if f and labels[f[1]] < at), key=lambda loop: loop[1] - loop[0]
+    )
+    loop = [line for line in lines[begin:end] if re.match(r"\s*/\*", line)]
+    assert len(loop) <= 4 * most
+    assert sum("IMAD.WIDE.U32" in line for line in loop) <= 4 * 14
+    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in lines)
