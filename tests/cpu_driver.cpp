@@ -1,8 +1,8 @@
 // Drives the kernels of engine `cpu` without Python, so that a sanitizer sees all of their memory and threads.
 //
-// After the text of the loop (kernels/types.cpp to the last of them) stand these lines; CELLS names the functions that give
-// each cell.  Every buffer is exactly as long as kernels/sweep.cpp says.  All that a sweep makes must be the same to the
-// bit with any number of threads and teams.
+// After denied.cpp and the text of the loop (kernels/types.cpp to the last of them) stand these lines; CELLS names the
+// functions that give each cell.  Every buffer is exactly as long as kernels/sweep.cpp says.  All that a sweep makes must
+// be the same to the bit with any number of threads and teams, where threads cannot be made, and after memory was denied.
 
 #include <stdio.h>
 
@@ -16,6 +16,26 @@ namespace {
 
 uint32_t seed = 1;
 double uniform() { return (seed = seed * 1664525u + 1013904223u) / 4294967296.0; }
+
+int wrong = 0;
+bool denying = false;
+
+// A call of a function that takes memory; where `denying`, first with each piece of it denied: each time it says how much
+// that was, holds nothing more than before, and the next call is as if it had not been.
+template <typename Body>
+void call(Body body) {
+  int64_t missing = 1;
+  for (int64_t count = denying ? 1 : 0; missing; ++count) {
+    const int64_t before = denied_held();
+    denied_next(count);
+    missing = body();
+    if (missing == denied_bytes() && (!missing || denied_held() == before) && (missing || denied::next || !denying)) continue;
+    printf("denied %d bytes at %d, said %d, kept %d\n", int(denied_bytes()), int(count), int(missing), int(denied_held() - before));
+    ++wrong;
+    break;
+  }
+  denied_next(0);
+}
 
 struct Bytes {
   char* data;
@@ -62,8 +82,9 @@ const Case CASES[] = {
 
 struct Threads {
   int64_t threads, team;
+  bool memory_denied, threads_denied;
 };
-const Threads WAYS[] = {{1, 1}, {3, 1}, {2, 2}, {4, 2}, {3, 3}};
+const Threads WAYS[] = {{1, 1}, {3, 1}, {2, 2}, {4, 2}, {3, 3}, {2, 2, true}, {4, 2, false, true}};
 
 // A digest of everything that forward and backward make.
 uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
@@ -138,7 +159,7 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
   int64_t* strides = make<int64_t>(cell.states);
   for (int s = 0; s < cell.states; ++s) strides[s] = width_of(s), sequences[s] = make<store>(rows * width_of(s));
   if (form.sequences) k.sequences = sequences, k.sequence_strides = strides;
-  whorl_forward(&k);
+  call([&] { return whorl_forward(&k); });
 
   k.dy = draw<store>(rows * k.width), k.dy_stride = k.width;
   if (form.sequences) {
@@ -160,7 +181,7 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
   for (int e = 0; e < cell.extras; ++e) de[e] = make<real>(rows * k.units);
   k.dp = dp, k.dv = dv, k.de = de;
   k.dprojected = form.projection ? make<store>(compact * k.width) : nullptr;
-  whorl_backward(&k);
+  call([&] { return whorl_backward(&k); });
 
   uint64_t made = 14695981039346656037u;
   auto count = [&](const void* data, size_t size) { made = digest(made, data, size); };
@@ -207,14 +228,14 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_
   p.vectors = vectors, p.dv = make<real>(cell.vectors * all), p.sums = sums, p.to_vectors = to_vectors;
   for (int s = 0; s < cell.states; ++s) p.finals[s] = make<real>(all);
   for (int s = 0; s < cell.states && initial; ++s) p.starts[s] = draw<real>(all);
-  whorl_plain_forward(&k, &p, way.threads);
+  call([&] { return whorl_plain_forward(&k, &p, way.threads); });
 
   p.dy = draw<store>(rows * k.units), p.begin = initial ? draw<store>(all) : nullptr;
   for (int s = 0; s < cell.states && initial; ++s) p.dfinals[s] = draw<real>(all), p.dstarts[s] = make<real>(all);
   p.dx = make<store>(rows * x_wide), p.dr = cell.dr_is_dx ? nullptr : make<store>(rows * wide);
   p.to_input = make<real>(rows * columns), p.to_ih = make<real>(x_wide * k.inputs), p.to_hh = make<real>(wide * k.units);
   p.to_bias_ih = make<real>(x_wide), p.to_bias_hh = make<real>(wide);
-  whorl_plain_backward(&k, &p, way.threads);
+  call([&] { return whorl_plain_backward(&k, &p, way.threads); });
 
   uint64_t made = digest(14695981039346656037u, p.y, size_t(rows * k.units) * sizeof(store));
   auto count = [&](const real* data, int64_t size) { made = digest(made, data, size_t(size) * sizeof(real)); };
@@ -248,12 +269,13 @@ uint64_t stream(const Cell& cell, int64_t threads) {
   real** extras = make<real*>(cell.extras);
   int64_t* widths = make<int64_t>(cell.extras);
   for (int e = 0; e < cell.extras; ++e) widths[e] = 1, extras[e] = draw<real>(batch);
-  Stream* opened = whorl_open(described, layers, threads);
+  Stream* opened = nullptr;
+  call([&] { return whorl_open(described, layers, threads, &opened); });
   uint64_t made = 14695981039346656037u;
   const uint8_t reset[] = {0, 1, 0};
   store *x = draw<store>(batch * inputs), *y = make<store>(batch * units);
   for (int step = 0; step < 4; ++step) {
-    whorl_stream(opened, x, y, step == 2 ? reset : nullptr, extras, widths);
+    call([&] { return whorl_stream(opened, x, y, step == 2 ? reset : nullptr, extras, widths); });
     made = digest(made, y, size_t(batch * units) * sizeof(store));
   }
   whorl_close(opened);
@@ -271,9 +293,9 @@ uint64_t products(int64_t threads) {
   real *bias = draw<real>(outputs), *y = make<real>(rows * stride), *out = make<real>(outputs * inputs);
   real* sums = make<real>(outputs);
   store* d = draw<store>(rows * outputs);
-  whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads);
+  call([&] { return whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads); });
   for (int64_t add = 0; add < 2; ++add)
-    whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, nullptr, nullptr, 0, threads);
+    call([&] { return whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, nullptr, nullptr, 0, threads); });
   uint64_t made = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
   made = digest(made, out, size_t(outputs * inputs) * sizeof(real));
   made = digest(made, sums, size_t(outputs) * sizeof(real));
@@ -281,11 +303,19 @@ uint64_t products(int64_t threads) {
   return made;
 }
 
-int wrong = 0;
-void same(const char* what, const char* name, uint64_t one, uint64_t other) {
-  if (one == other) return;
-  printf("%s of %s: other bits with other threads\n", what, name);
-  ++wrong;
+// Whether a digest is the same with any number of threads: with all, after memory was denied, and where threads are.
+template <typename Body>
+void same(const char* what, const char* name, Body digest_of) {
+  uint64_t alone = 0;
+  for (const Threads& way : WAYS) {
+    denying = way.memory_denied, denied::every_other_thread = way.threads_denied;
+    const uint64_t made = digest_of(way);
+    if (&way == WAYS) alone = made;
+    if (made == alone) continue;
+    const char* trouble = denying ? ", memory denied" : denied::every_other_thread ? ", threads denied" : "";
+    printf("%s of %s: other bits with %d threads%s\n", what, name, int(way.threads), trouble);
+    ++wrong;
+  }
 }
 
 }  // namespace
@@ -306,24 +336,19 @@ int main() {
     for (const Case& form : CASES) {
       // what a step multiplies with, and a state that it reads, is as wide as its units
       if (form.projection && (cell.products || cell.states == 1)) continue;
-      const uint64_t alone = sweep(cell, form, WAYS[0]);
-      for (const Threads& way : WAYS) same(form.name, names[index], alone, sweep(cell, form, way));
+      same(form.name, names[index], [&](Threads way) { return sweep(cell, form, way); });
     }
     bool takes = !cell.extras && !cell.products && cell.recurrent;
     for (int gate = 0; gate < cell.recurrent; ++gate) takes = takes && cell.leaf[gate];
     for (int which = 0; which < 8 && takes; ++which) {
       const bool reverse = which & 1, initial = which & 2, within = which & 4;
       const int64_t noise[] = {0, which % 2 ? 4 : 1 + which / 2 % 2};
-      for (int64_t kind : noise) {
-        const uint64_t alone = plain(cell, reverse, initial, within, kind, WAYS[0]);
-        for (const Threads& way : WAYS) same("plain", names[index], alone, plain(cell, reverse, initial, within, kind, way));
-      }
+      for (int64_t kind : noise)
+        same("plain", names[index], [&](Threads way) { return plain(cell, reverse, initial, within, kind, way); });
     }
-    const uint64_t alone = stream(cell, 1);
-    for (int64_t threads = 2; threads < 4; ++threads) same("a stream", names[index], alone, stream(cell, threads));
+    same("a stream", names[index], [&](Threads way) { return stream(cell, way.threads); });
   }
-  const uint64_t alone = products(1);
-  for (int64_t threads = 2; threads < 4; ++threads) same("products", "many rows", alone, products(threads));
+  same("products", "many rows", [](Threads way) { return products(way.threads); });
   puts(wrong ? "wrong" : "clean");
   return wrong;
 }

@@ -1,5 +1,7 @@
 """whorl.keras on the JAX backend, against Keras' own layers: run by test_keras_jax in a process of its own."""
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -282,6 +284,54 @@ def test_what_onednn_infers_an_operation_of_xla_differentiates(
     again = jax.value_and_grad(loss, (0, 1))(weights, x)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves((again[0], again[1][0], again)), strict=True):
         close(one, other)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")
+def test_an_operation_of_xla_says_what_memory_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece that the loop and its products take is denied in turn; the call after that is right."""
+    from whorl.engines.cpu import plain, sweep
+
+    text = Path(__file__).with_name("denied.cpp").read_text(encoding="utf-8") + sweep.sweep()
+    caches = sweep.kernel, sweep._loop, plain.sizes
+    monkeypatch.setattr(sweep, "sweep", lambda: text)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        layer = whorl.keras.LSTM(7, engine="cpu")  # of other sizes than the other tests, whose programs have their loop
+        layer.build((11, 13, 6))
+        given = generator.standard_normal((11, 13, 6)).astype("float32")
+        weights, others = (
+            [v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables)
+        )
+
+        def loss(weights: Any, x: Any) -> Any:
+            return (layer.stateless_call(weights, others, x)[0] ** 2).sum()
+
+        traced = recorded(monkeypatch)
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        wanted = jax.tree.leaves(step(weights, given))
+        assert [kind for kind, _ in traced] == ["forward", "backward"]
+        library = sweep._loop(torch.float32)
+        library.denied_bytes.restype = library.denied_held.restype = ctypes.c_int64
+        for count in range(1, 100):
+            held, said, found = library.denied_held(), "", []
+            library.denied_next(ctypes.c_int64(count))
+            try:
+                found = jax.tree.leaves(jax.block_until_ready(step(weights, given)))
+            except (ValueError, RuntimeError) as error:  # versions of JAX differ
+                said = str(error)
+            denied = library.denied_bytes()
+            library.denied_next(ctypes.c_int64(0))
+            if not denied:
+                break
+            assert f"RESOURCE_EXHAUSTED: engine 'cpu' asked for {denied} bytes of memory" in said
+            assert library.denied_held() == held
+        assert count > 10
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+    finally:
+        for cached in caches:
+            cached.cache_clear()
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="an operation of XLA on CPUs")

@@ -1,7 +1,8 @@
 """The kernels of engine `cpu` under sanitizers, by other compilers, and for other instruction sets.
 
-`cpu_driver.cpp` drives them without Python: under AddressSanitizer and ThreadSanitizer it must run clean, and a fault
-that is planted must be found.  What a compiler or a machine lacks is skipped, with the reason.
+`cpu_driver.cpp` drives them without Python: under AddressSanitizer and ThreadSanitizer it must run clean, where memory
+and threads are denied too, and a fault that is planted must be found.  What a compiler or a machine lacks is skipped,
+with the reason.
 """
 
 import errno
@@ -22,10 +23,12 @@ import whorl
 from cells_for_tests import CELLS as CELLS_OF_TESTS
 from engine_cases import CELLS, FORMS, assert_agrees
 from whorl import compiler, plan, problem
-from whorl.engines.cpu import build, generate, sweep
+from whorl.engines.cpu import build, generate, plain, sweep
 from whorl.errors import CompileError
 
-DRIVER = Path(__file__).with_name("cpu_driver.cpp")
+DENIED, DRIVER = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("denied.cpp", "cpu_driver.cpp")
+)
 X86 = platform.machine() in ("x86_64", "AMD64")
 AS_BUILT = "-std=c++17 -fno-math-errno -fno-trapping-math -pthread"
 
@@ -57,8 +60,7 @@ def compiled(
 
     named = [f"cell_{name}" for name in cells]
     every = " ".join(f"CELL({name})" for name in named)
-    loop, driver = spoilt(generate.sweep()), DRIVER.read_text(encoding="utf-8")
-    sources = {"driver": f"{loop}\n#define CELLS {every}\n{driver}"}
+    sources = {"driver": f"{DENIED}\n{spoilt(generate.sweep())}\n#define CELLS {every}\n{DRIVER}"}
     sources |= {f"cell_{name}": generate.source(CELLS_OF_TESTS[name].graph).text for name in cells}
     line = [*shlex.split(command), *AS_BUILT.split(), *flags.split(), f"-DWHORL_DTYPE={bits}"]
     made = []
@@ -104,15 +106,17 @@ def test_the_kernels_run_clean(name: str, bits: int, tmp_path: Path) -> None:
 
 
 FAULTS = {
-    "thread": ({"if (size == 1) return;": "return;"}, "data race"),
-    "address": ({"{up(reals * int64_t(sizeof(real)) + 4096, 4096)": "{4096"}, "heap-buffer-overflow"),
-}
-"""A barrier at which nobody waits; memory of a team that is too small."""
+    "a barrier at which nobody waits": ("thread", {"if (size == 1) return;": "return;"}, "data race"),
+    "memory of a team that is too small": (
+        "address", {"{up(reals * int64_t(sizeof(real)) + 4096, 4096)": "{4096"}, "heap-buffer-overflow",
+    ),
+    "memory that was denied": ("address", {"if (!made) throw NoMemory{bytes};": ""}, "SEGV on unknown address"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
-    planted, found = FAULTS[name]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
+    name, planted, found = FAULTS[fault]
     program = compiled(tmp_path, _gcc(), sanitizer(name, tmp_path), ["lstm"], planted=planted)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
@@ -125,7 +129,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 @pytest.fixture
 def compiled_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
     """Engine `cpu` by a compiler, with flags for an instruction set in the place of those for this processor."""
-    caches = (build._version, sweep.kernel, sweep._loop)
+    caches = (build._version, sweep.kernel, sweep._loop, plain.sizes)
 
     def use(command: str, flags: str) -> None:
         monkeypatch.setenv("CXX", command)
@@ -216,7 +220,7 @@ def broken(
     command = tmp_path / "broken-c++"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o700)
-    caches = (problem._device, plan.plan, build._version, build.fault, sweep.kernel, sweep._loop)
+    caches = (problem._device, plan.plan, build._version, build.fault, sweep.kernel, sweep._loop, plain.sizes)
     monkeypatch.setenv("CXX", str(command))
     monkeypatch.setattr(build, "_loaded", {})
     monkeypatch.setattr(build, "_SECONDS", 20)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from whorl.cells import library
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.prepare import flags, size_of
+from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, DRAWN, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import SHARED, Chip, Tile
 
@@ -65,19 +67,56 @@ def test_the_ring_is_the_kernels() -> None:
     assert (spreading.buffers(2), spreading.buffers(4)) == (4 * spreading.PERIOD, 2)
 
 
-def test_layers_that_a_cluster_holds_stay_there_unless_they_are_much_faster_spread() -> None:
-    """As measured: forward they are from 768 units on, backward never."""
-    for units, ahead, back in ((128, Tile, Tile), (512, Tile, Tile), (768, Spread, Tile), (1024, Spread, Spread)):
-        size = size_of(library.lstm.graph, units, 2)
-        assert [type(grid.choose(size, H200, 32, 1, way)) for way in ("forward", "backward")] == [ahead, back]
-    for cell, units, batch, ahead in (
-        (library.lstm, 512, 32, Tile), (library.lstm, 256, 512, Tile), (library.lstm, 650, 20, Spread),
-        (library.gru, 512, 128, Spread),
-    ):  # fmt: skip
-        size = size_of(cell.graph, units, 4)  # with TF32 products
-        assert type(grid.choose(size, H200, batch, 1, "forward")) is ahead
-        for other, way in ((size, "backward"), (size._replace(exact=True), "forward")):
-            assert type(grid.choose(other, H200, batch, 1, way)) is Tile or not tiling.fits(other, H200, way)
+OPTIONS: dict[str, Any] = {
+    "zoneout": dict(zoneout=(AT_RANDOM, AT_RANDOM)),
+    "step": dict(noise=DRAWN),
+    "gate": dict(noise=BY_GATE),
+    "lengths": dict(lengths=True, order=True),
+}
+
+
+@pytest.mark.parametrize(
+    "cell, precision, units, batch, option, ahead, back",
+    [
+        ("lstm", "bf16", 128, 32, None, Tile, Spread),
+        ("lstm", "bf16", 128, 128, None, Tile, Spread),
+        ("lstm", "bf16", 512, 32, None, Tile, Tile),
+        ("lstm", "bf16", 768, 16, None, Spread, Spread),
+        ("lstm", "bf16", 1024, 32, None, Spread, Spread),
+        ("gru", "bf16", 128, 32, None, Tile, Tile),
+        ("gru", "bf16", 512, 32, None, Tile, Tile),
+        ("gru", "bf16", 768, 16, None, Tile, Tile),
+        ("lstm", "bf16", 256, 32, "zoneout", Tile, Tile),
+        ("lstm", "bf16", 256, 128, "zoneout", Tile, Spread),
+        ("lstm", "bf16", 512, 32, "gate", Tile, Tile),
+        ("lstm", "bf16", 512, 128, "gate", Tile, Spread),
+        ("lstm", "bf16", 512, 128, "lengths", Spread, Spread),
+        ("lstm", "tf32", 512, 32, None, Tile, Tile),
+        ("lstm", "tf32", 512, 128, None, Spread, Tile),
+        ("lstm", "tf32", 256, 512, None, Spread, Tile),
+        ("lstm", "tf32", 650, 20, None, Spread, Spread),
+        ("gru", "tf32", 512, 1, None, Tile, Tile),
+        ("gru", "tf32", 512, 128, None, Spread, Tile),
+        ("lstm", "tf32", 256, 32, "zoneout", Tile, Tile),
+        ("lstm", "tf32", 256, 128, "zoneout", Spread, Spread),
+        ("lstm", "tf32", 256, 128, "gate", Spread, Spread),
+        ("lstm", "tf32", 512, 32, "zoneout", Tile, Tile),
+        ("lstm", "tf32", 512, 128, "gate", Spread, Spread),
+    ],
+)
+def test_layers_that_a_cluster_holds_are_spread_where_they_are_faster_so(
+    cell: str, precision: str, units: int, batch: int, option: str | None, ahead: type, back: type
+) -> None:
+    """As an H200 says, within a fiftieth."""
+    features = PLAIN if option is None else Features(**OPTIONS[option])
+    size = size_of(getattr(library, cell).graph, units, 2 if precision == "bf16" else 4, features)
+    assert [type(grid.choose(size, H200, batch, 1, way)) for way in ("forward", "backward")] == [ahead, back]
+
+
+def test_what_is_exact_stays_in_a_cluster() -> None:
+    for cell, units, batch in ((library.lstm, 512, 32), (library.lstm, 256, 512), (library.gru, 512, 128)):
+        size = size_of(cell.graph, units, 4, exact=True)
+        assert type(grid.choose(size, H200, batch, 1, "forward")) is Tile or not tiling.fits(size, H200, "forward")
 
 
 def test_what_does_not_fit_has_no_tile() -> None:

@@ -54,14 +54,14 @@ class Stepper:
         """Take the layer's weights and options as they are now; the states go on as they are."""
         layer, batch = self._layer, self._batch
         self._check_mode()
-        self._seen = [
+        seen = [
             (held, name, tensor, tensor.data_ptr(), not tensor.is_inference() and tensor._version)
             for module in layer.modules()
             for held in (module._parameters, module._buffers)
             for name, tensor in held.items()
             if tensor is not None
         ]
-        self._form, self._engine = layer._form, layer._engine
+        form, engine = layer._form, layer._engine
         weights = tuple([weight.detach() for weight in layer._weights()])
         x = weights[0].new_zeros(1, batch, layer.input_size)
         if self._started:
@@ -70,10 +70,12 @@ class Stepper:
             states = tuple([x.new_zeros(layer.num_layers, batch, width) for width in layer._widths.values()])
         extras = tuple([x.new_zeros(1, batch, 1) for _ in layer._extra_inputs])
         call = Call(x, states, weights, inputs=extras)
-        made = decide_step(problem(self._form, facts(call, False)), self._engine)
+        made = decide_step(problem(form, facts(call, False)), engine)
         if made.engine == "reference" and made.asked == "auto":
             announce(made, f"each step of {made.problem.form.cell.name} runs on `reference`, in Python")
-        self.plan, self._step = made, ENGINES[made.engine].step(made, call)
+        step = ENGINES[made.engine].step(made, call)
+        # From here on nothing fails: else the next call would take what was not laid out for what was.
+        self.plan, self._step, self._form, self._engine, self._seen = made, step, form, engine, seen
         self._shape, self._dtype, self._device, self._started = x.shape[1:], x.dtype, x.device, True
 
     def __call__(self, x: Tensor, *, reset: Tensor | None = None, inputs: Any = None) -> Tensor:

@@ -8,13 +8,20 @@
 // everything that is kept: see "compact" in sweep.cpp.
 
 #include <condition_variable>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace kernel {
 namespace ffi = xla::ffi;
+
+// What a function of the engine gives is 0, or the bytes that it could not have.
+static void done(int64_t missing) {
+  if (missing) throw NoMemory{missing};
+}
 
 struct Numbers {  // as `Numbers` in xla.py
   int64_t cell, forward, backward, project, outer, order, ends;
@@ -30,15 +37,15 @@ struct Numbers {  // as `Numbers` in xla.py
 
   void project_rows(real* y, const real* x, const real* w, const real* bias, int64_t rows, int64_t in, int64_t out,
                     int64_t stride, bool across) const {
-    auto call = (void (*)(real*, const real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))project;
-    call(y, x, w, bias, rows, in, out, stride, across, threads);
+    auto call = (int64_t (*)(real*, const real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))project;
+    done(call(y, x, w, bias, rows, in, out, stride, across, threads));
   }
   // out [n, m] = a' (b times factor), and the columns of a into `sums`, which are there already.
   void add_outer(real* out, real* sums, const real* a, const real* b, int64_t rows, int64_t n, int64_t m, int64_t lda,
                  const real* factor, const int64_t* sequence) const {
-    auto call = (void (*)(real*, real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                          const real*, const int64_t*, int64_t, int64_t))outer;
-    call(out, sums, a, b, rows, n, m, lda, m, 0, factor, sequence, batch, threads);
+    auto call = (int64_t (*)(real*, real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                             const real*, const int64_t*, int64_t, int64_t))outer;
+    done(call(out, sums, a, b, rows, n, m, lda, m, 0, factor, sequence, batch, threads));
   }
 };
 
@@ -73,9 +80,9 @@ struct Worker {
   }
   static Worker& one() {
     static Worker* made = [] {
-      Worker* worker = new Worker;  // lives as long as the process: it may be at work when statics go
-      std::thread([worker] { worker->loop(); }).detach();
-      return worker;
+      std::unique_ptr<Worker> worker(new Worker);
+      std::thread([at = worker.get()] { at->loop(); }).detach();
+      return worker.release();  // lives as long as the process: it may be at work when statics go
     }();
     return *made;
   }
@@ -138,7 +145,7 @@ static void forward(const Numbers& n, Buffers& at) {
     if (!k.x) k.x = scratch.take<real>(places.rows * n.x_stride);
     n.project_rows(k.x, places.gathered(x, n.x_apart(), n.inputs, scratch), ih, bias_ih, places.rows, n.inputs, wide, n.x_stride, false);
   }
-  ((void (*)(const Sweep*))n.forward)(&k);
+  done(((int64_t (*)(const Sweep*))n.forward)(&k));
 }
 
 // In: x, ih, hh, mask, noise, what forward kept, then the gradients of final states and of y that there are.
@@ -172,7 +179,7 @@ static void backward(const Numbers& n, Buffers& at) {
   k.dr = cell.dr_is_dx ? k.dx : scratch.take<real>(rows * recurrent);
   for (int p = 0; p < cell.products; ++p) dp[p] = scratch.take<real>(rows * units);
   k.dp = dp;
-  ((void (*)(const Sweep*))n.backward)(&k);
+  done(((int64_t (*)(const Sweep*))n.backward)(&k));
 
   if (to_bias_ih) memset(to_bias_ih, 0, size_t(wide) * sizeof(real));
   n.add_outer(to_ih, to_bias_ih, k.dx, places.gathered(x, n.x_apart(), n.inputs, scratch), rows, wide, n.inputs, wide, nullptr, nullptr);
@@ -210,20 +217,22 @@ static ffi::Error in_worker(ffi::RemainingArgs in, ffi::RemainingRets out, ffi::
   struct Job {
     Numbers numbers;
     Buffers buffers;
-    bool failed;
-  } job = {{}, {in, out}, false};
+    int64_t missing;
+  } job = {{}, {in, out}, 0};
   if (given.size() * sizeof(int64_t) != sizeof(Numbers)) return ffi::Error::InvalidArgument("xla.py and xla.cpp differ");
   memcpy((void*)&job.numbers, given.begin(), sizeof(Numbers));
   auto work = [](void* data) {
     Job& job = *(Job*)data;
-    try {
-      FUNCTION(job.numbers, job.buffers);
-    } catch (const std::bad_alloc&) {
-      job.failed = true;
-    }
+    job.missing = missing([&] { FUNCTION(job.numbers, job.buffers); });
   };
-  Worker::one().run({work, &job, false});
-  return job.failed ? ffi::Error(ffi::ErrorCode::kResourceExhausted, "whorl: no memory is left") : ffi::Error::Success();
+  try {
+    Worker::one().run({work, &job, false});
+  } catch (const std::exception& error) {
+    return {ffi::ErrorCode::kResourceExhausted, std::string("engine 'cpu' cannot make its thread: ") + error.what()};
+  }
+  if (!job.missing) return ffi::Error::Success();
+  const std::string size = std::to_string(job.missing);
+  return {ffi::ErrorCode::kResourceExhausted, "engine 'cpu' asked for " + size + " bytes of memory and the system gave none"};
 }
 
 }  // namespace kernel

@@ -40,6 +40,14 @@ def borrowed(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_lease(size), dtype=dtype, count=prod(shape)).view(shape)
 
 
+def no_memory(size: int, purpose: str) -> MemoryError:
+    """What is raised where the system gives no memory of so many bytes."""
+    return MemoryError(
+        f"engine 'cpu' asked for {size:,} bytes of memory for {purpose} and the system gave none: pass fewer sequences "
+        "or steps at once, or free memory."
+    )
+
+
 @lru_cache(maxsize=1)
 def keep_freed() -> None:
     """Let malloc keep what is freed, for the next call.
@@ -61,7 +69,11 @@ def _lease(size: int) -> ctypes.Array:
     try:
         _idle.remove(region)  # type: ignore[arg-type]
     except ValueError:  # there was none, or another thread took it
-        region = mmap.mmap(-1, -(-size // _PAGE) * _PAGE + _PAGE, **_PRIVATE)
+        whole = -(-size // _PAGE) * _PAGE + _PAGE
+        try:
+            region = mmap.mmap(-1, whole, **_PRIVATE)
+        except OSError:
+            raise no_memory(whole, "what a pass holds") from None
         _advise(ctypes.addressof(ctypes.c_char.from_buffer(region)), len(region))
     assert region is not None
     lease = (ctypes.c_char * len(region)).from_buffer(region)

@@ -51,8 +51,10 @@ class Stream(Step):
             described[layer] = self._described(fields, weights, form.layer_inputs(layer))
         products = rows.batch * sum(weight.numel() for weight in call.weights if weight.dim() == 2)
         shared = threads if products >= _SHARED_FROM else 1
-        self._handle = made.open(described, form.layers, shared)
         self._step, self._y = made.stream, torch.empty(rows.batch, form.width, dtype=dtype)
+        opened = ctypes.c_void_p()
+        made.open(described, form.layers, shared, opened)
+        self._handle = opened.value
         weakref.finalize(self, made.close, self._handle)
 
     def _described(self, fields: Fields, weights: LayerWeights, inputs: int) -> StepLayer:

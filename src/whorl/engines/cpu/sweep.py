@@ -2,9 +2,9 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_double, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_double, c_int64, c_uint64, c_void_p
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from whorl.cells.cell import Graph
 from whorl.engines.cpu.build import load, openmp
 from whorl.engines.cpu.generate import Source, source, sweep
-from whorl.engines.cpu.memory import empty, keep_freed
+from whorl.engines.cpu.memory import empty, keep_freed, no_memory
 from whorl.engines.cpu.rows import Rows
 
 _BITS = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
@@ -93,16 +93,25 @@ class Kernel(NamedTuple):
     source: Source
     cell: int
     """Where its `Cell` lies."""
-    forward: Callable[..., None]
-    backward: Callable[..., None]
-    project: Callable[..., None]
-    outer: Callable[..., None]
+    forward: Callable[..., int]
+    backward: Callable[..., int]
+    project: Callable[..., int]
+    outer: Callable[..., int]
     draw: Callable[..., None]
     open: Callable[..., int]
-    stream: Callable[..., None]
+    stream: Callable[..., int]
     close: Callable[..., None]
-    plain_forward: Callable[..., None]
-    plain_backward: Callable[..., None]
+    plain_forward: Callable[..., int]
+    plain_backward: Callable[..., int]
+
+
+_TAKE_MEMORY = {
+    "forward": "a forward pass", "plain_forward": "a forward pass",
+    "backward": "a backward pass", "plain_backward": "a backward pass",
+    "project": "a product of all steps", "outer": "the gradient of a weight",
+    "open": "the prepared step of a stepper", "stream": "a step of a stepper",
+}  # fmt: skip
+"""The functions of a kernel that take memory, and what each asks for some for."""
 
 
 @lru_cache(maxsize=256)
@@ -115,37 +124,44 @@ def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
     made, loop, defines = source(graph), _loop(dtype), f"-DWHORL_DTYPE={_BITS[dtype]}"
     step = load(f"the step of {graph.name}", made.text, defines)
     step.whorl_cell.restype = c_void_p
-    functions = "forward backward project outer draw open stream close plain_forward plain_backward".split()
-    return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in functions))
+    return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in Kernel._fields[2:]))
 
 
 @lru_cache(maxsize=8)
 def _loop(dtype: torch.dtype) -> ctypes.CDLL:
     keep_freed()
     library = load("the loop over time", sweep(), f"-DWHORL_DTYPE={_BITS[dtype]}")
-    library.whorl_start.argtypes = (c_void_p,) * 3
-    library.whorl_start(*openmp())
+    library.whorl_start.argtypes, library.whorl_start.restype = (c_void_p,) * 3, c_bool
+    if not library.whorl_start(*openmp()):
+        raise MemoryError("engine 'cpu' cannot start: this machine has no memory for what a fork calls, free some.")
     library.whorl_size.restype = c_int64
     assert library.whorl_size() == ctypes.sizeof(Sweep), "sweep.py and kernels/sweep.cpp name the same fields"
     library.whorl_step_layer_size.restype = c_int64
     assert library.whorl_step_layer_size() == ctypes.sizeof(StepLayer), "sweep.py and kernels/stream.cpp agree"
-    library.whorl_open.argtypes, library.whorl_open.restype = (POINTER(StepLayer), c_int64, c_int64), c_void_p
-    library.whorl_stream.argtypes, library.whorl_stream.restype = (c_void_p,) * 6, None
+    library.whorl_open.argtypes = POINTER(StepLayer), c_int64, c_int64, POINTER(c_void_p)
+    library.whorl_stream.argtypes = (c_void_p,) * 6
     library.whorl_close.argtypes, library.whorl_close.restype = (c_void_p,), None
     library.whorl_plain_size.restype = c_int64
     assert library.whorl_plain_size() == ctypes.sizeof(Plain), "sweep.py and kernels/plain.cpp name the same fields"
     for name in ("whorl_plain_forward", "whorl_plain_backward"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = (POINTER(Sweep), POINTER(Plain), c_int64), None
+        getattr(library, name).argtypes = POINTER(Sweep), POINTER(Plain), c_int64
     for name in ("whorl_forward", "whorl_backward"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = (POINTER(Sweep),), None
+        getattr(library, name).argtypes = (POINTER(Sweep),)
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
     library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
     library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6, *(c_void_p,) * 2, *(c_int64,) * 2)
-    library.whorl_project.restype = library.whorl_outer.restype = None
+    for name in _TAKE_MEMORY:
+        function = getattr(library, f"whorl_{name}")
+        function.restype, function.errcheck = c_int64, _done
     return library
+
+
+def _done(missing: int, function: Any, given: object) -> int:
+    """Raises where a kernel could not have the memory that it asked for: then its outputs hold anything."""
+    if missing:
+        raise no_memory(missing, _TAKE_MEMORY[function.__name__.removeprefix("whorl_")])
+    return missing
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -46,7 +46,8 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     much = _much(size, kind, tile)
     if much is None:
         return tile
-    taken = tiling.step_time(*where, tile) if size.staged is None else staging.step_time(size.staged, *where, tile)
+    # of a ragged batch what all of it takes: what of one is spread was not measured
+    taken = tiling.full_time(*where, tile) if size.staged is None else staging.step_time(size.staged, *where, tile)
     worth = taken / much
     if size.masks or worth <= spreading.LEAST[kind]:
         return tile  # without a look at what is spread, of which there are hundreds of candidates
@@ -55,30 +56,42 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
 
 
 def _much(size: Size, kind: str, tile: Tile) -> float | None:
-    """By how much longer a cluster has to take than what is spread, as estimated; None where it is not known."""
+    """By how much longer a cluster has to take than what is spread, as estimated; None where it never does."""
+    optional = bool(size.ahead or size.back)
     if size.element == 2 and size.staged is None:
-        return _MUCH[kind]
+        if kind == "forward":
+            return 1.0
+        return _MUCH_BACK_OPTIONS if optional else _MUCH_BACK[size.recurrent > 3]
     if size.element == 2:
         return _MUCH_STAGED_STREAMED if kind == "backward" and tile.shared > 200 << 10 else 1.0
     if not spreading.scaled(size, kind):
         return None
     if size.staged is not None:
-        return _MUCH_STAGED_TF32
-    return _MUCH_TF32 if kind == "forward" else None
+        return _MUCH_STAGED_TF32[kind]
+    if optional:
+        return _MUCH_TF32_OPTIONS[kind]
+    return (_MUCH_TF32 if tile.halves else _MUCH_TF32_ITSELF) if kind == "forward" else None
 
 
-_MUCH = {"forward": 1.0, "backward": 1.6}
-"""By how much.  On an H200, LSTM in bfloat16, a step in a cluster and spread took 0.82 and 1.39 us with 512 units at
-batch 32, 1.85 and 2.11 at 128, and 1.55 and 2.40 with 256 at 512; 30 steps with the input product took 106 and 74 us
-with 650 at 20, 93 and 64 with 768 at 16.  Backward, where the estimate is too low by up to 1.46 for what is spread, 67
-and 99, 80 and 109, 143 and 159 with 512 units at batch 1, 32 and 128, 123 and 128, 110 and 125 with 650 and 768."""
-
-_MUCH_TF32 = 1.1
-"""And with TF32 products.  On an H200 a step in a cluster and spread took 2.37 and 1.80 us with 768 units at batch 16,
-2.37 and 1.86 with 650 at 20, 1.95 and 2.04 with 512 at 128 (LSTM), 3.65 and 1.79 with 512 at 128, 1.34 and 1.54 at 32
-(GRU), and a launch 80 and 4, 71 and 4, 53 and 23, 11 and 23, 10 and 3 us beside its steps.
-Backward, LSTM, 100 steps with all products took 732 us in a cluster and 737 spread with 512 units at batch 128, 332 and
-437 at 32: it stays there."""
+_MUCH_BACK = {True: 1.0, False: 1.6}
+"""By how much, backward in two bytes, of a cell with more than three gates and of one with fewer.  This and what
+follows is fitted to both ways on an H200, 60 steps of LSTM and GRU, 128 to 768 units at batch 1 to 512, and of LSTM
+with options, 256 and 512 units at batch 32 and 128: of 140 cases 7 take the way that took more than a twentieth
+longer, an eighth at most.  LSTM in bfloat16, a step in a cluster and spread: 1.34 and 1.16 us with 128 units at
+batch 128, 2.87 and 2.60 with 768 at 16, 3.13 and 3.13 with 512 at 128, 1.94 and 2.45 at 32; GRU 1.03 and 1.11, 2.13
+and 2.30, 2.54 and 2.56, 1.23 and 2.04."""
+_MUCH_BACK_OPTIONS = 0.98
+"""LSTM with zoneout, recurrent dropout by step, by gate, and all options: 2.13 and 1.82, 1.85 and 1.70, 1.65 and
+1.74, 2.43 and 1.83 us with 256 units at batch 128, 3.30 and 3.36, 3.46 and 3.01, 3.75 and 3.20, 3.99 and 3.23 with
+512."""
+_MUCH_TF32, _MUCH_TF32_ITSELF = 1.0, 1.5
+"""With TF32 products forward, where a cluster multiplies scaled float16 too, and TF32 itself: LSTM 2.87 and 2.48 us
+with 512 units at batch 128, 1.60 and 1.64 at 32, 3.42 and 2.89 with 256 at 512; GRU 3.09 and 2.20, 1.48 and 1.55,
+3.35 and 2.37.  Backward what is spread is as fast at most."""
+_MUCH_TF32_OPTIONS = {"forward": 0.8, "backward": 0.85}
+"""With options: zoneout 1.81 and 1.70 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and 2.72,
+3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.79 and 1.67, 2.50 and 1.89,
+3.68 and 3.13, 5.37 and 4.17."""
 
 _MUCH_STAGED_STREAMED = 0.7
 """Of a step with means whose cluster has most of its weights in shared memory: it takes 1.4 to 1.7 times what is
@@ -87,11 +100,11 @@ spread with 512 units at batch 128, 6.2 and 4.7 with 650 at 20.  Else the estima
 512 at 32, 2.9 and 2.9 with 256 at 128; forward 5.0 and 3.9 with 512 at 128, 2.6 and 3.6 at 32, 2.1 and 3.2 with 256 at
 128."""
 
-_MUCH_STAGED_TF32 = 1.3
+_MUCH_STAGED_TF32 = {"forward": 1.3, "backward": 0.9}
 """And with TF32 products, which in a cluster are of TF32 itself.  On an H200 such a step took 10.6 us forward and 11.8
 backward with 512 units at batch 128, 3.4 and 4.0 at 32, 2.3 and 2.6 with 256 at 32, 0.8 to 1.3 times what is estimated.
 A train step of 100 took 2,710 us in a cluster and 1,648 spread with 512 units at batch 128, 888 and 984 at 32, 554 and
-730 with 256 at 32."""
+730 with 256 at 32.  A step of backward took 4.10 and 2.90 us with 256 at 128, 3.98 and 4.41 with 512 at 32."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:

@@ -325,7 +325,7 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
 
     Of a ragged batch the mean of one whose lengths are spread evenly and of one without a short sequence.
     """
-    full = _full_time(size, chip, batch, directions, kind, tile)
+    full = full_time(size, chip, batch, directions, kind, tile)
     return (full + _ragged_time(size, chip, batch, directions, kind, tile)) / 2 if size.ragged else full
 
 
@@ -336,18 +336,18 @@ def _ragged_time(size: Size, chip: Chip, batch: int, directions: int, kind: str,
         ends = [0.0] * max(1, chip.resident(tile.cluster) // directions)
         for part in range(count):
             heapq.heapreplace(ends, ends[0] + 1 - part / count)
-        return _full_time(size, chip, batch, directions, kind, tile) * max(ends) / taken
+        return full_time(size, chip, batch, directions, kind, tile) * max(ends) / taken
     share, lines, time = -(-batch // count), tile.rows // tile.subs, 0.0
     used = -(-share // lines)
     for subs in range(used, 0, -1):  # as long as so many sub-tiles last
         left = replace(tile, tiles=tile.tiles // tile.subs * subs, subs=subs) if used == tile.subs else tile
         last = min(1.0, 1 - (subs - 1) * lines / share)
         first = max(0.0, 1 - subs * lines / share)
-        time += (last - first) * _full_time(size, chip, min(batch, count * left.rows), directions, kind, left)
+        time += (last - first) * full_time(size, chip, min(batch, count * left.rows), directions, kind, left)
     return time
 
 
-def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
+def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
@@ -366,7 +366,9 @@ def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, t
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
-        return begin + taken * sum(cost * count for cost, count in zip(costs, counts, strict=True))
+        # GRU with warps for the cell alone, 128 units at batch 32 and 128, 512 at 32: 0.58, 0.67 and 1.48 us
+        apart = 0.7 if tile.pointwise and not size.scaled(kind) else 1.0
+        return begin + taken * apart * sum(cost * count for cost, count in zip(costs, counts, strict=True))
     if kind == "forward":
         takers, multiplying = tile.pointwise or tile.splits, groups * tile.splits
         uneven = 1 if tile.pointwise else -(-tile.warps // 4) * 4 / tile.warps  # warps of a scheduler
@@ -381,6 +383,8 @@ def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, t
             step *= 0.88  # 2.12 us with 512 units at batch 128
         step *= 1.15 if size.element == 4 else 1.0
         step *= {1: 0.75, 2: 0.9}.get(tile.cluster, 1.0)  # none or one to exchange with
+        if tile.warps == 4 and tile.cluster > 1 and not tile.pointwise:
+            step *= 1.1  # 0.75 us where 12 warps took 0.65, and GRU 0.69 and 0.58, with 128 units at batch 128
         return begin + taken * (step + 0.0025 * read * multiplying / tile.warps * tile.subs)
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves
@@ -391,6 +395,8 @@ def _full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, t
     # every option, 5.18, where as one tile they take 3.04 and 3.97
     if size.ragged and tile.cluster == LARGEST_CLUSTER and tile.subs > 1:
         step *= (0.87 if tile.subs == 2 else 1.0) * max(1.0, 1 + 0.024 * (size.back - 12))
+    elif tile.subs > 1:
+        step *= 1.07  # 1.05 to 1.19 times what one tile of as many sequences takes, 512 units at batch 128
     return begin + taken * step
 
 

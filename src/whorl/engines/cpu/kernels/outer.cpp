@@ -27,9 +27,13 @@ struct Outer {
   int count;
   Operand operands[2];
   int64_t next, pieces;
+  const store* nothing;  // as long as the longest m: zeros
+  packed_t* columns;     // of each thread: of the columns of a those that it multiplies
+  store* scaled;         // and of the rows of b, times their factor, those that it packs; null: there is none
 
   // A block of DEEP rows and PANELS panels of b stays in the second cache of a core while the columns of a piece pass.
   static constexpr int64_t DEEP = 256, WIDE = 4 * ROWS, PANELS = 8, PIECE = 2 * WIDE;
+  static constexpr int64_t COLUMNS = WIDE * DEEP / STEP;
   int64_t place(int64_t piece) const { return piece < pieces ? up(n * piece / pieces, ROWS) : n; }
   // Where in a block the rows of an operand begin: where a step does.
   static int64_t low(const Operand& to, int64_t begin) { return within(to.from - begin) / STEP * STEP; }
@@ -42,6 +46,11 @@ struct Outer {
     int64_t every = 0;
     for (int side = 0; side < count; ++side) every += block(operands[side], 0).panels();
     return every;
+  }
+  int64_t most() const {
+    int64_t found = 0;
+    for (int side = 0; side < count; ++side) found = operands[side].m > found ? operands[side].m : found;
+    return found;
   }
 };
 
@@ -165,10 +174,7 @@ static void outer_panel(
 
 static void pack_outer(void* data, int thread, int threads) {
   const Outer& o = *(Outer*)data;
-  int64_t most = 0;
-  for (int side = 0; side < o.count; ++side) most = o.operands[side].m > most ? o.operands[side].m : most;
-  store* nothing = (store*)calloc(size_t(most), sizeof(store));
-  store* scaled = (store*)malloc(size_t(Outer::DEEP * most) * sizeof(store));
+  store* const scaled = o.scaled ? o.scaled + thread * Outer::DEEP * o.most() : nullptr;
   int64_t turn = 0;
   for (int side = 0; side < o.count; ++side) {
     const Operand& from = o.operands[side];
@@ -184,12 +190,11 @@ static void pack_outer(void* data, int thread, int threads) {
         for (int64_t u = 0; u < from.m; ++u) put(scaled + i * from.m + u, widened(plain[u]) * factor[u]);
       }
       auto row = [&](int64_t i) {
-        return first + i < 0 ? nothing : from.factor ? scaled + i * from.m : from.row(first + i);
+        return first + i < 0 ? o.nothing : from.factor ? scaled + i * from.m : from.row(first + i);
       };
       pack_rows(block, row, 0, block.panels());
     }
   }
-  free(scaled), free(nothing);
 }
 
 // What one block of rows adds to a few columns of `a` and a few panels of b; `next` is where the next one's `a` begins.
@@ -222,9 +227,9 @@ static void outer_block(
   }
 }
 
-static void outer_columns(void* data, int, int) {
+static void outer_columns(void* data, int thread, int) {
   Outer& o = *(Outer*)data;
-  packed_t* a = (packed_t*)aligned_alloc(64, sizeof(packed_t) * Outer::WIDE * Outer::DEEP / STEP);
+  packed_t* const a = o.columns + thread * Outer::COLUMNS;
   for (;;) {
     const int64_t piece = __atomic_fetch_add(&o.next, 1, __ATOMIC_RELAXED);
     if (piece >= o.pieces) break;
@@ -237,7 +242,6 @@ static void outer_columns(void* data, int, int) {
           outer_block(o, begin, panels, column, end, a, next);
         }
   }
-  free(a);
 }
 
 static void outer(Outer o, int threads) {
@@ -247,16 +251,21 @@ static void outer(Outer o, int threads) {
   const int64_t steps = up(o.rows, Outer::DEEP) / STEP;
   auto bytes = [&](const Operand& to) { return up(up(to.m, LANES) * steps * int64_t(sizeof(packed_t)), 64); };
   int64_t every = 0, work = 0;
-  for (int side = 0; side < o.count; ++side) every += bytes(o.operands[side]), work += o.rows * o.n * o.operands[side].m;
-  char* memory = (char*)aligned_alloc(64, size_t(every + 64));
-  char* next = memory;
+  bool factors = false;
+  for (int side = 0; side < o.count; ++side) {
+    const Operand& to = o.operands[side];
+    every += bytes(to), work += o.rows * o.n * to.m, factors = factors || to.factor;
+  }
+  Scratch scratch;
+  char* next = scratch.take<char>(every);
   for (int side = 0; side < o.count; ++side)
     o.operands[side].packed = (packed_t*)next, next += bytes(o.operands[side]);
   const int now = work < 200000 ? 1 : threads;
+  o.nothing = scratch.zeros<store>(o.most()), o.columns = scratch.take<packed_t>(now * Outer::COLUMNS);
+  o.scaled = factors ? scratch.take<store>(now * Outer::DEEP * o.most()) : nullptr;
   o.pieces = now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
   parallel(now, pack_outer, &o);
   parallel(now, outer_columns, &o);
-  free(memory);
 }
 
 }  // namespace kernel

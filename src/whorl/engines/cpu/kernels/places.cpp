@@ -1,29 +1,10 @@
-// Which steps of which sequences count, where each lies among those that do ("compact" in sweep.cpp), and the memory of
-// one call.
-
-#include <new>
+// Which steps of which sequences count, and where each lies among those that do ("compact" in sweep.cpp).
 
 namespace kernel {
 
 static void set_or_zero(real* to, const real* from, int64_t count) {
   from ? memcpy(to, from, size_t(count) * sizeof(real)) : memset(to, 0, size_t(count) * sizeof(real));
 }
-
-// All of it goes at the end of the call.
-struct Scratch {
-  void* all[8 + MOST_STATES + MOST_GATES] = {};  // three are a Places', one for each state or product, five others
-  int count = 0;
-
-  template <typename T>
-  T* take(int64_t size) {
-    void* made = aligned_alloc(64, size_t(up(size * int64_t(sizeof(T)) + 64, 64)));
-    if (!made) throw std::bad_alloc();
-    return (T*)(all[count++] = made);
-  }
-  ~Scratch() {
-    while (count) free(all[--count]);
-  }
-};
 
 // How far the steps and the sequences of a tensor of the caller's are apart.
 struct Apart {

@@ -154,10 +154,10 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
 extern "C" {
 
 int64_t whorl_plain_size() { return int64_t(sizeof(kernel::Plain)); }
-void whorl_plain_forward(const kernel::Sweep* sizes, const kernel::Plain* p, int64_t threads) {
-  kernel::plain_forward(*sizes, *p, int(threads));
+int64_t whorl_plain_forward(const kernel::Sweep* sizes, const kernel::Plain* p, int64_t threads) {
+  return kernel::missing([&] { kernel::plain_forward(*sizes, *p, int(threads)); });
 }
-void whorl_plain_backward(const kernel::Sweep* sizes, const kernel::Plain* p, int64_t threads) {
-  kernel::plain_backward(*sizes, *p, int(threads));
+int64_t whorl_plain_backward(const kernel::Sweep* sizes, const kernel::Plain* p, int64_t threads) {
+  return kernel::missing([&] { kernel::plain_backward(*sizes, *p, int(threads)); });
 }
 }

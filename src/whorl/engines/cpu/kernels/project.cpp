@@ -47,17 +47,17 @@ static void project_rows(void* data, int thread, int) {
 }
 
 static void project(Projection p, int threads) {
+  Scratch scratch;
   p.packed.n = p.outputs, p.packed.k = p.inputs;
   const int64_t bytes = up(p.packed.bytes(), 64), bias = up(p.outputs, LANES);
   const int64_t before = bytes + up(bias * int64_t(sizeof(real)), 64);
   const int64_t blocks = p.deep() > p.inputs ? threads * Projection::BLOCK * p.deep() * int64_t(sizeof(store)) : 0;
-  char* memory = (char*)aligned_alloc(64, size_t(before + up(blocks, 64)));
+  char* memory = scratch.take<char>(before + blocks);
   p.packed.data = (packed_t*)memory, p.packed.bias = (real*)(memory + bytes);
   p.padded = blocks ? (store*)(memory + before) : nullptr;
   for (int64_t n = 0; n < bias; ++n) p.packed.bias[n] = p.bias && n < p.outputs ? p.bias[n] : real(0);
   parallel(p.inputs * p.outputs < 16384 ? 1 : threads, pack_projection, &p);
   parallel(p.rows * p.inputs * p.outputs < 200000 ? 1 : threads, project_rows, &p);
-  free(memory);
 }
 
 }  // namespace kernel

@@ -48,52 +48,64 @@ static Room room_of(const Sweep& k, const Weights& w, bool backward) {
 }
 
 static void run_all(const Sweep& k, bool backward) {
-  Weights w = make_weights(k, !backward);
+  Scratch scratch;
+  const Weights w = make_weights(k, !backward, scratch);
   const Room room = room_of(k, w, backward);
   Run run = {};
   run.k = &k, run.w = &w, run.group = backward ? backward_group : forward_group;
   run.bytes = room.bytes, run.own_bytes = room.own_bytes;
   const int64_t teams = k.threads / k.team;
-  run.memory = (char*)aligned_alloc(64, size_t(run.bytes * k.threads));
-  run.own = (char*)aligned_alloc(64, size_t(run.own_bytes * k.threads));
-  run.barriers = (Barrier*)calloc(size_t(k.threads), sizeof(Barrier));
+  run.memory = scratch.take<char>(run.bytes * k.threads);
+  run.own = scratch.take<char>(run.own_bytes * k.threads);
+  run.barriers = scratch.zeros<Barrier>(k.threads);
   for (int64_t slot = 0; slot < k.threads; ++slot) run.barriers[slot].size = int32_t(slot < teams ? k.team : 1);
   parallel(int(k.threads), run_groups, &run);
-  free(run.barriers), free(run.own), free(run.memory), free(w.memory);
 }
 
 }  // namespace kernel
 
 extern "C" {
 
-void whorl_start(void* parallel, void* thread, void* threads) {
+// Whether it is ready: there may be no memory for what a fork calls.
+bool whorl_start(void* parallel, void* thread, void* threads) {
   if (parallel && thread && threads)
     kernel::runtime = {(void (*)(void (*)(void*), void*, unsigned, unsigned))parallel, (int (*)())thread,
                        (int (*)())threads};
-  pthread_atfork(nullptr, nullptr, kernel::after_fork);
+  return !pthread_atfork(nullptr, nullptr, kernel::after_fork);
 }
 
 int64_t whorl_size() { return int64_t(sizeof(kernel::Sweep)); }
-void whorl_forward(const kernel::Sweep* k) { kernel::run_all(*k, false); }
-void whorl_backward(const kernel::Sweep* k) { kernel::run_all(*k, true); }
+
+// These give what `missing` gives, as every function does that takes memory.  Where that is not 0, outputs hold anything,
+// and what was there before a call and is written by it (states, sums that are added to) is as it was.
+int64_t whorl_forward(const kernel::Sweep* k) {
+  return kernel::missing([&] { kernel::run_all(*k, false); });
+}
+int64_t whorl_backward(const kernel::Sweep* k) {
+  return kernel::missing([&] { kernel::run_all(*k, true); });
+}
 
 // y = x w' + bias of many rows: x [rows, inputs], y [rows, stride], the stride in whole vectors; w is [outputs, inputs]
 // where `across`, else [inputs, outputs].
-void whorl_project(
+int64_t whorl_project(
     kernel::real* y, const kernel::store* x, const kernel::store* w, const kernel::real* bias, int64_t rows,
     int64_t inputs, int64_t outputs, int64_t stride, int64_t across, int64_t threads) {
-  kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
+  return kernel::missing([&] {
+    kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
+  });
 }
 
 // out [n, m] = a' b over rows (`add`: += a' b): a [rows, lda] of n columns, b [rows, ldb] of m columns; sums [n] +=
 // those of a, where wanted.  b is multiplied by `factor` [.., m] where it is given: by the row that `sequence` names for
 // each of its rows, or by its `batch` rows in turn.
-void whorl_outer(
+int64_t whorl_outer(
     kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
     int64_t m, int64_t lda, int64_t ldb, int64_t add, const kernel::real* factor, const int64_t* sequence, int64_t batch,
     int64_t threads) {
-  kernel::outer({sums, a, rows, n, lda, add != 0, 1, {{out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr}}, 0, 0},
-                int(threads));
+  return kernel::missing([&] {
+    kernel::outer({sums, a, rows, n, lda, add != 0, 1, {{out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr}}, 0, 0},
+                  int(threads));
+  });
 }
 
 // Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].

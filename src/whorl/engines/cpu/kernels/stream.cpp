@@ -31,14 +31,7 @@ struct Stream {
   Prepared* layer;
   char *memory, *own;
   Barrier together, alone;
-  void** taken;
-  int64_t taken_count;
-
-  void* take(int64_t bytes) {
-    void* made = aligned_alloc(64, size_t(up(bytes + 64, 64)));
-    memset(made, 0, size_t(up(bytes + 64, 64)));
-    return taken[taken_count++] = made;
-  }
+  Scratch::Block* taken;  // all of its memory, this struct's too
 };
 
 static void stream_step(void* data, int thread, int threads) {
@@ -58,11 +51,11 @@ static void stream_step(void* data, int thread, int threads) {
 }
 
 static Stream* open_stream(const StepLayer* layers, int64_t count, int64_t threads) {
-  Stream& s = *(Stream*)calloc(1, sizeof(Stream));
+  Scratch scratch;
+  Stream& s = *scratch.zeros<Stream>(1);
   s.count = count, s.threads = threads, s.batch = layers[0].sweep.batch;
   s.together.size = int32_t(threads), s.alone.size = 1;
-  s.taken = (void**)calloc(size_t(6 * count + 4), sizeof(void*));
-  s.layer = (Prepared*)s.take(count * int64_t(sizeof(Prepared)));
+  s.layer = scratch.zeros<Prepared>(count);
   int64_t bytes = 0;
   for (int64_t index = 0; index < count; ++index) {
     const StepLayer& from = layers[index];
@@ -70,29 +63,30 @@ static Stream* open_stream(const StepLayer* layers, int64_t count, int64_t threa
     f.sweep = from.sweep, f.inputs = from.inputs;
     Sweep& k = f.sweep;
     k.time = k.groups = 1, k.threads = k.team = threads, k.largest = s.batch;
-    f.weights = make_weights(k, true);
+    f.weights = make_weights(k, true, scratch);
     const int64_t gates = k.cell->gates * k.units, stride = up(gates, LANES);
     f.input.n = gates, f.input.k = f.inputs;
-    f.input.data = (packed_t*)s.take(f.input.bytes());
-    f.input.bias = (real*)s.take(stride * int64_t(sizeof(real)));
+    f.input.data = (packed_t*)scratch.zeros<char>(f.input.bytes());
+    f.input.bias = scratch.zeros<real>(stride);
     for (int64_t n = 0; n < gates; ++n) f.input.bias[n] = from.bias_ih ? from.bias_ih[n] : real(0);
     pack(f.input, from.ih, f.inputs, true, 0, f.input.panels());
-    real* x = (real*)s.take(s.batch * stride * int64_t(sizeof(real)));
+    real* x = scratch.zeros<real>(s.batch * stride);
     k.x = x, k.x_stride = stride;
-    f.a = (const store**)s.take(2 * s.batch * int64_t(sizeof(void*))), f.c = (real**)(f.a + s.batch);
+    f.a = scratch.zeros<const store*>(s.batch), f.c = scratch.zeros<real*>(s.batch);
     for (int64_t i = 0; i < s.batch; ++i) f.c[i] = x + i * stride;
     if (index > 0) {
       const Prepared& below = s.layer[index - 1];
       for (int64_t i = 0; i < s.batch; ++i) f.a[i] = below.y + i * below.sweep.y_stride;
     } else if (f.inputs % STEP)
-      f.padded = (store*)s.take(s.batch * up(f.inputs, STEP) * int64_t(sizeof(store)));
+      f.padded = scratch.zeros<store>(s.batch * up(f.inputs, STEP));
     k.y_stride = index + 1 < count ? up(k.width, 32) : k.width;
-    if (index + 1 < count) k.y = f.y = (store*)s.take(s.batch * k.y_stride * int64_t(sizeof(store)));
+    if (index + 1 < count) k.y = f.y = scratch.zeros<store>(s.batch * k.y_stride);
     const Room room = room_of(k, f.weights, false);
     bytes = room.bytes > bytes ? room.bytes : bytes;
     s.own_bytes = room.own_bytes > s.own_bytes ? room.own_bytes : s.own_bytes;
   }
-  s.memory = (char*)s.take(bytes), s.own = (char*)s.take(threads * s.own_bytes);
+  s.memory = scratch.zeros<char>(bytes), s.own = scratch.zeros<char>(threads * s.own_bytes);
+  s.taken = scratch.keep();
   return &s;
 }
 
@@ -103,13 +97,13 @@ extern "C" {
 int64_t whorl_step_layer_size() { return int64_t(sizeof(kernel::StepLayer)); }
 
 // The stream of `count` layers; weights are copied, what the sweeps point to otherwise must stay.
-kernel::Stream* whorl_open(const kernel::StepLayer* layers, int64_t count, int64_t threads) {
-  return kernel::open_stream(layers, count, threads);
+int64_t whorl_open(const kernel::StepLayer* layers, int64_t count, int64_t threads, kernel::Stream** opened) {
+  return kernel::missing([&] { *opened = kernel::open_stream(layers, count, threads); });
 }
 
 // y [batch, width] of x [batch, inputs]; the states move on.  reset [batch]: rows whose states are zero before; null: none.
 // extras: [batch, width of each] of each extra input of the cell.
-void whorl_stream(
+int64_t whorl_stream(
     kernel::Stream* s, const kernel::store* x, kernel::store* y, const uint8_t* reset, const kernel::real* const* extras,
     const int64_t* widths) {
   using namespace kernel;
@@ -125,12 +119,11 @@ void whorl_stream(
     if (first.padded) memcpy(first.padded + i * deep, row, size_t(first.inputs) * sizeof(store));
     first.a[i] = first.padded ? first.padded + i * deep : row;
   }
-  parallel(int(s->threads), stream_step, s);
+  return missing([&] { parallel(int(s->threads), stream_step, s); });
 }
 
 void whorl_close(kernel::Stream* s) {
-  for (int64_t index = 0; index < s->count; ++index) free(s->layer[index].weights.memory);
-  while (s->taken_count) free(s->taken[--s->taken_count]);
-  free(s->taken), free(s);
+  kernel::Scratch all;
+  all.last = s->taken;
 }
 }

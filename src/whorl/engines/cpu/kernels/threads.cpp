@@ -20,6 +20,8 @@ struct Job {
   int threads;
 };
 struct Ticket {
+  pthread_t handle;
+  pthread_mutex_t* gate;
   Job* job;
   int thread;
 };
@@ -29,43 +31,31 @@ static void from_openmp(void* data) {
   job->function(job->data, runtime.thread(), runtime.threads());
 }
 static void* from_pthread(void* data) {
-  Ticket* ticket = (Ticket*)data;
-  ticket->job->function(ticket->job->data, ticket->thread, ticket->job->threads);
+  const Ticket& own = *(Ticket*)data;
+  pthread_mutex_lock(own.gate), pthread_mutex_unlock(own.gate);
+  own.job->function(own.job->data, own.thread, own.job->threads);
   return nullptr;
 }
 
-// function(data, thread, threads) by at most so many threads; it must be right with fewer too.
+// function(data, thread, threads) by at most so many threads; it must be right with fewer too, and take no memory.
 static void parallel(int threads, void (*function)(void*, int, int), void* data) {
   Job job = {function, data, threads};
   if (threads == 1) return function(data, 0, 1);
   if (runtime.parallel && !forked) return runtime.parallel(from_openmp, &job, unsigned(threads), 0);
-  pthread_t* made = (pthread_t*)malloc(sizeof(pthread_t) * size_t(threads));
-  Ticket* tickets = (Ticket*)malloc(sizeof(Ticket) * size_t(threads));
+  Scratch scratch;
+  Ticket* tickets = scratch.take<Ticket>(threads);
   // A thread too few would leave a barrier waiting: those that cannot be made are found out before any starts.
   pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
-  struct Held {
-    pthread_mutex_t* gate;
-    Ticket* ticket;
-  };
-  Held* held = (Held*)malloc(sizeof(Held) * size_t(threads));
-  auto begin = [](void* data) -> void* {
-    Held* mine = (Held*)data;
-    pthread_mutex_lock(mine->gate);
-    pthread_mutex_unlock(mine->gate);
-    return from_pthread(mine->ticket);
-  };
   pthread_mutex_lock(&gate);
   int started = 1;
   for (; started < threads; ++started) {
-    tickets[started] = {&job, started};
-    held[started] = {&gate, &tickets[started]};
-    if (pthread_create(&made[started], nullptr, begin, &held[started])) break;
+    tickets[started] = {{}, &gate, &job, started};
+    if (pthread_create(&tickets[started].handle, nullptr, from_pthread, &tickets[started])) break;
   }
   job.threads = started;
   pthread_mutex_unlock(&gate);
   function(data, 0, started);
-  for (int thread = 1; thread < started; ++thread) pthread_join(made[thread], nullptr);
-  free(held), free(tickets), free(made);
+  for (int thread = 1; thread < started; ++thread) pthread_join(tickets[thread].handle, nullptr);
 }
 
 }  // namespace kernel

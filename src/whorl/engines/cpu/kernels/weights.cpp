@@ -11,7 +11,6 @@ struct Weights {
   int of_gate[MOST_GATES];
   int64_t r_offset[MOST_GATES], r_size;
   Packed projection, input;
-  void* memory;
   bool across;
 };
 
@@ -39,7 +38,7 @@ static void pack_all(void* data, int thread, int threads) {
 }
 
 // Gates side by side as one matrix, or each on its own where operands differ.
-static Weights make_weights(const Sweep& k, bool across) {
+static Weights make_weights(const Sweep& k, bool across, Scratch& scratch) {
   const Cell& cell = *k.cell;
   Weights w = {};
   w.across = across;
@@ -69,7 +68,7 @@ static Weights make_weights(const Sweep& k, bool across) {
   if (k.hr) measure(w.projection, across ? k.width : k.units, across ? k.units : k.width);
   const bool projects = across && k.input;
   if (projects) measure(w.input, cell.gates * k.units, k.inputs);
-  char* memory = (char*)(w.memory = aligned_alloc(64, size_t(bytes + 64)));
+  char* memory = scratch.take<char>(bytes);
   auto lay = [&](Packed& to, const real* bias) {
     to.data = (packed_t*)memory, memory += up(to.bytes(), 64);
     to.bias = (real*)memory, memory += up(up(to.n, LANES) * int64_t(sizeof(real)), 64);
