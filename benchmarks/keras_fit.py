@@ -118,7 +118,7 @@ def work(side: str, shape: Shape) -> None:
     model, x, target, batch = None, None, None, shape.batch
     for line in sys.stdin:
         asked, found = json.loads(line), None
-        what = asked["do"]
+        what, some = asked["do"], slice(asked.get("batches", shape.batches) * batch)
         if what == "facts":
             found = facts
         elif what == "build":
@@ -126,17 +126,17 @@ def work(side: str, shape: Shape) -> None:
             x, target = data(asked["case"], shape)
             found = model.predict(x[:batch], verbose=0).ravel().tolist()
         elif what == "loss":
-            found = model.fit(x, target, batch_size=batch, shuffle=False, verbose=0).history["loss"][0]
+            found = model.fit(x[some], target[some], batch_size=batch, shuffle=False, verbose=0).history["loss"][0]
         elif what == "engines":
             found = str(whorl.keras.explain(model, x[:batch])) if side == "whorl" else ""
         else:
             start = time.perf_counter()
             if what == "fit":
-                model.fit(x, target, batch_size=batch, shuffle=False, verbose=0)
+                model.fit(x[some], target[some], batch_size=batch, shuffle=False, verbose=0)
             elif what == "evaluate":
-                model.evaluate(x, target, batch_size=batch, verbose=0)
+                model.evaluate(x[some], target[some], batch_size=batch, verbose=0)
             else:
-                model.predict(x, batch_size=batch, verbose=0)
+                model.predict(x[some], batch_size=batch, verbose=0)
             found = time.perf_counter() - start
         print(json.dumps(found), file=answers, flush=True)
 
@@ -155,7 +155,7 @@ class Contender:
     """A process that does what it is asked."""
 
     def __init__(self, backend: str, side: str, python: str, shape: Shape) -> None:
-        self.backend, self.side, self.name = backend, side, f"{SIDES[side]}, {backend}"
+        self.backend, self.side, self.name, self.shape = backend, side, f"{SIDES[side]}, {backend}", shape
         environment = os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3", "WHORL_SLOW": "allow"}
         environment |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         command = [python, "-W", "ignore", __file__, "--worker", side, "--shape", *map(str, shape)]
@@ -190,8 +190,11 @@ def started(pythons: dict[str, str], shape: Shape) -> Iterator[list[Contender]]:
             one.end()
 
 
-def check(contenders: list[Contender], case: str, units: int) -> None:
+def check(contenders: list[Contender], case: str, units: int, **epoch: int) -> None:
     """Builds the model in each, and compares what they predict and the loss of an epoch, but for those without a layer.
+
+    Args:
+        epoch: how many `batches` it has; all of the shape's without.
 
     Raises:
         Differs: two whose numbers are not the same.
@@ -199,14 +202,14 @@ def check(contenders: list[Contender], case: str, units: int) -> None:
     for one in contenders:
         if one.side == "nothing":
             for do in ("build", "loss"):
-                one.ask(do, case=case, units=units)
+                one.ask(do, case=case, units=units, **epoch)
     contenders = [one for one in contenders if one.side != "nothing"]
     predicted = [one.ask("build", case=case, units=units) for one in contenders]
     for one, values in zip(contenders, predicted, strict=True):
         apart = max(abs(a - b) for a, b in zip(values, predicted[0], strict=True))
         if not apart < 1e-5:
             raise Differs(f"{case}: {one.name} predicts {apart} apart from {contenders[0].name}")
-    losses = [one.ask("loss") for one in contenders]
+    losses = [one.ask("loss", **epoch) for one in contenders]
     for one, loss in zip(contenders, losses, strict=True):
         alike = [other for other in contenders if other.backend == one.backend] if "dropout" in case else contenders
         wanted = losses[contenders.index(alike[0])]
@@ -214,22 +217,44 @@ def check(contenders: list[Contender], case: str, units: int) -> None:
             raise Differs(f"{case}: {one.name} has loss {loss} after an epoch, {alike[0].name} {wanted}")
 
 
-def measure(contenders: list[Contender], case: str, units: int, rounds: int) -> list[dict[str, Any]]:
-    """The median seconds of each contender, in turns."""
-    check(contenders, case, units)
-    rows = []
+def measure(
+    contenders: list[Contender], case: str, units: int, rounds: int, most: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The median seconds of each contender, in turns.
+
+    Args:
+        most: seconds of an epoch; one of a contender that would take longer has fewer batches, which its row says.
+    """
+    check(contenders, case, units, **({} if most is None else FEW))
     for do in DOES:
+        batches = {one.name: _batches(one, do, most) for one in contenders}
         for one in contenders:
-            one.ask(do)  # compiles what it compiles
+            one.ask(do, batches=batches[one.name])  # compiles what it compiles
         times: dict[str, list[float]] = {one.name: [] for one in contenders}
         for turn in range(rounds):
             for one in contenders[:: (-1) ** turn]:
-                times[one.name].append(one.ask(do))
+                times[one.name].append(one.ask(do, batches=batches[one.name]))
         seconds = {name: round(statistics.median(found), 4) for name, found in times.items()}
-        rows.append({"case": case, "units": units, "do": do, "seconds": seconds})
-        print(f"{case}, {units} units, {do}: " + ", ".join(f"{n} {s:.3f} s" for n, s in seconds.items()), flush=True)
-    engines = {one.name: engine for one in contenders if (engine := one.ask("engines"))}
-    return [row | {"engines": engines} if row["do"] == "fit" else row for row in rows]
+        each = ", ".join(f"{name} {1e3 * took / batches[name]:.2f} ms a batch" for name, took in seconds.items())
+        print(f"{case}, {units} units, {do}: {each}", flush=True)
+        row: dict[str, Any] = {"case": case, "units": units, "do": do, "seconds": seconds}
+        if fewer := {one.name: batches[one.name] for one in contenders if batches[one.name] < one.shape.batches}:
+            row["batches"] = fewer
+        if do == "fit":
+            row["engines"] = {one.name: engine for one in contenders if (engine := one.ask("engines"))}
+        yield row
+
+
+def _batches(one: Contender, do: str, most: float | None) -> int:
+    """How many batches an epoch of a contender has."""
+    if most is None:
+        return one.shape.batches
+    one.ask(do, **FEW)  # compiles what it compiles
+    return min(one.shape.batches, max(2, int(most * FEW["batches"] / one.ask(do, **FEW))))
+
+
+FEW = {"batches": 4}
+"""Where epochs are to be short: of one whose numbers are compared, or whose time says how many another has."""
 
 
 def main() -> None:
@@ -245,6 +270,7 @@ def main() -> None:
         "--shape", type=int, nargs=4, default=Shape(), metavar="N", help="batch, batches, steps, features"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--most", type=float, metavar="SECONDS", help="of an epoch: of slow contenders it is shorter")
     parser.add_argument("--out", type=Path, help="a file of results, to which these are added")
     parser.add_argument("--tables", type=Path, help="only prints a file of results as Markdown")
     given = parser.parse_args()
@@ -263,12 +289,11 @@ def main() -> None:
         for units in given.sizes:
             for case in given.cases.split(";"):
                 try:
-                    rows = measure(contenders, case, units, given.rounds)
+                    for row in measure(contenders, case, units, given.rounds, given.most):
+                        if given.out:
+                            write(given.out, facts, [row], Shape(*given.shape))
                 except Differs as found:
                     different.append(str(found))
-                    continue
-                if given.out:
-                    write(given.out, facts, rows, Shape(*given.shape))
     if different:
         raise SystemExit("\n".join(different))
     return None
@@ -290,7 +315,10 @@ def write(path: Path, versions: dict[str, Any], rows: list[dict[str, Any]], shap
         "versions": versions,
         "shape": shape._asdict() | {"dtype": "float32"},
     }  # fmt: skip
-    every = sorted(kept + [row | when for row in rows], key=lambda row: ([*CASES].index(row["case"]), row["units"]))
+    every = sorted(
+        kept + [row | when for row in rows],
+        key=lambda row: ([*CASES].index(row["case"]), row["units"], DOES.index(row["do"])),
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(header | {"results": every}, indent=1) + "\n", encoding="utf-8")
 
@@ -308,7 +336,9 @@ def tables(path: Path) -> str:
         lines = [f"| `{do}` | units | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(names)}"]
         for row in data["results"]:
             if row["do"] == do:
-                cells = [_cell(row["seconds"], name, batches) for name in names]
+                counts = row.get("batches", {})
+                each = {name: took / counts.get(name, batches) for name, took in row["seconds"].items()}
+                cells = [_cell(each, name) for name in names]
                 lines.append(f"| {row['case']} | {row['units']} | {' | '.join(cells)} |")
         made.append("\n".join(lines))
     return "\n\n".join(made) + "\n"
@@ -327,8 +357,11 @@ def _head(name: str, names: list[str]) -> str:
     return name + (pair[2] if pair and {*pair[:2]} <= {*names} else "")
 
 
-def _cell(seconds: dict[str, float], name: str, batches: int) -> str:
-    text, pair = f"{1e3 * seconds[name] / batches:.1f}", _pair(name)
+def _cell(seconds: dict[str, float], name: str) -> str:
+    """Of the seconds of a batch."""
+    if name not in seconds:
+        return ""
+    text, pair = f"{1e3 * seconds[name]:.1f}", _pair(name)
     return f"{text}, {seconds[pair[0]] / seconds[pair[1]]:.1f}" if pair and {*pair[:2]} <= {*seconds} else text
 
 

@@ -40,6 +40,34 @@ def test_it_checks_and_measures(tmp_path: Path) -> None:
     assert "| masked | 2 | 1.0 | 15.0, 15.0 | 0.5, 30.0 |" in made
 
 
+def test_slow_contenders_have_fewer_batches(tmp_path: Path) -> None:
+    """A row says how many, and the tables give the time of a batch."""
+    names, asked = runpy.run_path(str(PROGRAM)), []
+
+    class Contender:
+        backend = "torch"
+
+        def __init__(self, side: str, each: float) -> None:
+            self.side, self.name, self.each = side, f"{names['SIDES'][side]}, torch", each
+            self.shape = names["Shape"](batches=32)
+
+        def ask(self, do: str, batches: int = 0, **more: object) -> object:
+            if do in ("build", "loss", "engines"):
+                assert do != "loss" or batches == 4
+                return {"build": [1.0], "loss": 2.0, "engines": ""}[do]
+            asked.append((self.side, do, batches))
+            return self.each * batches
+
+    row = next(names["measure"]([Contender("whorl", 0.01), Contender("keras", 0.25)], "plain", 8, 2, 1.0))
+    assert row["seconds"] == {"whorl, torch": 0.32, "Keras, torch": 1.0}
+    assert row["batches"] == {"Keras, torch": 4}
+    assert [batches for side, _, batches in asked if side == "whorl"] == [4, 4, 32, 32, 32]
+    assert [batches for side, _, batches in asked if side == "keras"] == [4, 4, 4, 4, 4]
+    out = tmp_path / "results.json"
+    names["write"](out, {name: {} for name in row["seconds"]}, [row], names["Shape"](batches=32))
+    assert "| plain | 8 | 10.0 | 250.0, 25.0 |" in names["tables"](out)
+
+
 def test_what_differs_is_not_timed() -> None:
     names = runpy.run_path(str(PROGRAM))
 
@@ -72,7 +100,7 @@ def test_what_differs_ends_the_program_after_the_others(monkeypatch: pytest.Monk
         assert pythons == {"jax": "python"}
         yield []
 
-    def measure(contenders: object, case: str, units: int, rounds: int) -> list[object]:
+    def measure(contenders: object, case: str, units: int, rounds: int, most: object) -> list[object]:
         if case == "plain":
             raise main["Differs"]("plain: not the same")
         measured.append(case)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from whorl.cells import library
 from whorl.problem import Form
+
+OfGate = TypeVar("OfGate")
 
 # The numbers by which torch's native operators call the cells, by what the cell computes.
 NATIVE_MODES = {
@@ -92,8 +94,8 @@ _KERAS_GATES = {"GRU": (1, 0, 2)}
 """The place in Keras' order of each gate here, where they differ: its z r h are r z n.  Back again it is the same."""
 
 
-def reordered(layer: str, gates: Sequence[Tensor]) -> list[Tensor]:
-    """One tensor for each gate, from Keras' order to the cell's, or back.
+def reordered(layer: str, gates: Sequence[OfGate]) -> list[OfGate]:
+    """What there is of each gate, from Keras' order to the cell's, or back.
 
     Args:
         layer: the class of Keras whose order it is: "LSTM", "GRU", "SimpleRNN", or another that has the cell's own.

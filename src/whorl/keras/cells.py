@@ -1,5 +1,6 @@
 """What a cell of Keras is to whorl: the plain values of its sweep, and its tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any
 
 import keras
 import torch
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,6 +20,7 @@ from whorl.keras.path import BACKEND, sweep
 from whorl.keras.sweep import Part, Tensors, part
 from whorl.options import Options, refuse_others, wrapped, zoneouts
 from whorl.problem import Form
+from whorl.weights import reordered
 
 _KINDS = {keras.layers.LSTMCell: "LSTM", keras.layers.GRUCell: "GRU", keras.layers.SimpleRNNCell: "SimpleRNN"}
 
@@ -81,9 +84,16 @@ def tensors_of(cell: Any, x: Any, state: Any, states: tuple[Any, ...], training:
     weights = tuple([_value(variable, x, dtype) for variable in own])
     if not training:
         return Tensors(weights, states)
-    settle(cell)
-    masks = _row(cell.get_dropout_mask(x)), _row(cell.get_recurrent_dropout_mask(state))
-    return Tensors(weights, states, *masks, cell.draw() if isinstance(cell, Cell) else None)
+    kind = _KINDS.get(type(cell))
+    if kind is None:  # its class may read and change its masks
+        settle(cell)
+    held = [getattr(cell, name, None) for name in _MASKS]
+    gets = (cell.get_dropout_mask, x), (cell.get_recurrent_dropout_mask, state)
+    of_x, of_state = [
+        (own.stacked(str(kind)),) if isinstance(own, _Undrawn) else _row(get(like))
+        for own, (get, like) in zip(held, gets, strict=True)
+    ]
+    return Tensors(weights, states, of_x, of_state, cell.draw() if isinstance(cell, Cell) else None)
 
 
 def _value(variable: Any, x: Any, dtype: str) -> Any:
@@ -107,13 +117,26 @@ class _Undrawn:
     """One mask, and no list of one for each gate."""
 
     def draw(self) -> Any:
-        keep = torch.full(self.like.shape, 1.0 - self.rate, device=self.like.device)
-        drawn, generator = keep.new_empty((len(self.seeds), *keep.shape)), torch.Generator(self.like.device)
-        for seed, to in zip(self.seeds, drawn.unbind(), strict=True):
-            generator.manual_seed(seed & 0xFFFFFFFF)
-            torch.bernoulli(keep, generator=generator, out=to)
-        masks = list(drawn.to(self.like.dtype).div_(1.0 - self.rate).unbind())
+        """As Keras has them."""
+        masks = list(self._drawn(range(len(self.seeds))).unbind())
         return masks[0] if self.alone else masks
+
+    def stacked(self, kind: str) -> torch.Tensor:
+        """[batch, width] of one that is alone, else [gates, batch, width] in the order of the cell.
+
+        Args:
+            kind: the class of Keras whose order theirs is.
+        """
+        gates = range(len(self.seeds))
+        return self._drawn(gates)[0] if self.alone else self._drawn(reordered(kind, gates))
+
+    def _drawn(self, order: Sequence[int]) -> torch.Tensor:
+        keep = torch.full(self.like.shape, 1.0 - self.rate, device=self.like.device)
+        drawn, generator = keep.new_empty((len(order), *keep.shape)), torch.Generator(self.like.device)
+        for place, to in zip(order, drawn.unbind(), strict=True):
+            generator.manual_seed(self.seeds[place] & 0xFFFFFFFF)
+            torch.bernoulli(keep, generator=generator, out=to)
+        return drawn.to(self.like.dtype).div_(1.0 - self.rate)
 
 
 def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
@@ -133,16 +156,21 @@ def draw_masks(cell: DropoutRNNCell, x: Any, state: Any) -> None:
     if x.is_meta or torch.compiler.is_compiling() or has_masks(cell):
         return
     count, seed = getattr(cell, "dropout_mask_count", None), cell.seed_generator.state
+    value = seed.value
     each = 1 if count is None else count
-    first, number = _numbers(seed.value)
+    first, number = _numbers(value)
     taken = each * sum(drawn)
-    seed.assign(seed.value + _taken(taken, seed.value.dtype, seed.value.device))
-    if not seed.value.is_inference():  # which has no version
-        _written[seed.value] = seed.value._version, (first, number + taken)
+    step = _taken(taken, value.dtype, value.device)
+    if in_stateless_scope():
+        seed.assign(value + step)
+    else:
+        value.add_(step)
+        if not value.is_inference():  # which has no version
+            _written[value] = value._version, (first, number + taken)
     number += first
     for name, rate, like, some in zip(_MASKS, rates, likes, drawn, strict=True):
         if some:
-            setattr(cell, name, _Undrawn(like, rate, range(number, number + each), count is None))
+            _hold(cell, name, _Undrawn(like, rate, range(number, number + each), count is None))
             number += each
 
 
@@ -169,7 +197,19 @@ def settle(cell: Any) -> None:
     for name in _MASKS:
         masks = getattr(cell, name, None)
         if isinstance(masks, _Undrawn):
-            setattr(cell, name, masks.draw())
+            _hold(cell, name, masks.draw())
+
+
+def drop_undrawn(cell: DropoutRNNCell) -> None:
+    """Lets the masks of a call go that nobody has drawn into the cell."""
+    for name in _MASKS:
+        if isinstance(getattr(cell, name, None), _Undrawn):
+            _hold(cell, name, None)
+
+
+def _hold(cell: DropoutRNNCell, name: str, masks: Any) -> None:
+    """Past Keras' own assignment, which looks for variables in what it is given: 20 us for a list."""
+    cell.__dict__[name] = masks
 
 
 def has_masks(cell: DropoutRNNCell) -> bool:

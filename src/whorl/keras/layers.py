@@ -12,7 +12,7 @@ from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.errors import InputError
 from whorl.keras import loops
-from whorl.keras.cells import draw_masks, has_masks, settle
+from whorl.keras.cells import draw_masks, drop_undrawn, has_masks, settle
 from whorl.keras.explanation import Explanation, explain
 from whorl.plan import check_engine
 
@@ -69,6 +69,8 @@ class Recurrent:
 
     def _maybe_reset_dropout_masks(self, cell: Any) -> None:
         """Keras' hook: the cell lets the masks of a call go, where it has some; Keras writes None at each call."""
+        if isinstance(cell, DropoutRNNCell):
+            drop_undrawn(cell)
         if not isinstance(cell, DropoutRNNCell) or has_masks(cell):
             super()._maybe_reset_dropout_masks(cell)  # type: ignore[misc]
 

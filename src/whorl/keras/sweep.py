@@ -43,7 +43,10 @@ class Tensors(NamedTuple):
     states: tuple[Tensor, ...]
     """Initial states, [batch, units] each; or none on torch, where they are zero."""
     input_masks: tuple[Tensor, ...] = ()
-    """[batch, inputs]: none, one, or one for each gate in Keras' order; what dropout multiplies its input with."""
+    """[batch, inputs]: none, one, or one for each gate in Keras' order; what dropout multiplies its input with.
+
+    On torch also one tensor [gates, batch, inputs] in the cell's order.
+    """
     recurrent_masks: tuple[Tensor, ...] = ()
     """[batch, units], likewise; of what enters the recurrent product."""
     seed: Tensor | None = None

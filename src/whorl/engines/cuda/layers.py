@@ -333,10 +333,14 @@ class Layers:
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
+        return like.new_empty(self._space_size(rows, features), dtype=torch.uint8)
+
+    def _space_size(self, rows: int, features: Features) -> int:
+        """Its bytes."""
         states, apart = len(self.cell.states) - 1, len(self.saving.apart)
         each = 4 * states + apart * self.gate.itemsize + features.before * self.problem.dtype.itemsize
         each += self._rounds * self.problem.dtype.itemsize
-        return like.new_empty(rows * (self.form.units * each + 4 * self._levels), dtype=torch.uint8)
+        return rows * (self.form.units * each + 4 * self._levels)
 
     @property
     def _levels(self) -> int:

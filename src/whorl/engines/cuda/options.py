@@ -112,8 +112,8 @@ class Options:
         )  # fmt: skip
 
     def argument(
-        self, layer: int, parts: int, *, before: Sequence[Tensor] = (), sequences: Sequence[Tensor | None] = (),
-        entered: Sequence[Tensor] = (), reset_gradients: Sequence[Tensor] = (),
+        self, layer: int, parts: int, *, before: Sequence[Tensor | int] = (), sequences: Sequence[Tensor | None] = (),
+        entered: Sequence[Tensor | int] = (), reset_gradients: Sequence[Tensor] = (),
         input_gradients: Sequence[Sequence[Tensor]] = (), noise_gradients: Sequence[Tensor | None] = (),
         zoneout_gradients: Sequence[Sequence[Tensor | None]] = (),
     ) -> list[int | float]:  # fmt: skip
@@ -121,6 +121,7 @@ class Options:
 
         Args:
             parts: as `Grid` has them together.
+            before, entered: tensors, or addresses.
         """
         form, states = self.form, len(self.form.cell.states)
         inputs, probabilities = max(1, len(self.inputs)), form.zoneout or (0.0,) * states
@@ -460,8 +461,11 @@ def _scale(probability: float) -> float:
     return 1 / (1 - probability) if probability < 1 else 0.0
 
 
-def _addresses(tensors: Sequence[Tensor | None], count: int, offset: int = 0) -> list[int]:
-    found = [0 if tensor is None else tensor.data_ptr() + offset for tensor in tensors]
+def _addresses(tensors: Sequence[Tensor | int | None], count: int, offset: int = 0) -> list[int]:
+    """Of tensors; what is a number is one already."""
+    found = [
+        tensor if isinstance(tensor, int) else 0 if tensor is None else tensor.data_ptr() + offset for tensor in tensors
+    ]
     return found + [0] * (count - len(found))
 
 

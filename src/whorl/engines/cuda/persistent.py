@@ -14,6 +14,7 @@ from whorl.engines.base import Engine, Grads
 from whorl.engines.cuda import aligned, cudnn, grid, projected, source
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
+from whorl.engines.cuda.marked import Marked, is_marked
 from whorl.engines.cuda.norms import inside, norm_of, normed
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
@@ -128,11 +129,15 @@ class Persistent(Engine):
 
 
 def _made(plan: Plan, device: torch.device) -> Layers | Projected:
-    return Projected(plan, device, _loops) if plan.problem.form.projection else _loops(plan, device)
+    return Projected(plan, device, _loops) if plan.problem.form.projection else _whole(plan, device)
 
 
 def _loops(plan: Plan, device: torch.device) -> Layers:
     return (Plain if is_plain(plan.problem) else Layers)(plan, device)
+
+
+def _whole(plan: Plan, device: torch.device) -> Layers:
+    return Marked(plan, device) if is_marked(plan.problem) else _loops(plan, device)
 
 
 _INFERENCE, _TRAINING = 0.8, 0.75  # of what cuDNN takes: the rest is for products of whole matrices

@@ -6,22 +6,24 @@ fills in addresses.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Copied
 from whorl.engines.cuda.layers import Layers, address, pair, plain
+from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import Product, handle
-from whorl.engines.cuda.source import PLAIN
+from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import kinds
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """Where in the room lies what a layer leaves, for each direction."""
 
     gates: Sequence[int]
@@ -29,9 +31,11 @@ class _Kept(NamedTuple):
     states: Sequence[int]
     output: int
     """Of both; of the last layer nothing lies there."""
+    before: Sequence[int] = ()
+    """The first state before each step, where it is not the output of the step before."""
 
 
-class _OfSome(NamedTuple):
+class OfSome(NamedTuple):
     """How the gradient of the recurrent weights of neighbouring gates is made; places and steps are bytes."""
 
     apart: bool
@@ -50,8 +54,12 @@ class _OfSome(NamedTuple):
 
 def is_plain(problem: Problem) -> bool:
     """No options, no vectors, and a step of one stage."""
-    cell = problem.form.cell
-    return not (problem.additions or problem.packed or cell.vectors or staged(cell))
+    return not (problem.additions or problem.packed) and is_plain_cell(problem.form.cell)
+
+
+def is_plain_cell(cell: Graph) -> bool:
+    """No vectors, and a step of one stage."""
+    return not (cell.vectors or staged(cell))
 
 
 class Plain(Layers):
@@ -63,11 +71,19 @@ class Plain(Layers):
         self._output, self._state = (time, batch, directions * units), (form.layers * directions, batch, units)
         self._every = len(kinds(form))
         self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
-        self._ahead = self._kernel("forward", PLAIN)
+        features = self._features()
+        self._ready(features, features)
+        self._ahead = self._kernel("forward", features)
         self._kept, self._room = self._laid_out()
         self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
         if self.problem.gradient:
-            self._make_ready_for_backward()
+            room = Room()
+            self._make_ready_for_backward(room)
+            self._meanwhile = room.size
+
+    def _features(self) -> Features:
+        """Of its kernels."""
+        return PLAIN
 
     @property
     def keeps(self) -> int:
@@ -82,24 +98,28 @@ class Plain(Layers):
             made += [first + kind if there else -1 for first in firsts] + [-1] * (2 - directions)
         return made
 
-    def _laid_out(self) -> tuple[list[_Kept], int]:
+    def _laid_out(self) -> tuple[list[Kept], int]:
         """Where each layer leaves what, and the bytes of all."""
         (units, batch, time, directions), keep = self.sizes, self.problem.gradient
-        each, wide, room = time * batch * units, self.gate.itemsize, _Room()
-        made: list[_Kept] = []
+        each, wide, room = time * batch * units, self.gate.itemsize, Room()
+        made: list[Kept] = []
         for layer in range(self.form.layers):
             if not keep and layer > 1:  # the layer before the last is done with
                 made.append(made[layer - 2])
                 continue
             inner = layer < self.form.layers - 1
-            kept = _Kept(
-                room.parts(directions, each * len(self.cell.gates) * wide),
-                room.parts(directions, keep * each * len(self.saving.apart) * wide),
-                room.parts(directions, keep * each * (len(self.cell.states) - 1) * 4),
-                *room.parts(1, inner * each * directions * self.problem.dtype.itemsize),
-            )
-            made.append(kept)
+            gates = room.parts(directions, each * len(self.cell.gates) * wide)
+            apart, states, before = self._spaces_laid_out(room, keep)
+            (output,) = room.parts(1, inner * each * directions * self.problem.dtype.itemsize)
+            made.append(Kept(gates, apart, states, output, before))
         return made, room.size
+
+    def _spaces_laid_out(self, room: "Room", keep: bool) -> tuple[list[int], list[int], list[int]]:
+        """Where each direction leaves r apart, states, and what was before each step."""
+        units, batch, time, directions = self.sizes
+        each = keep * time * batch * units
+        apart = room.parts(directions, each * len(self.saving.apart) * self.gate.itemsize)
+        return apart, room.parts(directions, each * (len(self.cell.states) - 1) * 4), []
 
     def _projection(self, inputs: int) -> Product | Copied:
         """The product of x of every step with the weights of every gate."""
@@ -108,28 +128,31 @@ class Plain(Layers):
         sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
         return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
 
-    def _make_ready_for_backward(self) -> None:
+    def _make_ready_for_backward(self, room: "Room") -> None:
+        """
+        Args:
+            room: gets places for what is there meanwhile.
+        """
         units, batch, time, directions = self.sizes
+        self._entered: list[int] = []
         form, dtype, element, tf32 = self.form, self.problem.dtype, self.problem.dtype.itemsize, self.tf32
         gates, apart, rows = len(self.cell.gates) * units, len(self.saving.apart) * units, time * batch
         assert self._sums is not None, "it is made ready with the kernels"
-        self._back, self._adding = self._kernel("backward", PLAIN), self._sums
-        room = _Room()
+        self._back, self._adding = self._kernel("backward", self._features()), self._sums
         self._to_gates = room.parts(directions, rows * gates * element)
         self._to_apart = room.parts(directions, rows * apart * element) if apart else self._to_gates
         self._summed = room.parts(directions, self._back.sums * self._sums.columns * 4)
         (self._to_below,) = room.parts(1, (form.layers > 1) * rows * directions * units * element)
-        self._meanwhile = room.size
         ready, every_inputs = self._product.ready, [form.layer_inputs(layer) for layer in range(form.layers)]
         self._of_x = [ready(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
         self._of_ih = [ready(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
-        self._of_hh: list[_OfSome] = []
+        self._of_hh: list[OfSome] = []
         for is_apart, first, count, into in self.blocks:
             wide, step = count * units, apart if is_apart else gates
             over = ready(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
             start = ready(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
             places = first * units * element, step * element, into * units * units * element
-            self._of_hh.append(_OfSome(is_apart, *places, over, start))
+            self._of_hh.append(OfSome(is_apart, *places, over, start))
 
     def _weights(self, call: Call) -> tuple[Sequence[Tensor], list[int]]:
         """The weights as kernels read them, mostly themselves; and their addresses, behind which stands 0."""
@@ -155,6 +178,7 @@ class Plain(Layers):
         base, entered = room.data_ptr(), x.data_ptr()
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
+        options = self._options(call, stream)
         starts = [_own(state, dtype) for state in call.states]
         y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
         for layer, kept in enumerate(self._kept):
@@ -166,12 +190,21 @@ class Plain(Layers):
                 *[at[place] for place in self._reads[layer]], 0, 0,
                 *self._places(starts, layer), *self._places(finals, layer), entered,
                 *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
-                time, batch,
+                time, batch, *self._argument(options, layer, base),
             )  # fmt: skip
             if call.dropout and layer < last:
                 dropped = self._output_in(room, layer) * call.dropout[layer]
                 entered = dropped.data_ptr()
         return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
+
+    def _argument(self, options: Options | None, layer: int, base: int, entered: Sequence[int] = ()) -> Sequence[Any]:
+        """What options add to the argument of a kernel.
+
+        Args:
+            base: of what forward left.
+            entered: where backward puts what entered the recurrent product.
+        """
+        return ()
 
     def _project(self, layer: int, blas: int, entered: int, at: Sequence[int], base: int) -> None:
         """What enters a layer times its weights, for every gate at every step."""
@@ -182,6 +215,10 @@ class Plain(Layers):
         (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
         grad_y, *grad_finals = [None if grad is None else _own(grad, dtype) for grad in grads]
         room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
+        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
+        options = self._options(call, stream)
+        if options is not None:
+            x = options.cleaned(x)
         starts = [_own(state, dtype) for state in call.states]
         grad_starts, grad_x = [torch.empty_like(start) for start in starts], None
         made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
@@ -190,8 +227,7 @@ class Plain(Layers):
         base, here = room.data_ptr(), meanwhile.data_ptr()
         to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
         sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
-        output, ending = y.data_ptr(), address(grad_y)
-        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
+        output, ending, buffers = y.data_ptr(), address(grad_y), [here + place for place in self._entered]
         for layer in reversed(range(self.form.layers)):
             kept, reads, first = self._kept[layer], self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
@@ -201,8 +237,9 @@ class Plain(Layers):
                 *self._places(starts, layer), output,
                 *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
                 ending, *self._places(grad_finals, layer), *pair(to_gates), *pair(to_apart),
-                *self._places(grad_starts, layer), *sums, time, batch,
+                *self._places(grad_starts, layer), *sums, time, batch, *self._argument(options, layer, base, buffers),
             )  # fmt: skip
+            _alive, whole = self._whole(options, layer, room, buffers)
             for place in range(first, first + directions * self._every):  # while the kernel runs
                 made[place] = torch.empty_like(weights[place])
                 into[place] = made[place].data_ptr()
@@ -221,10 +258,12 @@ class Plain(Layers):
                 if target:
                     self._of_x[layer](blas, to_gates[direction], at[own], target, direction > 0)
                 self._of_ih[layer](blas, to_gates[direction], entered, into[own])
-                start = self._places(starts[:1], layer)[0]
-                self._multiply_recurrent(
-                    blas, direction, to_gates[direction], to_apart[direction], output, start, made[own + 1]
-                )
+                of_gates = to_gates[direction], to_apart[direction]
+                if whole:
+                    self._multiply_whole(blas, *of_gates, whole[direction], into[own + 1])
+                else:
+                    start = self._places(starts[:1], layer)[0]
+                    self._multiply_recurrent(blas, direction, *of_gates, output, start, made[own + 1])
             if call.dropout and layer:
                 first_byte = self._to_below
                 to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], self._output, dtype)
@@ -232,7 +271,20 @@ class Plain(Layers):
                     grad_dropout[layer - 1] = to_dropped * self._output_in(room, layer - 1)
                 to_dropped *= call.dropout[layer - 1]
             output, ending = below, target
-        return [grad_x, *grad_starts, *made, *grad_dropout]
+        return [grad_x, *grad_starts, *made, *grad_dropout, *[None] * len(call.noise)]
+
+    def _whole(
+        self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
+    ) -> tuple[list[Tensor], Sequence[int]]:
+        """Where what entered the recurrent product at every step lies, for each direction, and tensors that hold it.
+
+        Nothing where it is the output of the step before.
+        """
+        return [], ()
+
+    def _multiply_whole(self, blas: int, to_gates: int, to_apart: int, entered: int, into: int) -> None:
+        """The gradient of the recurrent weights of one direction, of what entered the product at every step."""
+        raise NotImplementedError
 
     def _multiply_recurrent(
         self, blas: int, direction: int, to_gates: int, to_apart: int, output: int, start: int, into: Tensor
@@ -262,7 +314,7 @@ _ALIGNED = 256
 """Bytes: where parts of a room begin."""
 
 
-class _Room:
+class Room:
     """Places in memory that is not there yet."""
 
     def __init__(self) -> None:

@@ -1,0 +1,119 @@
+"""How a call with a mask, or with given masks of recurrent dropout, runs where Python's time counts: as `plain` runs.
+
+What Keras' layers ask for beside plain calls.  Of one of Keras' LSTM layers a plain training step took the host 355 us,
+one with a mask 677 as `layers` runs it and 534 so, one with recurrent dropout by gate 902 and 726 (AMD EPYC, without
+kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 and 52.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from whorl.engines.base import Grads, from_bytes
+from whorl.engines.cuda.layers import Layers
+from whorl.engines.cuda.options import Options, is_by_gate
+from whorl.engines.cuda.plain import OfSome, Plain, Room, is_plain_cell
+from whorl.engines.cuda.source import GIVEN_BY_GATE, HELD, Features
+from whorl.problem import Call, Outcome, Problem
+
+
+def is_marked(problem: Problem) -> bool:
+    """A mask, given masks that all steps share, or both; and nothing else beyond a plain call."""
+    form, extras = problem.form, set(problem.extras)
+    by_step = "dropout_masks" in extras and form.recurrent_dropout_mode == "step"
+    others = problem.packed or form.zoneout or by_step or not form.cell.recurrent
+    return bool(extras) and extras <= {"mask", "dropout_masks"} and not others and is_plain_cell(form.cell)
+
+
+class Marked(Plain):
+    """A plan's kernels, for a problem that `is_marked`.
+
+    Of given masks it takes those of the recurrent product alone, and without a gradient; else `Layers` runs, which
+    reads what forward left here as its own.
+    """
+
+    def _features(self) -> Features:
+        noise = GIVEN_BY_GATE if is_by_gate(self.form) else HELD
+        return Features(mask="mask" in self.problem.extras, noise=noise * ("dropout_masks" in self.problem.extras))
+
+    def _takes(self, call: Call) -> bool:
+        every = 2 + len(self.cell.states)
+        return not call.dropout and all(
+            (mask.dim() > 0) == (place % every == 1) for place, mask in enumerate(call.noise)
+        )
+
+    def forward(self, call: Call) -> Outcome:
+        return super().forward(call) if self._takes(call) else Layers.forward(self, call)
+
+    def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
+        if not self._takes(call):
+            return Layers.backward(self, call, y, saved, grads)
+        if call.noise and "noise" not in self.problem.constants:
+            return Layers.backward(self, call, y, self._as_layers(saved[0]), grads)
+        return super().backward(call, y, saved, grads)
+
+    def _spaces_laid_out(self, room: Room, keep: bool) -> tuple[list[int], list[int], list[int]]:
+        """Each direction's room is one as `Layers` has it: states, r apart, and at its end the state before."""
+        units, batch, time, directions = self.sizes
+        each, states = time * batch * units, len(self.cell.states) - 1
+        spaces = room.parts(directions, keep * self._space_size(time * batch, self._features()))
+        of_states = 4 * states * each
+        of_apart = len(self.saving.apart) * each * self.gate.itemsize
+        return [at + of_states for at in spaces], spaces, [at + of_states + of_apart for at in spaces]
+
+    def _as_layers(self, room: Tensor) -> list[Tensor]:
+        """What forward left, as `Layers.forward` saves it."""
+        units, batch, time, directions = self.sizes
+        rows, found, last = time * batch, [], self.form.layers - 1
+        of_gates = rows * units * len(self.cell.gates) * self.gate.itemsize
+        of_space = self._space_size(rows, self._features())
+        of_output = rows * directions * units * self.problem.dtype.itemsize
+        for layer, kept in enumerate(self._kept):
+            places = [(at, of_gates) for at in kept.gates] + [(at, of_space) for at in kept.states]
+            places += [(kept.output, of_output)] if layer < last else []
+            found += [room[at : at + size] for at, size in places]
+        return found
+
+    def _argument(self, options: Options | None, layer: int, base: int, entered: Sequence[int] = ()) -> Sequence[Any]:
+        assert options is not None, "the problem has some"
+        before = [base + place for place in self._kept[layer].before] if self.problem.gradient else []
+        return options.argument(layer, self._ahead.together, before=before, entered=entered)
+
+    def _make_ready_for_backward(self, room: Room) -> None:
+        super()._make_ready_for_backward(room)
+        units, batch, time, directions = self.sizes
+        dtype, rows, noise = self.problem.dtype, time * batch, self._features().noise
+        element, self._gatewise = dtype.itemsize, noise == GIVEN_BY_GATE
+        self._entered = room.parts(directions, rows * units * element) if noise == HELD else []
+        self._of_whole: list[OfSome] = []
+        for is_apart, first, count, into in self.gates if self._gatewise else self.blocks:
+            wide, step = count * units, units * len(self.saving.apart if is_apart else self.cell.gates)
+            over = self._product.ready(dtype, (wide, rows, units), (1, 0), (step, units, units), self.tf32)
+            places = first * units * element, step * element, into * units * units * element
+            self._of_whole.append(OfSome(is_apart, *places, over, over))
+
+    def _whole(
+        self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
+    ) -> tuple[list[Tensor], Sequence[int]]:
+        assert options is not None, "the problem has some"
+        before = self._kept[layer].before
+        if not self._gatewise:
+            return [], buffers or [room.data_ptr() + place for place in before]
+        units, batch, time, _ = self.sizes
+        shape, dtype = (time * batch, units), self.problem.dtype
+        size = time * batch * units * dtype.itemsize
+        rows = [from_bytes(room[place : place + size], shape, dtype) for place in before]
+        masked = [options.masked(row, mask) for row, mask in zip(rows, options.noise(layer)[1], strict=True)]
+        return masked, [tensor.data_ptr() for tensor in masked]
+
+    def _multiply_whole(self, blas: int, to_gates: int, to_apart: int, entered: int, into: int) -> None:
+        # with masks by gate what entered lies gate behind gate, as the weights do
+        for some in self._of_whole:
+            gradients = (to_apart if some.apart else to_gates) + some.first
+            some.over(blas, gradients, entered + self._gatewise * self._apart_by(some), into + some.into)
+
+    def _apart_by(self, some: OfSome) -> int:
+        """Bytes before what entered the product of a gate."""
+        units, batch, time, _ = self.sizes
+        return some.into // units * time * batch

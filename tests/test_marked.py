@@ -1,0 +1,175 @@
+"""Calls with a mask or with given masks of recurrent dropout, in which addresses take the place of tensors.
+
+On the host by `emulation`: to the bit what `Layers` gives, whose numbers other tests compare with the reference's.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import whorl
+from comparison import flat, make, weighted
+from emulation import emulated
+from whorl.engines.cuda import aligned, layers, persistent
+from whorl.engines.cuda.marked import Marked
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+TIME, BATCH, INPUTS, UNITS = 4, 5, 6, 10
+CELLS = {"LSTM": 4, "GRU": 3, "RNN tanh": 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "two layers": dict(num_layers=2),
+    "both directions, no bias": dict(num_layers=2, bidirectional=True, bias=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def host(folder: Path) -> Iterator[None]:
+    """Memory is full of NaN before it is written."""
+    torch.use_deterministic_algorithms(True)
+    with emulated(folder):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ran() -> list[type]:
+    return [type(made) for _, made in layers._prepared.values()]
+
+
+def given(cell: str, what: str, layer: Any, time: int = TIME) -> dict[str, Any]:
+    """Of a call: `what` names a mask, and masks by gate or shared by the gates, of the input too, or with gradients."""
+    rows, found = layer.num_layers * (1 + layer.bidirectional), {}
+    dtype = next(layer.parameters()).dtype
+    if "mask" in what:
+        found["mask"] = torch.arange(time)[:, None] != torch.tensor([9, 3, 1, 0, 9])
+    shape = (CELLS[cell], BATCH, UNITS) if "gate" in what else (BATCH, UNITS)
+    masks = {}
+    if "gate" in what or "shared" in what:
+        masks["recurrent_dropout"] = [torch.rand(shape).to(dtype) for _ in range(rows)]
+    if "input" in what:
+        width = UNITS * (1 + layer.bidirectional)
+        masks["input_dropout"] = [
+            torch.rand(BATCH, INPUTS if row < rows // layer.num_layers else width).to(dtype) for row in range(rows)
+        ]
+    if masks:
+        found["dropout_masks"] = masks
+        for mask in masks.get("recurrent_dropout", []) if "gradient" in what else []:
+            mask.requires_grad_()
+    return found
+
+
+def outcome(layer: Any, of_x: bool, initial: bool, call: dict[str, Any], time: int = TIME) -> list[Tensor]:
+    """Outputs, and the gradients of everything that has one."""
+    torch.manual_seed(2)
+    dtype, rows = next(layer.parameters()).dtype, layer.num_layers * (1 + layer.bidirectional)
+    x = torch.randn(time, BATCH, INPUTS).to(dtype)
+    if "mask" in call:
+        x[~call["mask"]] = float("nan")  # which is read by nobody
+    x.requires_grad_(of_x)
+    states = [torch.randn(rows, BATCH, UNITS).to(dtype).requires_grad_() for _ in layer._widths] if initial else []
+    hx = (tuple(states) if len(states) > 1 else states[0]) if states else None
+    outputs = flat(layer(x, hx, **call))
+    masks = [mask for own in call.get("dropout_masks", {}).values() for mask in own]
+    wanted = [one for one in (x, *states, *masks, *layer.parameters()) if one.requires_grad]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(weighted(outputs), wanted)]
+
+
+def both(layer: Any, monkeypatch: pytest.MonkeyPatch, *how: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """By `Marked`, then by `Layers`."""
+    ours = outcome(layer, *how)
+    assert ran() == [Marked]
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_prepared", {})
+        patch.setattr(persistent, "is_marked", lambda problem: False)
+        theirs = outcome(layer, *how)
+        assert Marked not in ran()
+    return ours, theirs
+
+
+def assert_same(found: tuple[list[Tensor], list[Tensor]]) -> None:
+    for ours, theirs in zip(*found, strict=True):
+        assert not ours.isnan().any()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["mask", "gate", "mask gate", "shared", "mask shared", "gate input", "gate gradient",
+                                  "mask shared gradient"])  # fmt: skip
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_it_is_what_layers_gives(cell: str, form: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    mode = "shared" if "shared" in what else "gate"
+    layer = make(
+        whorl,
+        cell,
+        INPUTS,
+        UNITS,
+        dtype=torch.bfloat16,
+        engine="persistent",
+        recurrent_dropout_mode=mode,
+        **FORMS[form],
+    )
+    call = given(cell, what, layer)
+    for of_x, initial in ((True, True), (False, False)):
+        assert_same(both(layer, monkeypatch, of_x, initial, call))
+        layers._prepared.clear()
+
+
+@pytest.mark.parametrize("time", [1, 3])
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_float32_and_copies(cell: str, copies: bool, time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one step, too; and where operands are copied for cuBLAS."""
+    if copies:
+        monkeypatch.setattr(aligned, "LEAST", 1)
+    torch.manual_seed(1)
+    layer = make(whorl, cell, INPUTS, UNITS, engine="persistent", recurrent_dropout_mode="gate")
+    call = given(cell, "mask gate", layer, time)
+    assert_same(both(layer, monkeypatch, True, True, call, time))
+
+
+def test_inference_keeps_nothing_and_gives_the_same() -> None:
+    layer = make(
+        whorl, "LSTM", INPUTS, UNITS, 4, dtype=torch.bfloat16, engine="persistent", recurrent_dropout_mode="gate"
+    )
+    x, call = torch.randn(TIME, BATCH, INPUTS).bfloat16(), given("LSTM", "mask gate", layer)
+    wanted = flat(layer(x, **call))
+    with torch.no_grad():
+        found = flat(layer(x, **call))
+    for got, truth in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+    (_, training), (_, inference) = layers._prepared.values()
+    assert inference._room < training._room / 2
+
+
+def test_a_backward_that_is_planned_anew_reads_what_forward_left() -> None:
+    """In a compiled graph it is, and takes every gradient to be wanted."""
+    layer = make(
+        whorl, "LSTM", INPUTS, UNITS, 2, dtype=torch.bfloat16, engine="persistent", recurrent_dropout_mode="gate"
+    )
+    x, call = torch.randn(TIME, BATCH, INPUTS).bfloat16().requires_grad_(), given("LSTM", "mask gate", layer)
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x, **call)[0].square().sum()
+
+    torch._dynamo.reset()
+    found = (torch.compile(loss, backend="aot_eager")(x), loss(x))
+    first, second = (torch.autograd.grad(value, (x, *layer.parameters())) for value in found)
+    for got, truth in zip(first, second, strict=True):
+        torch.testing.assert_close(got, truth, rtol=0, atol=0)
+    assert {*ran()} == {Marked}
+
+
+@pytest.mark.parametrize("more", [dict(lengths=torch.tensor([4, 3, 2, 1, 4])), dict(reset=torch.ones(4, 5).bool())])
+def test_what_has_other_options_goes_another_way(more: dict[str, Tensor]) -> None:
+    layer = make(whorl, "LSTM", INPUTS, UNITS, dtype=torch.bfloat16, engine="persistent")
+    mask = torch.ones(TIME, BATCH, dtype=torch.bool)
+    layer(torch.randn(TIME, BATCH, INPUTS).bfloat16(), **({} if "lengths" in more else dict(mask=mask)), **more)
+    make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", peephole=True)(torch.randn(TIME, BATCH, INPUTS), mask=mask)
+    make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", zoneout=0.2)(torch.randn(TIME, BATCH, INPUTS), mask=mask)
+    assert Marked not in ran()
