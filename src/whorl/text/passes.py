@@ -3,7 +3,7 @@
 On a GPU kernels of `text/kernels`, elsewhere plain torch, which says what they mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +21,11 @@ _KERNELS = Path(__file__).parent / "kernels"
 _THREADS = {"loss": 512, "loss_backward": 512, "clip": 512}
 _LAYOUTS = {
     "loss": "4Qq", "loss_backward": "5Q2q", "take": "3Q2q", "order_rows": "4Qq", "sum_rows": "5Q2q", "move_rows": "5Qq",
-    "move": "128QQ", "squares": "64QQ", "clip": "4Q8qQd",
+    "move": "320QQ", "squares": "160QQ", "clip": "4Q8qQd",
 }  # fmt: skip
-_AT_ONCE = 16  # parameters of one launch of move.cu
+_AT_ONCE = 40  # parameters of one launch of move.cu
 _BLOCKS = 528  # of each of them: four on each multiprocessor of an H200
+_FEW_NUMBERS, _FEW_BLOCKS = 1 << 14, 8  # and of those that are no longer, in a launch of their own
 _SUMS = 4  # of squares that clip.cu adds
 MOST_ROWS = 1 << 15  # of `order_rows`, whose blocks read all of them
 
@@ -140,18 +141,29 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     if not (runs_kernels(like.device) and all(tensor.dtype == torch.bfloat16 for tensor in tensors)):
         wide = torch.promote_types(like.dtype, torch.float32)
         return torch.stack([tensor.to(wide).square().sum() for tensor in tensors])
-    sums = like.new_empty(len(tensors), _BLOCKS, dtype=torch.float32)
-    for at in range(0, len(tensors), _AT_ONCE):
+    launches = list(_launches(tensors))
+    sums = like.new_empty(sum(len(places) * blocks for places, blocks in launches), dtype=torch.float32)
+    at = 0
+    for places, blocks in launches:
         values: list[Any] = []
-        for tensor in tensors[at : at + _AT_ONCE]:
+        for tensor in (tensors[place] for place in places):
             if tensor.is_contiguous():
                 values += [tensor, 1, tensor.numel(), 0]
             else:
                 values += [tensor, *tensor.shape, tensor.stride(0)]
-        count = len(values) // 4
-        values += [0] * (4 * (_AT_ONCE - count))
-        _run("squares", like, _BLOCKS, count, 1024, *values, sums[at])
-    return sums.flatten()
+        values += [0] * (4 * _AT_ONCE - len(values))
+        _run("squares", like, blocks, len(places), 1024, *values, sums[at:])
+        at += len(places) * blocks
+    return sums
+
+
+def _launches(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], int]]:
+    """Which tensors one launch takes, and how many blocks of each; short ones apart from long ones."""
+    short = [tensor.numel() <= _FEW_NUMBERS for tensor in tensors]
+    for few in (False, True):
+        places = [place for place, which in enumerate(short) if which == few]
+        for at in range(0, len(places), _AT_ONCE):
+            yield places[at : at + _AT_ONCE], _FEW_BLOCKS if few else _BLOCKS
 
 
 def clip(rate: Tensor, most: float, sums: Sequence[tuple[Tensor, int]]) -> None:
@@ -200,13 +212,12 @@ def move(parameters: Sequence[Moved], grads: Sequence[Tensor], rate: Tensor) -> 
             each.own.sub_(rate * grad.to(each.own.dtype))
             each.copy.copy_(each.own)
         return
-    for at in range(0, len(pairs), _AT_ONCE):
+    for places, blocks in _launches([each.own for each in parameters]):
         values: list[Any] = []
-        for each, grad in pairs[at : at + _AT_ONCE]:
+        for each, grad in (pairs[place] for place in places):
             values += [each.own, grad, each.copy, *each.own.shape, *each.copy.stride()[:2]]
-        count = len(values) // 8
-        values += [0] * (8 * (_AT_ONCE - count))
-        _run("move", rate, _BLOCKS, count, 0, *values, rate)
+        values += [0] * (8 * _AT_ONCE - len(values))
+        _run("move", rate, blocks, len(places), 0, *values, rate)
 
 
 def _run(kind: str, like: Tensor, blocks: int, second: int, shared: int, *values: Tensor | float) -> None:

@@ -13,7 +13,7 @@ struct Parameter {
 };
 
 struct Arguments {
-  Parameter parameters[16];
+  Parameter parameters[40];
   const float* rate;
 };
 

@@ -11,7 +11,7 @@ struct Tensor {
 };
 
 struct Arguments {
-  Tensor tensors[16];
+  Tensor tensors[40];
   float* to;  // [tensors, blocks]
 };
 

@@ -80,7 +80,7 @@ static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNIT
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
-                gradient_at(0, 128), PARTS, STAGED && SUBS == 1> Gathered;
+                gradient_at(0, 128), PARTS, SUBS == 1> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
