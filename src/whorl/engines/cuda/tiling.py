@@ -367,7 +367,7 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
         # GRU with warps for the cell alone, 128 units at batch 32 and 128, 512 at 32: 0.58, 0.67 and 1.48 us
-        apart = 0.7 if tile.pointwise and not size.scaled(kind) else 1.0
+        apart = 0.7 if tile.pointwise and tile.subs == 1 and not size.scaled(kind) else 1.0
         return begin + taken * apart * sum(cost * count for cost, count in zip(costs, counts, strict=True))
     if kind == "forward":
         takers, multiplying = tile.pointwise or tile.splits, groups * tile.splits
