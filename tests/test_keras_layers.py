@@ -190,3 +190,34 @@ def plain_loop(layer: Any, x: Tensor, states: Any, masks: tuple[Any, Any], mask:
         state = [torch.where(valid, n, s) for n, s in zip(new, state, strict=True)]
         outs.append(out)
     return [torch.stack(outs, 1) if layer.return_sequences else out, *state]
+
+
+@pytest.mark.parametrize("initial", NO_YES)
+@pytest.mark.parametrize("name", ["LSTM", "SimpleRNN"])
+def test_masks_of_a_call_that_raised_are_not_those_of_the_next(name: str, initial: bool) -> None:
+    """The next has a batch of another size, and its masks are those that its layer draws next."""
+    stock, ours = pair(name, "float32", dropout=0.3, recurrent_dropout=0.4, seed=7)
+
+    def call(layer: Any, batch: int) -> Any:
+        states = (
+            [torch.zeros(batch, UNITS) for _ in layer.cell.state_size] if name == "LSTM" else torch.zeros(batch, UNITS)
+        )
+        return layer(torch.ones(batch, TIME, INPUTS), initial_state=states if initial else None, training=True)
+
+    ours.engine = "cudnn"
+    with pytest.raises(whorl.UnsupportedError):
+        call(ours, BATCH)
+    call(stock, BATCH)
+    ours.engine = "cpu"
+    for _ in range(2):
+        torch.testing.assert_close(call(ours, BATCH + 1), call(stock, BATCH + 1), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_that_could_not_be_drawn_are_not_those_of_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU had no memory for them."""
+    _, ours = pair("GRU", "float32", dropout=0.3, recurrent_dropout=0.4, seed=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "bernoulli", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ours(torch.ones(BATCH, TIME, INPUTS), training=True)
+    assert ours(torch.ones(BATCH + 1, TIME, INPUTS), training=True).shape == (BATCH + 1, UNITS)

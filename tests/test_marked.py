@@ -173,3 +173,40 @@ def test_what_has_other_options_goes_another_way(more: dict[str, Tensor]) -> Non
     make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", peephole=True)(torch.randn(TIME, BATCH, INPUTS), mask=mask)
     make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", zoneout=0.2)(torch.randn(TIME, BATCH, INPUTS), mask=mask)
     assert Marked not in ran()
+
+
+@pytest.mark.parametrize("what", ["mask", "mask gate", "shared", "gate gradient"])
+def test_backward_runs_again_on_what_was_kept(what: str) -> None:
+    """The graph is kept, or hooks of saved tensors put what forward left aside and give back a copy."""
+    layer = make(
+        whorl, "LSTM", INPUTS, UNITS, 2, engine="persistent", bidirectional=True,
+        recurrent_dropout_mode="shared" if "shared" in what else "gate",
+    )  # fmt: skip
+    x, call = torch.randn(TIME, BATCH, INPUTS, requires_grad=True), given("LSTM", what, layer)
+    masks = [mask for own in call.get("dropout_masks", {}).values() for mask in own if mask.requires_grad]
+    wanted = [x, *masks, *layer.parameters()]
+    loss = layer(x, **call)[0].square().sum()
+    first, again = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone):
+        loss = layer(x, **call)[0].square().sum()
+    third = torch.autograd.grad(loss, wanted)
+    assert ran() == [Marked]
+    for one, *others in zip(first, again, third, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+def test_masks_lie_as_they_like() -> None:
+    """Batch first, and every other element of something larger."""
+    layer = make(
+        whorl, "GRU", INPUTS, UNITS, engine="persistent", batch_first=True, recurrent_dropout_mode="gate",
+    )  # fmt: skip
+    x, call = torch.randn(BATCH, TIME, INPUTS), given("GRU", "mask gate", layer)
+    (noise,) = call["dropout_masks"]["recurrent_dropout"]
+    apart = torch.rand(*noise.shape[:-1], 2 * UNITS)
+    apart[..., ::2] = noise
+    mask = call["mask"].t()
+    assert not mask.is_contiguous()
+    found = flat(layer(x, mask=mask, dropout_masks={"recurrent_dropout": [apart[..., ::2]]}))
+    wanted = flat(layer(x, mask=mask.contiguous(), dropout_masks=call["dropout_masks"]))
+    assert ran() == [Marked]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))

@@ -82,7 +82,10 @@ class Recurrent:
     @loops.of_whorl
     def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         """Keras' hook: the last output, all outputs and the final states."""
-        return loops.inner_loop(self, super().inner_loop, sequences, initial_state, mask, training)  # type: ignore[misc]
+        try:
+            return loops.inner_loop(self, super().inner_loop, sequences, initial_state, mask, training)  # type: ignore[misc]
+        finally:  # Keras itself lets them go after a loop that raised nothing: the next call would have this one's
+            self._maybe_reset_dropout_masks(self.cell)
 
     def explain(self, x: Any = None, **kwargs: Any) -> Explanation:
         """Which engine would run a call, and every reason against the faster ones: see `whorl.keras.explain`."""

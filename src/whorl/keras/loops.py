@@ -120,9 +120,10 @@ def _tensors_of_call(layer: Any, x: Any, states: tuple[Any, ...], training: Any)
     entering = x[:, 0, :]
     state = states[0] if states else entering.new_empty((x.shape[0], cell.units))
     layer._maybe_config_dropout_masks(cell, entering, [state])
-    tensors = tensors_of(cell, entering, state, states, training)
-    layer._maybe_reset_dropout_masks(cell)
-    return tensors
+    try:
+        return tensors_of(cell, entering, state, states, training)
+    finally:
+        layer._maybe_reset_dropout_masks(cell)
 
 
 def is_stacked(layer: Any) -> bool:
