@@ -73,6 +73,12 @@ def test_blocks_fill_the_chip_with_as_many_steps_each(time: int, blocks: int, pa
     assert options.parts_of_steps(time, blocks, 4 * 132) == parts
 
 
+def test_threads_are_not_more_than_their_numbers() -> None:
+    assert options.parts_of_steps(1, 2**24, 4 * 132) == 1
+    with pytest.raises(AssertionError, match="by 32 bits"):
+        options.parts_of_steps(1, 2**24 + 1, 4 * 132)
+
+
 @needs_tools
 @pytest.mark.parametrize("zones, noise, most", [((0, 1), False, 43), ((0,), False, 42), ((), True, 42)])
 def test_a_draw_takes_few_instructions(zones: tuple[int, ...], noise: bool, most: int, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """A layer whose last units are padding: what counts in means is as it would be without them."""
 
+import copy
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,27 @@ def test_it_is_the_layer_without_padding(name: str, engine: str) -> None:
     assert error(found[0], wanted[0]) <= 1e-12
     for (which, _), one, other in zip(own.named_parameters(), wanted[1:], found[1:], strict=True):
         assert error(within(other, one), as_units(one)) <= 1e-12, which
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), torch.nn.Module.double],
+    ids=["copy", "deepcopy", "pickle", "dtype"],
+)
+def test_copies_count_so_too(again: Callable[[Any], Any]) -> None:
+    """And options that are changed afterwards leave it as it is."""
+    _, wide = pair("every norm", torch.float64)
+    other = again(wide)
+    assert other._form == wide._form
+    wide.clip = other.clip = 0.5
+    assert other._form == wide._form
+    assert share_of_x(Form.from_json(other._form).cell) == pytest.approx(OWN / ALL)
+
+
+@pytest.mark.parametrize("units", [0, ALL + 1])
+def test_it_has_units_that_count(units: int) -> None:
+    with pytest.raises(whorl.InputError, match=f"units is {units}: write 1 to {ALL}, the units of this LSTM"):
+        whorl.LSTM(7, ALL, layer_norm=True).pad_from(units)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -145,6 +145,12 @@ def test_a_sum_of_squares_of_rows(
     )
 
 
+def test_a_tensor_of_squares_is_not_longer_than_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "runs_kernels", lambda device: True)
+    with pytest.raises(AssertionError, match="by 32 bits"):
+        passes.squares([torch.empty(1 << 17, 1 << 15, dtype=torch.bfloat16, device="meta")])
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("most", [1e9, 2.5, math.nan])
 def test_the_rate_falls_as_the_norm_is_too_large(device: str, count: int, most: float) -> None:

@@ -104,7 +104,14 @@ class Layer(Recurrence, torch.nn.Module):
 
         They stay zero in outputs and states, of a cell that makes zeros of zeros; gradients of the units that count
         are those of a layer without the padding.  A layer's file does not say so.
+
+        Raises:
+            InputError: there are not so many.
         """
+        if not 1 <= units <= self.hidden_size:
+            raise InputError(
+                f"units is {units}: write 1 to {self.hidden_size}, the units of this {type(self).__name__}."
+            )
         self._counted = units
         self._build()
 

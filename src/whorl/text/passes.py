@@ -26,6 +26,7 @@ _LAYOUTS = {
 _AT_ONCE = 40  # parameters of one launch of move.cu
 _BLOCKS = 528  # of each of them: four on each multiprocessor of an H200
 _FEW_NUMBERS, _FEW_BLOCKS = 1 << 14, 8  # and of those that are no longer, in a launch of their own
+_MOST_NUMBERS = (1 << 32) - _BLOCKS * 256  # of a tensor of squares.cu, whose threads go so far past its end
 _SUMS = 4  # of squares that clip.cu adds
 MOST_ROWS = 1 << 15  # of `order_rows`, whose blocks read all of them
 
@@ -141,6 +142,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     if not (runs_kernels(like.device) and all(tensor.dtype == torch.bfloat16 for tensor in tensors)):
         wide = torch.promote_types(like.dtype, torch.float32)
         return torch.stack([tensor.to(wide).square().sum() for tensor in tensors])
+    assert all(tensor.numel() <= _MOST_NUMBERS for tensor in tensors), "the kernel numbers them by 32 bits"
     launches = list(_launches(tensors))
     sums = like.new_empty(sum(len(places) * blocks for places, blocks in launches), dtype=torch.float32)
     at = 0

@@ -450,6 +450,7 @@ def parts_of_steps(time: int, blocks: int, at_once: int) -> int:
 
     What a thread begins with takes it about as long as a step.
     """
+    assert blocks * _THREADS <= 2**32, "the kernels number the threads of a step by 32 bits"
 
     def taken(parts: int) -> int:
         return -(-blocks * parts // at_once) * (1 - (-time // parts))

@@ -1,10 +1,10 @@
 // All steps of a recurrent layer, backward, in one launch: the gradients of the gates, of the initial states, and sums
 // over the batch for the bias and the vectors.  What is left (dx, dW) are products of whole matrices.
 //
-// A cluster owns `share` sequences of ROWS = 8 x TILES, a block the units from rank x SLICE on, as in the forward kernel.  At each
-// step a block computes the gradient of the cell for its own units, multiplies it with its own slice of the recurrent
-// weights, transposed, and sends to each block what concerns that block's units: a float32 sum from each source, added
-// by the receiver in the order of the sources.
+// A cluster owns `share` sequences of ROWS = 8 x TILES, a block the units from rank x SLICE on, as in the forward
+// kernel.  At each step a block computes the gradient of the cell for its own units, multiplies it with its own slice of
+// the recurrent weights, transposed, and sends to each block what concerns that block's units: a float32 sum from each
+// source, added by the receiver in the order of the sources.
 //
 // The product's rows are all units, 16 in each of CLUSTER x GROUPS strips; warp w owns SHARE strips from w x SHARE on.
 // The cell is computed in CELLS items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has

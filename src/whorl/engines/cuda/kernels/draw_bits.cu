@@ -1,9 +1,10 @@
-// What a layer's kernels draw anew at each step, as bits, before they run: Philox in the time loop is some 40 instructions
-// for each unit that a step waits for.
+// What a layer's kernels draw anew at each step, as bits, before they run: Philox in the time loop is some 40
+// instructions for each unit that a step waits for.
 //
-// A pair of neighbouring units of one sequence at one step has two bytes: from bit 4 x unit on whether zoneout keeps each
-// state, from bit 8 on whether each unit enters the recurrent product.  A thread has two pairs at several steps: of a
-// draw's first three rounds it makes at each step what the step enters, of the last what is read.
+// A pair of neighbouring units of one sequence at one step has two bytes: from bit 4 x unit on whether zoneout keeps
+// each state, from bit 8 on whether each unit enters the recurrent product.  A thread has two pairs at several steps: of
+// a draw's first three rounds it makes at each step what the step enters, of the last what is read.  It is numbered by
+// 32 bits.
 
 // @generated
 
@@ -39,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) KERNEL(const __grid_constan
         const uint4 words = philox(unit + u, (unsigned)step, id, (unsigned)a.zone_tag, key);
 #pragma unroll
         for (int s = 0; s < 4; ++s)
-          if (zoned(s) && word_of(words, s) <= (unsigned)(a.zones_below[s] - 1)) events |= 1u << (u / 2 * 16 + u % 2 * 4 + s);
+          if (zoned(s) && word_of(words, s) <= (unsigned)(a.zones_below[s] - 1))
+            events |= 1u << (u / 2 * 16 + u % 2 * 4 + s);
       }
       if constexpr (NOISE) {
         const uint4 words = philox(unit + u, (unsigned)step, id, (unsigned)a.noise_tag, key);

@@ -1,9 +1,10 @@
 // All steps of a recurrent layer, forward, in one launch.
 //
 // A cluster of CLUSTER blocks (or one block alone) owns `share` sequences, the batch divided evenly and at most ROWS =
-// 8 x TILES: what is exchanged is theirs alone.  Block `rank` owns the units from rank x SLICE on, for every gate; its recurrent weights stay in registers, and past RESIDENT depths in shared memory.
-// At each step it multiplies them with the states of all units, which lie in its shared memory, computes the cell for
-// its own units, and sends their new states into the shared memory of every block of the cluster.
+// 8 x TILES: what is exchanged is theirs alone.  Block `rank` owns the units from rank x SLICE on, for every gate; its
+// recurrent weights stay in registers, and past RESIDENT depths in shared memory.  At each step it multiplies them with
+// the states of all units, which lie in its shared memory, computes the cell for its own units, and sends their new
+// states into the shared memory of every block of the cluster.
 //
 // Within a block, warp (group, split) owns 16 units and, of the depth of the product, the DEPTHS x 8 words from
 // split x DEPTHS x 8 on.  Where there are several splits, their partial sums meet in shared memory; then each warp
@@ -292,7 +293,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long begin = rows;
   int ends[OWN];  // steps of each item's sequence
   unsigned valid[OWN], cut[OWN];  // the step counts; no state comes into the next: as loaded, to be awaited at their use
-  unsigned drawn[OWN], enters[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
+  // what is drawn for this step's zoneout (4 bits for each unit), and for the next step's operand
+  unsigned drawn[OWN], enters[OWN];
   float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };

@@ -1,7 +1,8 @@
 // Rows behind masks that are held over all steps, and zero in the steps that do not count: there may be anything.
 //
 // A thread has VECTOR elements, 16 bytes or one element, of a sequence at several steps, and writes them behind each of
-// `count` masks.  It keeps those of GROUP masks in registers: read anew at each step they are most of what is read.
+// `count` masks.  It keeps those of GROUP masks in registers: read anew at each step they are most of what is read.  It
+// is numbered by 32 bits.
 
 // @generated
 

@@ -430,7 +430,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #else
         float sums[CHAINS][SHARE][TILES][4] = {};
         int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
-        if constexpr (GATEWISE && !APIECE) keep(row_gate);  // else the weights of each gate alone are made before the loop, and spilled
+        // else the weights of each gate alone are made before the loop, and spilled
+        if constexpr (GATEWISE && !APIECE) keep(row_gate);
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);

@@ -1,7 +1,7 @@
 // The gradients of the biases and of the vectors of a layer, from the sums that blocks of its backward kernel left: a
-// block makes COLUMNS of them.  Each of PARTS threads adds every PARTS-th sum of a column, in the order of the blocks; one
-// of them adds what they found, which is in shared memory, in the order of the threads.  Of r's bias the gradient is x's where a cell uses nothing but x + r, and of
-// its own where r is kept apart.
+// block makes COLUMNS of them.  Each of PARTS threads adds every PARTS-th sum of a column, in the order of the blocks;
+// one of them adds what they found, which is in shared memory, in the order of the threads.  Of r's bias the gradient is
+// x's where a cell uses nothing but x + r, and of its own where r is kept apart.
 
 // @generated
 
