@@ -133,7 +133,7 @@ def test_four_warps_multiply_together_where_they_are_faster_so(
 def test_what_is_exact_stays_in_a_cluster() -> None:
     for cell, units, batch in ((library.lstm, 512, 32), (library.lstm, 256, 512), (library.gru, 512, 128)):
         size = size_of(cell.graph, units, 4, exact=True)
-        assert type(grid.choose(size, H200, batch, 1, "forward")) is Tile or not tiling.fits(size, H200, "forward")
+        assert [type(grid.choose(size, H200, batch, 1, kind)) for kind in ("forward", "backward")] == [Tile, Tile]
 
 
 def test_what_does_not_fit_has_no_tile() -> None:
