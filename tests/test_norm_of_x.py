@@ -22,6 +22,7 @@ from whorl.cells.wrappers import EPS, ahead, clipped, layer_norm, norm_vectors
 from whorl.cells.wrappers import counted as padded
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.norms import Norms, _aligned, inside, norm_of, normed
+from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.source import Norm, norming
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form, Problem, slots
@@ -216,6 +217,14 @@ def test_what_a_hook_of_saved_tensors_gives_back_lies_as_it_is_read(folder: Path
             norms.backward(0, grad, own, [moved, *rest]), norms.backward(0, grad, own, [given, *rest]), strict=True
         ):
             assert torch.equal(found, wanted)
+
+
+def test_it_has_as_many_rows_as_its_kernels_number() -> None:
+    form = Form.from_json(built("LSTM", dict(layer_norm="x"), torch.bfloat16)._form)
+    wanted = "x has 1073741824 rows, the kernel of its layer norm takes 1073741823 or fewer"
+    for cell, batch, refused in ((form.cell, 1024, True), (form.cell, 1023, False), (library.lstm.graph, 1024, False)):
+        problem = Problem(replace(form, cell=cell), H200, torch.bfloat16, 1 << 20, batch, gradient=True)
+        assert (wanted in Persistent().obstacles(problem)) == refused
 
 
 TAKEN, LATER = ["sm_80", "sm_86", "sm_89", "sm_90a"], ["sm_100a", "sm_120a"]

@@ -21,6 +21,8 @@ from whorl.weights import LayerWeights
 
 KEPT = 3
 """Tensors that forward keeps of each layer and direction."""
+MOST_ROWS = 2**30 - 1
+"""Of all steps and sequences together: backward numbers them by 32 bits."""
 
 
 @lru_cache(maxsize=8192)
@@ -78,7 +80,7 @@ class Norms:
             x: float32 [rows, gates x units], in one piece from a multiple of 16 bytes on, without its bias.
         """
         rows = len(x)
-        assert rows < 2**30, "backward numbers rows by 32 bits"
+        assert rows <= MOST_ROWS, "the obstacles say that there are not so many"
         made, (means, scales) = x.new_empty(x.shape, dtype=self._gate), x.new_empty(2, rows)
         self._forward(
             stream, self._blocks(rows, "forward"), 1, x.data_ptr(), *self._vectors(own, [*self._gains, *self._shifts]),

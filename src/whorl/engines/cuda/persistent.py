@@ -15,7 +15,7 @@ from whorl.engines.cuda import aligned, cudnn, grid, projected, source
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked
-from whorl.engines.cuda.norms import inside, norm_of, normed
+from whorl.engines.cuda.norms import MOST_ROWS, inside, norm_of, normed
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
 from whorl.engines.cuda.prepare import Numbers, adding_code, codes, norming_code, row_copier_code, size_of
@@ -33,7 +33,7 @@ class Persistent(Engine):
     summary = "whorl's CUDA kernels, all steps in one launch and the recurrent weights on the chip"
 
     def obstacles(self, problem: Problem) -> list[str]:
-        problem = inside(problem)
+        norm, problem = normed(problem), inside(problem)
         form, device = problem.form, problem.device
         cell = form.cell
         found = []
@@ -49,6 +49,8 @@ class Persistent(Engine):
             found += projected.obstacles(problem)
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
+        if norm and (rows := problem.time * problem.batch) > MOST_ROWS:
+            found.append(f"x has {rows} rows, the kernel of its layer norm takes {MOST_ROWS} or fewer")
         if problem.virtual:
             found.append(VIRTUAL)
         features = expected(problem)
