@@ -12,6 +12,7 @@ import whorl
 from cells_for_tests import layer_norm_lstm
 from whorl import compiler
 from whorl.cells import library
+from whorl.cells.wrappers import layer_norm
 from whorl.engines import ENGINES
 from whorl.engines.cuda import persistent, stepwise
 from whorl.engines.native import OneDNN
@@ -67,6 +68,11 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         "the step of mgu has products inside, these kernels take no recurrent dropout there",
     ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
+    (
+        "persistent",
+        {"form": replace(LSTM, cell=layer_norm(library.lstm.graph, ["x"])[0]), "time": 1 << 20, "batch": 1 << 10},
+        "x has 1073741824 rows, the kernel of its layer norm takes 1073741823 or fewer",
+    ),
     (
         "persistent",
         {"form": replace(LSTM, units=2300), "extras": ("mask",)},
