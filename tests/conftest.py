@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+from emulation import emulated
 from whorl import compiler, plan, problem, settings
 
 pytest.register_assert_rewrite("comparison", "plain_loops", "loops", "option_cases")  # so that failures show values
@@ -50,6 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels_of_the_host"
     made.mkdir(exist_ok=True)
     return made
+
+
+@pytest.fixture
+def host(folder: Path) -> Iterator[None]:
+    """Kernels run on the host, and memory is full of NaN before it is written."""
+    torch.use_deterministic_algorithms(True)
+    with emulated(folder):
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

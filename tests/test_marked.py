@@ -4,8 +4,6 @@ On the host by `emulation`: to the bit what `Layers` gives, whose numbers other 
 """
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +12,13 @@ from torch import Tensor
 
 import whorl
 from comparison import flat, make, weighted
-from emulation import emulated
 from whorl.engines.cuda import aligned, layers, persistent
 from whorl.engines.cuda.marked import Marked
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.usefixtures("host"),
+]
 TIME, BATCH, INPUTS, UNITS = 4, 5, 6, 10
 CELLS = {"LSTM": 4, "GRU": 3, "RNN tanh": 1}
 FORMS: dict[str, dict[str, Any]] = {
@@ -26,15 +26,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "two layers": dict(num_layers=2),
     "both directions, no bias": dict(num_layers=2, bidirectional=True, bias=False),
 }
-
-
-@pytest.fixture(autouse=True)
-def host(folder: Path) -> Iterator[None]:
-    """Memory is full of NaN before it is written."""
-    torch.use_deterministic_algorithms(True)
-    with emulated(folder):
-        yield
-    torch.use_deterministic_algorithms(False)
 
 
 def ran() -> list[type]:

@@ -1,8 +1,6 @@
 """Calls without options, in which addresses take the place of tensors, on the host by `emulation`."""
 
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +9,14 @@ from torch import Tensor
 
 import whorl
 from comparison import assert_agrees, draw, make
-from emulation import emulated
 from whorl.engines.cuda import aligned, layers, prepare
 from whorl.engines.cuda.plain import Plain
 from whorl.engines.cuda.products import Product
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.usefixtures("host"),
+]
 FORMS: dict[str, dict[str, Any]] = {
     "one layer": {},
     "batch first": dict(batch_first=True),
@@ -24,15 +24,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "both directions, no bias": dict(num_layers=3, bidirectional=True, bias=False),
     "dropout, both directions": dict(num_layers=3, bidirectional=True, dropout=0.4),
 }
-
-
-@pytest.fixture(autouse=True)
-def host(folder: Path) -> Iterator[None]:
-    """Memory is full of NaN before it is written."""
-    torch.use_deterministic_algorithms(True)
-    with emulated(folder):
-        yield
-    torch.use_deterministic_algorithms(False)
 
 
 def ran() -> list[type]:

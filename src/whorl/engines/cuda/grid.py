@@ -57,7 +57,7 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
 
 def _much(size: Size, kind: str, tile: Tile) -> float | None:
     """By how much longer a cluster has to take than what is spread, as estimated; None where it never does."""
-    optional = bool(size.ahead or size.back)
+    optional = bool(size.ahead or size.back) and size.recurrent > 3  # what was measured with options is LSTM
     if size.element == 2 and size.staged is None:
         if kind == "forward":
             return 1.0
@@ -89,9 +89,9 @@ _MUCH_TF32, _MUCH_TF32_ITSELF = 1.0, 1.5
 with 512 units at batch 128, 1.60 and 1.64 at 32, 3.42 and 2.89 with 256 at 512; GRU 3.09 and 2.20, 1.48 and 1.55,
 3.35 and 2.37.  Backward what is spread is as fast at most."""
 _MUCH_TF32_OPTIONS = {"forward": 0.8, "backward": 0.85}
-"""With options: zoneout 1.81 and 1.70 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and 2.72,
-3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.79 and 1.67, 2.50 and 1.89,
-3.68 and 3.13, 5.37 and 4.17."""
+"""LSTM with options: zoneout 1.81 and 1.70 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and
+2.72, 3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.79 and 1.67, 2.50 and
+1.89, 3.68 and 3.13, 5.37 and 4.17."""
 
 _MUCH_STAGED_STREAMED = 0.7
 """Of a step with means whose cluster has most of its weights in shared memory: it takes 1.4 to 1.7 times what is
