@@ -280,8 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         drawn[j][b] = 0;
         if (first) drawn[j][b] = *(const unsigned short*)((const char*)a.o.drawn[direction] + place);
       } else if constexpr (DRAWS) {
-        const long long at = (long long)step * a.batch;
-        drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, first);
+        drawn[j][b] = drawn_bits(a, unit_of(j), step, sequence[j][b], direction, first);
       }
     }
   };
@@ -463,6 +462,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
           if (its + 1 + AHEAD < lasting[sub] && first && !PACKED) {
             const auto far = AHEAD * row_step + beyond;
+            if constexpr (DRAWS && UNITS % 2 == 0)
+              prefetch((const char*)a.o.drawn[direction] + states_at[j] + far * UNITS);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
 #pragma unroll

@@ -796,6 +796,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const Gate* const far = BY_ROWS ? gates_of(j, AHEAD * row_step) : now_at;
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(far + ((BY_ROWS ? 0 : AHEAD * row_step * GATES) + g) * UNITS);
+          if constexpr (DRAWS)  // of the same step: what is loaded next is of the next, or of the one after it
+            prefetch(drawn_at + ((AHEAD - (NOISE == DRAWN ? 2 : 1)) * (long long)draw_step + further(j)) * DRAWN_PAIRS);
         }
         store_pair(y_of(j), output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {

@@ -86,13 +86,20 @@ template <bool SHORT> struct RowNumber { typedef long long Type; };
 template <> struct RowNumber<true> { typedef int Type; };
 typedef RowNumber<(UNITS >= 64)>::Type Row;
 
-// What is drawn for two units of a sequence at a step, from an even unit on; the step's rows begin at `at`.  Zero where
-// it is not `there`.  A step comes to it in few instructions: it waits for those that compute the cell.
+// Where what is drawn for two units of a sequence at a step lies, from an even unit on.  A step comes to it in few
+// instructions: it waits for those that compute the cell.
+template <class Arguments>
+__device__ __forceinline__ const unsigned short* drawn_place(
+    const Arguments& a, int unit, int step, long long sequence, int direction) {
+  const Row row = (Row)step * (Row)a.batch + (Row)sequence;
+  return a.o.drawn[direction] + (long long)row * DRAWN_PAIRS + unit / 2;
+}
+
+// What is drawn there; zero where it is not `there`.
 template <class Arguments>
 __device__ __forceinline__ unsigned drawn_bits(
-    const Arguments& a, int unit, int step, long long at, long long sequence, int direction, bool there) {
-  const Row row = (Row)(PACKED ? step * a.batch + sequence : at + sequence);
-  const unsigned short* const from = a.o.drawn[direction] + (long long)row * DRAWN_PAIRS + unit / 2;
+    const Arguments& a, int unit, int step, long long sequence, int direction, bool there) {
+  const unsigned short* const from = drawn_place(a, unit, step, sequence, direction);
   unsigned bits = 0;
   if (there) bits = *from;
   return bits;
@@ -115,7 +122,7 @@ __device__ __forceinline__ Element first_operand(
     float factor = 0.f;
     if (NOISE == GIVEN && there) factor = a.o.noise[direction][row * UNITS + unit];
     if constexpr (NOISE == DRAWN)
-      factor = drawn_bits(a, unit, step, rows_of(a, step), sequence, direction, true) >> (8 + unit % 2) & 1
+      factor = drawn_bits(a, unit, step, sequence, direction, true) >> (8 + unit % 2) & 1
                    ? a.o.noise_scale
                    : 0.f;
     value = narrow(wide(value) * factor);
@@ -204,10 +211,9 @@ struct Forwards {
     i.noise[0] = value.x, i.noise[1] = value.y;
   }
   // of a step, and of the one after it what enters, where there is such a one
-  __device__ __forceinline__ void draw(Ahead& i, int step, long long at, bool goes_on, int later, long long later_at) const {
-    if constexpr (ZONES_DRAWN) i.drawn = drawn_bits(a, unit, step, at, i.sequence, direction, i.there);
-    if constexpr (NOISE == DRAWN)
-      i.enters = drawn_bits(a, unit, later, later_at, i.sequence, direction, i.there && goes_on);
+  __device__ __forceinline__ void draw(Ahead& i, int step, bool goes_on, int later) const {
+    if constexpr (ZONES_DRAWN) i.drawn = drawn_bits(a, unit, step, i.sequence, direction, i.there);
+    if constexpr (NOISE == DRAWN) i.enters = drawn_bits(a, unit, later, i.sequence, direction, i.there && goes_on);
   }
 
   // before the first step; `next` is the one after it, which may be none
@@ -222,7 +228,7 @@ struct Forwards {
     load(i, step, at);
     if constexpr (NOISE == HELD) load_noise(i, step, 0);
     if constexpr (NOISE == GIVEN) load_noise(i, next, next_at);
-    if constexpr (DRAWS) draw(i, step, at, next >= 0 && next < time, next, next_at);
+    if constexpr (DRAWS) draw(i, step, next >= 0 && next < time, next);
   }
 
   // From what the cell made of a unit to its states after the step (`after`) and before the next (`state`), what is put
@@ -257,9 +263,9 @@ struct Forwards {
     if (NOISE == GIVEN && goes_on) load_noise(i, later, later_at);
     if constexpr (ZONES_DRAWN && NOISE == DRAWN) {
       i.drawn = i.enters;  // both are of the next step
-      i.enters = drawn_bits(a, unit, later, later_at, i.sequence, direction, i.there && goes_on);
+      i.enters = drawn_bits(a, unit, later, i.sequence, direction, i.there && goes_on);
     } else if constexpr (DRAWS) {
-      draw(i, next, next_at, goes_on, later, later_at);
+      draw(i, next, goes_on, later);
     }
   }
 };
@@ -317,7 +323,7 @@ struct Backwards {
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, at, own.sequence, direction, there);
+    if constexpr (DRAWS) to.drawn = drawn_bits(a, unit, step, own.sequence, direction, there);
   }
 
   // What arrived of a step's product, which is behind its mask and its reset; the step's rows begin at `at`.

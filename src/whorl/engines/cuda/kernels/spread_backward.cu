@@ -612,6 +612,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int g = 0; g < GATES; ++g) prefetch(gates_at + AHEAD * row_step * GATES * UNITS + (further * GATES + g) * UNITS);
 #pragma unroll
           for (int i = 0; i < APART; ++i) prefetch(apart_at + AHEAD * row_step * APART * UNITS + (further * APART + i) * UNITS);
+          if constexpr (DRAWS)
+            prefetch(drawn_place(a, unit, step_of(t + 1 + AHEAD), kept[turn][j].sequence, direction));
           if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
           if constexpr (BEFORE)
             prefetch(before_at + (AHEAD * row_step + further) * UNITS);

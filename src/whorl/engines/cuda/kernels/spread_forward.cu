@@ -368,6 +368,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         into[j][g] = load_gates(at + g * UNITS, first, second);
         if (t + AHEAD < time && first && !PACKED) prefetch(far + g * UNITS);
       }
+      if (DRAWS && t + AHEAD < time && first)
+        prefetch(drawn_place(a, unit, step_of(t + AHEAD), items[sub][j].sequence, direction));
     }
   };
 #pragma unroll

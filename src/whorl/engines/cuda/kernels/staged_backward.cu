@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
-    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, at, sequence[j][b], direction, there);
+    if constexpr (DRAWS) drawn[j][b] = drawn_bits(a, unit_of(j), step, sequence[j][b], direction, there);
   };
   // what an item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last, Read& into) {
@@ -734,6 +734,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
           if (t + 1 + AHEAD < time && first && !PACKED) {
             const auto far = AHEAD * row_step + beyond;
+            if constexpr (DRAWS)
+              prefetch(drawn_place(a, unit_of(j), next + (reverse ? AHEAD : -AHEAD), sequence[j][b], direction));
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
 #pragma unroll

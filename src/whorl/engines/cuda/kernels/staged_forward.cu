@@ -216,10 +216,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                             : within(j, step) && a.o.reset[at + sequence[j]]);
   };
   // of a step, and of the one after it what enters, where there is such a one
-  const auto draw = [&](int j, int step, long long at, bool goes_on, int later, long long later_at) {
-    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, at, sequence[j], direction, is_there(j));
+  const auto draw = [&](int j, int step, bool goes_on, int later) {
+    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, sequence[j], direction, is_there(j));
     if constexpr (NOISE == DRAWN)
-      enters[j] = drawn_bits(a, unit, later, later_at, sequence[j], direction, is_there(j) && goes_on);
+      enters[j] = drawn_bits(a, unit, later, sequence[j], direction, is_there(j) && goes_on);
   };
   const auto load_options = [&](int j, int step, long long at) {  // of a step: zoneout and extra inputs
     const bool first = within(j, step), second = first && has_second;
@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       load_options(j, first_step, rows);
       if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
       if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
-      if constexpr (DRAWS) draw(j, first_step, rows, next >= 0 && next < time, next, next_rows);
+      if constexpr (DRAWS) draw(j, first_step, next >= 0 && next < time, next);
       if constexpr (BEFORE && SAVED) {
         const bool stored = PACKED ? read : first;
         store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
@@ -581,6 +581,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (t + AHEAD < time && is_there(j) && !PACKED) {
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
+          if constexpr (DRAWS)
+            prefetch(drawn_place(a, unit, step_now + (reverse ? -AHEAD : AHEAD), sequence[j], direction));
         }
         store_pair(y_at + further(j) * width, output[j][0], output[j][1], first, second);
         if constexpr (SEQUENCES) {
@@ -647,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
             load_options(j, next, next_rows);
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, next_rows, goes_on, later, later_rows);
+            if constexpr (DRAWS) draw(j, next, goes_on, later);
           }
         }
       }
