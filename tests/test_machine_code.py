@@ -161,6 +161,31 @@ def test_tf32_with_options_is_multiplied_as_float16_and_spills_nothing_in_the_ti
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
 
 
+@needs_tools
+@pytest.mark.parametrize(
+    "features",
+    [
+        source.Features(zoneout=(source.AT_RANDOM, source.AT_RANDOM)),
+        source.Features(noise=source.DRAWN),
+        source.Features(noise=source.HELD),
+        source.Features(lengths=True, order=True),
+        source.Features(mask=True),
+    ],
+)
+def test_with_an_option_four_warps_have_the_plain_layers_tile_and_spill_nothing(
+    features: source.Features, tmp_path: Path
+) -> None:
+    """In half as many sequences at a time a step is half as many instructions more."""
+    cell = CELLS["lstm"].graph
+    tile = grid.estimated(size_of(cell, 1024, 2, features), H200, 128, 1, "forward")
+    assert tile is not None
+    assert tile == grid.estimated(size_of(cell, 1024, 2), H200, 128, 1, "forward")
+    text = source.forward(cell, 1024, torch.bfloat16, tile, True, features)
+    lines = disassembled(text, tile, tmp_path / "kernel.cubin")
+    assert any("HGMMA" in line for line in lines)
+    assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
 ONE_OPTION = {
     "plain": source.PLAIN,
     "lengths": source.Features(lengths=True, order=True),
@@ -219,7 +244,8 @@ def test_what_was_drawn_is_on_its_way_to_the_cache_steps_ahead(
         cell, features = CELLS["lstm"].graph, ONE_OPTION[name]
         tile = grid.estimated(size_of(cell, units, 2, features), H200, 128, 1, kind)
         assert tile is not None
-        text = (source.forward if kind == "forward" else source.backward)(cell, units, torch.bfloat16, tile, True, features)
+        write = source.forward if kind == "forward" else source.backward
+        text = write(cell, units, torch.bfloat16, tile, True, features)
         return len(places(time_loop(disassembled(text, tile, tmp_path / name)), r"CCTL\.E\.PF2"))
 
     assert asked(option) > asked("plain")
