@@ -60,6 +60,7 @@ struct List {
     if (count == room) items = (T*)realloc(items, (room = 2 * room + 8) * sizeof(T));
     items[count++] = item;
   }
+  void drop(int first) { memmove(items, items + first, (count -= first) * sizeof(T)); }
   T* begin() { return items; }
   T* end() { return items + count; }
 };
@@ -86,6 +87,7 @@ struct Fiber {
   unsigned mask, stale;
   List<Copy> copies;
   List<Product> products;
+  int last;  // the first of those that were begun last
 };
 
 static jmp_buf scheduler;
@@ -322,11 +324,12 @@ inline void emulated_multiply_shared(float (&sums)[TILES][4], unsigned rows, uns
   host::now->products.add({sums, TILES, true, add, {}, rows, columns});
 }
 inline void emulated_show_products() {}
-inline void emulated_begin_products() {}
+inline void emulated_begin_products() { host::now->last = host::now->products.count; }
 inline void emulated_end_products() {}
-inline void emulated_multiplied() {
+inline void multiply_first(int count) {
   const int lane = host::lane(), row = (int)host::now->thread.x / 32 % 4 * 16 + lane / 4, word = lane % 4;
-  for (const host::Product& made : host::now->products) {
+  for (int i = 0; i < count; ++i) {
+    const host::Product& made = host::now->products.items[i];
     uint4 a = made.a;
     if (made.shared)
       a = {word_at(made.rows, row, word), word_at(made.rows, row + 8, word), word_at(made.rows, row, word + 4),
@@ -336,8 +339,10 @@ inline void emulated_multiplied() {
       emulated_multiply_words(made.sums[n], a, {word_at(made.columns, n * 8 + lane / 4, word),
                                                 word_at(made.columns, n * 8 + lane / 4, word + 4)});
   }
-  host::now->products.count = 0;
+  host::now->products.drop(count);
 }
+inline void emulated_multiplied() { multiply_first(host::now->products.count); }
+inline void emulated_multiplied_but_the_last() { multiply_first(host::now->last); }
 inline void copy(unsigned to, const void* from, bool there, int bytes) {
   if ((size_t)from % bytes || to % bytes) fprintf(stderr, "an address of a copy is odd\n"), abort();
   host::Copy made = {host::at(to), {}, bytes};

@@ -384,6 +384,32 @@ def test_products_of_four_warps_backward(
     assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize(
+    "kind, units, batch, on, back, resident",
+    [
+        ("LSTM", 40, 19, "gate mask reset", (16, 2, 2, 1, 8), None),
+        ("GRU", 70, 35, "gate initial", (32, 1, 2, 2, 8), 3),
+        ("LSTM", 150, 9, "gate lengths", (16, 1, 4, 1, 8), 0),  # two strips of a warp; nothing stays in registers
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_of_four_warps_behind_masks_by_gate(
+    kind: str, units: int, batch: int, on: str, back: tuple[int, ...], resident: int | None, dtype: torch.dtype,
+    folder: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        assert size.bits
+        if way == "forward":
+            return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
+        return spreading.backward(size, *back, chip.shared, resident, wide=True)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+    case, tf32 = Drawn(kind, frozenset(on.split()), units, batch, 4, seed=1), dtype == torch.float32
+    with emulated(folder, tf32=tf32):
+        assert case.errors("cpu", dtype, tf32=tf32) == {}
+
+
 def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[..., Tile | None]:
     """A choice of tiles: cluster, row tiles, splits or warps, and sub-tiles; forward also warps for the cell alone."""
 

@@ -124,6 +124,25 @@ def test_masks_by_gate_add_no_product(name: str, kind: str, tmp_path: Path) -> N
 
 
 @needs_tools
+@pytest.mark.parametrize("batch", [32, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_four_warps_multiply_behind_masks_by_gate(dtype: torch.dtype, batch: int, tmp_path: Path) -> None:
+    """Backward, as many products as without masks, those of a gate begun before the last one's are awaited."""
+    cell, features = CELLS["lstm"].graph, source.Features(noise=source.BY_GATE)
+    tile = grid.estimated(size_of(cell, 1024, dtype.itemsize, features), H200, batch, 1, "backward")
+    assert isinstance(tile, Spread)
+    assert tile.wide
+    text = source.backward(cell, 1024, dtype, tile, True, features)
+    lines = disassembled(text, tile, tmp_path / "kernel.cubin")
+    assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
+    depth = tile.gathered * len(cell.recurrent) * tile.slice // 16
+    products = [line for line in lines if "HGMMA" in line]
+    assert len(products) == tile.subs * -(-1024 // (16 * tile.gathered * tile.warps)) * depth
+    assert sum("gsb0" in line for line in products) == tile.subs * len(cell.recurrent)
+    assert sum("DEPBAR.LE gsb0, 0x1" in line for line in lines) == tile.subs * (len(cell.recurrent) - 1)
+
+
+@needs_tools
 @pytest.mark.parametrize("units, batch", [(1024, 128), (2048, 64)])
 def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_path: Path) -> None:
     """Of layers that no cluster holds; where their blocks exchange, fences are few and meant."""

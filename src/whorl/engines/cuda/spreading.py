@@ -155,7 +155,7 @@ def backward(
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
     live += 2 * share * halves - 16 * wide
-    live += 6 * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
+    live += (8 if wide else 6) * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     if wide:
@@ -284,9 +284,9 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
 
 
 def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
-    """Whether four warps may multiply together."""
-    plain = not size.bits and not size.masks and (size.staged is None or size.element == 2)
-    return chip.capability == (9, 0) and operand(size, kind) == 2 and plain
+    """Whether four warps may multiply together: forward not by gate, where each gate has states of its own."""
+    of_all = not size.masks and (kind == "backward" or not size.bits) and (size.staged is None or size.element == 2)
+    return chip.capability == (9, 0) and operand(size, kind) == 2 and of_all
 
 
 def _of(size: Size, slices: set[int]) -> list[int]:
@@ -432,6 +432,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
     if tile.wide:
         part = 0.0095 * products / tile.tiles + 0.0015 * products
         part += 1.8 * (-(-rows // (32 * tile.warps // (tile.slice // 2))) - 1)
+        part += 2.5e-3 * share * tile.tiles * tile.warps * size.recurrent * size.bits
     else:
         part = 4.5e-3 * products + 0.32e-3 * shared / 128
         part += 1.4e-3 * share * tile.tiles * tile.warps * tile.gathered * size.recurrent * size.bits

@@ -60,8 +60,9 @@ constexpr int PITCH = SOURCES * GATHERED_WORDS, SUM_PITCH = BLOCKS * SLICE;     
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
-// depths of one gate that are multiplied one after another: with masks by gate those of all blocks, taken two at a time
-constexpr bool BY_TURNS = GATEWISE && GATE_DEPTHS % 2 == 0;
+// depths of one gate that are multiplied one after another: with masks by gate those of all blocks, where they are taken
+// two at a time, or all at once
+constexpr bool BY_TURNS = GATEWISE && (WARPGROUPS || GATE_DEPTHS % 2 == 0);
 constexpr int GATE_RUN = BY_TURNS ? GATHERED * GATE_DEPTHS : GATE_DEPTHS;
 __device__ constexpr int depth_at(int turn) {
   const int gate = turn / GATE_RUN, block = turn % GATE_RUN / GATE_DEPTHS;
@@ -78,7 +79,7 @@ static_assert(!HALVES || (32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && !EXACT), 
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE), "no products of four warps");
+static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && NOISE != GIVEN_BY_GATE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
                 gradient_at(0, 128), PARTS, SUBS == 1> Gathered;
 
@@ -647,33 +648,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const auto product = [&](int t, int sub) {
 #if WARPGROUPS
-    float sums[SHARE][TILES][4];
+    // by gate those of a gate while the one before it goes behind its mask
+    float sums[GATEWISE ? 2 : 1][SHARE][TILES][4], all[SHARE][TILES][4] = {};
     // found anew at each step, or the compiler would find all that follow before the first, and spill them
     const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
     const unsigned columns_at =
         operand_at(shared_address(gradients) + of_warp((t * SUBS + sub) % 2) * GRADIENT_WORDS * 4, STRIDE * 4);
-    begin_products();
+    const auto begin = [&](float(&to)[SHARE][TILES][4], int first, int count) {  // of so many depths, by their turns
+      begin_products();
 #pragma unroll
-    for (int i = 0; i < SHARE * DEPTHS; ++i) {
-      const unsigned columns = columns_at + depth_of(i) * 2 * STRIDE / 4;
-      if (Weights::streamed(i))
-        multiply_shared(sums[strip_of(i)], rows_at + Weights::before(i) * (2048 / 16), columns, depth_of(i) > 0);
-      else
-        multiply_columns(sums[strip_of(i)], resident[Weights::resident(i)], columns, depth_of(i) > 0);
+      for (int turn = first; turn < first + count; ++turn)
+#pragma unroll
+        for (int strip = 0; strip < SHARE; ++strip) {
+          const int depth = depth_at(turn), i = depth * SHARE + strip;
+          const unsigned columns = columns_at + depth * 2 * STRIDE / 4;
+          if (Weights::streamed(i))
+            multiply_shared(to[strip], rows_at + Weights::before(i) * (2048 / 16), columns, turn > first);
+          else
+            multiply_columns(to[strip], resident[Weights::resident(i)], columns, turn > first);
+        }
+      end_products();
+    };
+    const auto have = [&](float(&of)[SHARE][TILES][4]) {
+#pragma unroll
+      for (int i = 0; i < SHARE * TILES * 4; ++i) keep(of[i / (TILES * 4)][i / 4 % TILES][i % 4]);
+    };
+    if constexpr (GATEWISE) {
+#pragma unroll
+      for (int gate = 0; gate <= RECURRENT; ++gate) {
+        if (gate < RECURRENT) begin(sums[gate % 2], gate * GATE_RUN, GATE_RUN);
+        if (gate == 0) {
+          if (sub + 1 == SUBS) read_on(t);
+          continue;
+        }
+        if (gate < RECURRENT)
+          multiplied_but_the_last();
+        else
+          multiplied();
+        have(sums[(gate - 1) % 2]);
+#pragma unroll
+        for (int strip = 0; strip < SHARE; ++strip)
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const unsigned bits = masks[((min(warp * SHARE + strip, STRIPS - 1) * SUBS + sub) * TILES + n) * 32 + lane];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (bits >> ((gate - 1) * 4 + e) & 1) all[strip][n][e] += sums[(gate - 1) % 2][strip][n][e];
+          }
+      }
+    } else {
+      begin(sums[0], 0, DEPTHS);
+      if (sub + 1 == SUBS) read_on(t);
+      multiplied();
+      have(sums[0]);
     }
-    end_products();
-    if (sub + 1 == SUBS) read_on(t);
-    multiplied();
-#pragma unroll
-    for (int i = 0; i < SHARE * TILES * 4; ++i) keep(sums[i / (TILES * 4)][i / 4 % TILES][i % 4]);
 #pragma unroll
     for (int strip = 0; strip < SHARE; ++strip) {
       if (warp * SHARE + strip >= STRIPS) break;
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         const int at = sub * ROWS + n * 8;
-        unscaled(t, sub, strip, n, sums[strip][n]);
-        if (has_units(strip)) put_sums(sums_of(t, strip) + at * SUM_PITCH, at, sums[strip][n], t / 2 % 2);
+        float(&sum)[4] = GATEWISE ? all[strip][n] : sums[0][strip][n];
+        unscaled(t, sub, strip, n, sum);
+        if (has_units(strip)) put_sums(sums_of(t, strip) + at * SUM_PITCH, at, sum, t / 2 % 2);
       }
     }
 #else

@@ -68,6 +68,7 @@ __device__ __forceinline__ void multiply_shared(float (&sums)[TILES][4], unsigne
   if constexpr (TILES == 4) asm volatile(WIDE_PRODUCT_FROM_SHARED(4, 32, 16, 17, 18));
 }
 
-// waits for all that were begun
+// waits for all that were begun, or for all but those between the last `begin_products` and `end_products`
 __device__ __forceinline__ void multiplied() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+__device__ __forceinline__ void multiplied_but_the_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 __device__ __forceinline__ void keep(float& sum) { asm volatile("" : "+f"(sum)); }
