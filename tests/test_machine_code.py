@@ -143,6 +143,18 @@ def test_four_warps_multiply_behind_masks_by_gate(dtype: torch.dtype, batch: int
 
 
 @needs_tools
+def test_masks_by_gate_take_one_launch_forward(tmp_path: Path) -> None:
+    """As without them; it costs a few words that are read back in each step."""
+    cell, features = CELLS["lstm"].graph, source.Features(noise=source.BY_GATE)
+    tile = grid.estimated(size_of(cell, 1024, 2, features), H200, 128, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert spreading.launches(H200, 128, 1, tile) == 1
+    text = source.forward(cell, 1024, torch.bfloat16, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line)]) <= 6
+
+
+@needs_tools
 @pytest.mark.parametrize("units, batch", [(1024, 128), (2048, 64)])
 def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_path: Path) -> None:
     """Of layers that no cluster holds; where their blocks exchange, fences are few and meant."""
