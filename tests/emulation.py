@@ -125,6 +125,16 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         product(left.t() if a_turned else left, right.t() if b_turned else right, into, adds, how == products._TF32)
         return 0
 
+    def multiply_each(handle: int, *given: Any) -> int:
+        """cublasGemmStridedBatchedEx: one after another, each so many elements behind the last."""
+        *sizes, b, kind, b_step, b_far, a, _, a_step, a_far, add, out, its, step, far, count = given[:-2]
+        (element,) = [dtype.itemsize for dtype, number in products._TYPES.items() if number == kind]
+        places = [(b + i * b_far * element, a + i * a_far * element, out + i * far * element) for i in range(count)]
+        return max(
+            multiply(handle, *sizes, b, kind, b_step, a, kind, a_step, add, out, its, step, *given[-2:])
+            for b, a, out in places
+        )
+
     major, minor = CHIP.capability
     chip = SimpleNamespace(major=major, minor=minor, multi_processor_count=CHIP.multiprocessors)
     real_mm, real_addmm = torch.mm, torch.addmm
@@ -144,7 +154,9 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda: 0, raising=False)
-        library = SimpleNamespace(cublasGemmEx=multiply, cublasSetMathMode=lambda handle, mode: 0)
+        library = SimpleNamespace(
+            cublasGemmEx=multiply, cublasGemmStridedBatchedEx=multiply_each, cublasSetMathMode=lambda handle, mode: 0
+        )
         patch.setattr(products, "cublas", lambda: library)
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)

@@ -9,7 +9,7 @@ from torch import Tensor
 from comparison import error
 from emulation import emulated
 from whorl.engines.cuda import products
-from whorl.engines.cuda.products import Product, handle, laid, product
+from whorl.engines.cuda.products import Product, each_product, handle, laid, product
 
 gpu = pytest.mark.gpu
 EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -91,3 +91,29 @@ def test_a_long_sum_of_float32_is_made_of_parts(
                 ready(handle(torch.float32), a.data_ptr(), b.data_ptr(), made.data_ptr(), add)
             assert depths == wanted * 2
             assert error(made, 2 * a.double() @ b.double()) < (1e-3 if tf32 else 1e-5)  # every part, at its place
+
+
+def several(count: int, rows: int, depth: int, columns: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Parts of rows, turned, as gates lie beside each other; whole matrices; and room for what is made of them."""
+    parts = torch.randn(depth, count * rows + 2).to(device, dtype)[:, 1:-1].unflatten(1, (count, rows)).permute(1, 2, 0)
+    whole = torch.randn(count, depth, columns).to(device, dtype)
+    return [parts, whole, torch.full((count, rows, columns), 3.0, device=device, dtype=dtype)]
+
+
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_several_products_in_one_launch(dtype: torch.dtype, tmp_path: Path) -> None:
+    a, b, made = several(3, 5, 6, 7, dtype, "cpu")
+    with emulated(tmp_path):
+        each_product(a, b, made)
+    assert error(made, a.double() @ b.double()) <= EPS[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("count, rows, depth, columns", [(1, 1, 1, 1), (3, 5, 6, 7), (4, 256, 1000, 256)])
+def test_several_products_in_one_launch_on_a_gpu(
+    count: int, rows: int, depth: int, columns: int, dtype: torch.dtype
+) -> None:
+    a, b, made = several(count, rows, depth, columns, dtype, "cuda")
+    each_product(a, b, made)
+    assert error(made, a.double() @ b.double()) <= EPS[dtype]

@@ -82,8 +82,8 @@ class ByGate:
     def __init__(self, mask: Tensor, before: Tensor, options: Options) -> None:
         self._mask, self._before, self._options = mask, before, options
 
-    def __getitem__(self, gate: int) -> Tensor:
-        """[rows, units], in the layer's dtype."""
+    def __getitem__(self, gate: int | slice) -> Tensor:
+        """[rows, units], in the layer's dtype; of several gates [gates, rows, units]."""
         return self._entered[gate]
 
     @cached_property

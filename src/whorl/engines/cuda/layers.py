@@ -15,7 +15,7 @@ from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import Numbers, kernels, size_of
-from whorl.engines.cuda.products import product
+from whorl.engines.cuda.products import each_product, product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import by_link, staged, steps
@@ -325,9 +325,16 @@ class Layers:
             for gate in {*range(len(self.cell.recurrent))} - written:  # the step does not read it
                 hh.narrow(0, gate * units, units).zero_()
         else:
-            for block in self.gates if isinstance(hidden, ByGate) else self.blocks:
+            by_gate, aligned = isinstance(hidden, ByGate), units * to_gates.element_size() % 16 == 0
+            at_once = by_gate and aligned and not exact(self.problem)
+            for block in self.gates if by_gate and not at_once else self.blocks:
                 part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
-                multiply(into, count, part, hidden[into] if isinstance(hidden, ByGate) else hidden, True, start)
+                if isinstance(hidden, ByGate) and at_once:  # one gate's product is too small for a whole GPU
+                    gates = part.unflatten(1, (count, units)).permute(1, 2, 0)
+                    target = hh.narrow(0, into * units, count * units).unflatten(0, (count, units))
+                    each_product(gates, hidden[into : into + count], target, self.tf32)
+                else:
+                    multiply(into, count, part, hidden[into] if isinstance(hidden, ByGate) else hidden, True, start)
         of_hh = None if own.hh is None else hh
         return LayerWeights(to_ih, of_hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
 

@@ -219,7 +219,7 @@ class Options:
             if count > 0:
                 code = tag(purpose, layer, direction)
                 parts.append(self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept)[:, 0])
-        return torch.cat(parts)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _zoneout(self, layer: int, state: int) -> tuple[int, list[Tensor | None]]:
         form, probability = self.form, self.form.zoneout[state] if self.form.zoneout else 0.0

@@ -107,6 +107,27 @@ def handle(dtype: torch.dtype) -> int:
     return made
 
 
+def each_product(a: Tensor, b: Tensor, out: Tensor, tf32: bool = False) -> None:
+    """Each matrix of a @ that of b, as `product` has it, in one launch.
+
+    Args:
+        a, b: [count, rows, depth] and [count, depth, columns], whose rows or columns lie in one piece.
+        out: where they go, [count, rows, columns].
+
+    Raises:
+        KernelError: cuBLAS refuses.
+    """
+    (count, rows, depth), columns, kind = a.shape, b.shape[2], _TYPES[a.dtype]
+    (_, a_turned, a_step), (_, b_turned, b_step) = laid(a[0]), laid(b[0])
+    status = cublas().cublasGemmStridedBatchedEx(
+        handle(a.dtype), b_turned, a_turned, columns, rows, depth, _ONE_AT,
+        b.data_ptr(), kind, b_step, b.stride(0), a.data_ptr(), kind, a_step, a.stride(0), _ZERO_AT,
+        out.data_ptr(), kind, out.stride(1), out.stride(0), count, _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM,
+    )  # fmt: skip
+    if status:
+        raise KernelError(f"cuBLAS cannot multiply {count} times {rows} x {depth} with {depth} x {columns} ({status}).")
+
+
 _ONE_AT, _ZERO_AT = ctypes.c_void_p(ctypes.addressof(_ONE)), ctypes.c_void_p(ctypes.addressof(_ZERO))
 
 
@@ -143,5 +164,9 @@ def cublas() -> Any:
     matrix = [pointer, number, number]
     library.cublasGemmEx.argtypes = [
         pointer, *[number] * 5, pointer, *matrix, *matrix, pointer, *matrix, number, number,
+    ]  # fmt: skip
+    far: Any = ctypes.c_longlong  # from a matrix to the next
+    library.cublasGemmStridedBatchedEx.argtypes = [
+        pointer, *[number] * 5, pointer, *matrix, far, *matrix, far, pointer, *matrix, far, *[number] * 3,
     ]  # fmt: skip
     return library
