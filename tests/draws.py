@@ -1,7 +1,8 @@
 """The random masks of a layer, drawn a second time: Philox-4x32-10 in numpy, and the counters that whorl.noise names.
 
 A word below round(p * 2**32) is an event of probability p.  Its counter is (unit, step, row of the batch, tag) with
-tag = purpose | direction << 8 | layer << 16, its key the seed.
+tag = purpose | direction << 8 | layer << 16, its key the seed.  Four units of one word each, or two of two, share a
+counter, which is numbered by them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,13 +36,14 @@ def philox(counter: Iterable[Any], key: tuple[int, int]) -> list[np.ndarray]:
 
 
 def words(
-    seed: int, purpose: int, index: int, loop: Loop, steps: Iterable[int], rows: Iterable[int], width: int
+    seed: int, purpose: int, count: int, index: int, loop: Loop, steps: Iterable[int], rows: Iterable[int], width: int
 ) -> Any:
-    """[4, steps, rows, width] words for one layer and direction."""
+    """[count, steps, rows, width] words for one layer and direction, so many of a unit."""
     layer, direction = divmod(index, loop.directions)
     unit, step, row = np.arange(width), np.array([*steps])[:, None, None], np.array([*rows])[:, None]
-    tag = purpose | direction << 8 | layer << 16
-    return np.stack(philox((unit, step, row, tag), (seed % 2**32, seed >> 32)))
+    tag, together = purpose | direction << 8 | layer << 16, {1: 4, 2: 2, 3: 1, 4: 1}[count]
+    drawn = np.stack(philox((unit // together, step, row, tag), (seed % 2**32, seed >> 32)))
+    return np.stack([drawn[unit % together * count + word, ..., unit].transpose(1, 2, 0) for word in range(count)])
 
 
 def scaled(drawn: np.ndarray, probability: float) -> Tensor:
@@ -62,23 +64,30 @@ def counted(seed: int, loop: Loop, options: Mapping[str, Any], time: int, rows: 
     if p := options.get("input_dropout", 0):
         below = [loop.inputs if index < loop.directions else width * loop.directions for index in range(count)]
         found["input_dropout"] = [
-            scaled(words(seed, INPUT, index, loop, [0], rows, below[index])[0, 0], p) for index in range(count)
+            scaled(words(seed, INPUT, 1, index, loop, [0], rows, below[index])[0, 0], p) for index in range(count)
         ]
     if p := options.get("recurrent_dropout", 0):
         masks = []
         for index in range(count):
-            held = words(seed, RECURRENT, index, loop, [0], rows, width)[:, 0]
-            more = words(seed, RECURRENT_FROM_GATE_4, index, loop, [0], rows, width)[:, 0]
-            each = words(seed, RECURRENT, index, loop, steps, rows, width)[0]
-            by_gate = np.concatenate([held, more])[: len(loop.recurrent)]
-            masks.append(scaled({"gate": by_gate, "shared": held[0], "step": each}[loop.recurrent_dropout_mode], p))
+            if loop.recurrent_dropout_mode == "gate":
+                gates = len(loop.recurrent)
+                drawn = words(seed, RECURRENT, min(gates, 4), index, loop, [0], rows, width)[:, 0]
+                if gates > 4:
+                    more = words(seed, RECURRENT_FROM_GATE_4, gates - 4, index, loop, [0], rows, width)[:, 0]
+                    drawn = np.concatenate([drawn, more])
+            elif loop.recurrent_dropout_mode == "shared":
+                drawn = words(seed, RECURRENT, 1, index, loop, [0], rows, width)[0, 0]
+            else:
+                drawn = words(seed, RECURRENT, 1, index, loop, steps, rows, width)[0]
+            masks.append(scaled(drawn, p))
         found["recurrent_dropout"] = masks
     for place, state in enumerate(loop.all_states):
         chances = loop.zoneout
         if p := chances.get(state, 0.0) if isinstance(chances, Mapping) else chances:
             found[f"zoneout_{state}"] = [
                 torch.from_numpy(
-                    words(seed, ZONEOUT, index, loop, steps, rows, loop.width(state))[place] < round(p * 2**32)
+                    words(seed, ZONEOUT, len(loop.all_states), index, loop, steps, rows, loop.width(state))[place]
+                    < round(p * 2**32)
                 ).double()
                 for index in range(count)
             ]

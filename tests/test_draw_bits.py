@@ -12,24 +12,28 @@ from emulation import Kernel, compiled
 from test_machine_code import listed, needs_tools
 from whorl.engines.cuda import options, source
 from whorl.engines.cuda.compile import cubin
-from whorl.noise import RECURRENT, ZONEOUT, tag, threshold, words
+from whorl.noise import RECURRENT, ZONEOUT, drawn, tag, threshold
 
 SEED = torch.tensor(-(2**62) + 12345)
 
 
 def truth(
-    units: int, time: int, rows: Tensor, zones: dict[int, int], noise: int | None, layer: int, direction: int
+    units: int, time: int, rows: Tensor, states: int, zones: dict[int, int], noise: int | None, place: tuple[int, int]
 ) -> Tensor:
     """[time, batch, pairs]: what is read of each pair's two bytes, by `whorl.noise`."""
     pairs = -(-units // 2)
     unit, step, row = torch.arange(2 * pairs), torch.arange(time)[:, None, None], rows[:, None]
+
+    def words(purpose: int, count: int) -> tuple[Tensor, ...]:
+        return drawn(SEED, count, 2 * pairs, step, row, tag(purpose, *place))
+
     bits = torch.zeros(time, len(rows), 2 * pairs, dtype=torch.int64)
-    drawn = words(SEED, unit, step, row, tag(ZONEOUT, layer, direction))
+    kept = words(ZONEOUT, states)
     for state, below in zones.items():
-        bits += (drawn[state] < below).long() << state
+        bits += (kept[state] < below).long() << state
     bits <<= 4 * (unit % 2)
     if noise is not None:
-        enters = words(SEED, unit, step, row, tag(RECURRENT, layer, direction))[0] >= noise
+        enters = words(RECURRENT, 1)[0] >= noise
         bits += enters.long() << (8 + unit % 2)
     return bits.view(time, len(rows), pairs, 2).sum(-1)
 
@@ -37,21 +41,24 @@ def truth(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("units, time, batch, parts", [(1, 1, 1, 1), (7, 5, 3, 2), (40, 4, 20, 4), (514, 3, 2, 1)])
 @pytest.mark.parametrize(
-    "zones, noise",
+    "states, zones, noise",
     [
-        ({0: threshold(0.1), 1: threshold(0.1)}, None),
-        ({1: threshold(0.9)}, threshold(0.2)),
-        ({}, threshold(0.5)),
-        ({0: 2**32, 2: 0, 3: 1 << 31}, 2**32),  # always and never
-        ({3: 2**32 - 1}, 0),
+        (2, {0: threshold(0.1), 1: threshold(0.1)}, None),
+        (2, {1: threshold(0.9)}, threshold(0.2)),
+        (1, {0: threshold(0.3)}, threshold(0.6)),
+        (3, {0: threshold(0.3), 2: threshold(0.7)}, None),
+        (1, {}, threshold(0.5)),
+        (4, {0: 2**32, 2: 0, 3: 1 << 31}, 2**32),  # always and never
+        (4, {3: 2**32 - 1}, 0),
     ],
 )
 @pytest.mark.parametrize("counted", [False, True])
 def test_bits_are_those_that_are_counted(
-    zones: dict[int, int], noise: int | None, units: int, time: int, batch: int, parts: int, counted: bool, folder: Path
-) -> None:
-    name, layer, direction = source.draw_bits_name([*zones], noise is not None), 3, 1
-    code = compiled(source.draw_bits([*zones], noise is not None), name, "sm_90a", folder=folder)
+    states: int, zones: dict[int, int], noise: int | None, units: int, time: int, batch: int, parts: int, counted: bool,
+    folder: Path,
+) -> None:  # fmt: skip
+    name, layer, direction = source.draw_bits_name(states, [*zones], noise is not None), 3, 1
+    code = compiled(source.draw_bits(states, [*zones], noise is not None), name, "sm_90a", folder=folder)
     kernel = Kernel(code, name, 0, options._THREADS, 0, 1, options._DRAW_BITS)
     ids = torch.arange(batch).flip(0) * 5 + 2**31 if counted else None
     made = torch.full((time, batch, -(-units // 2)), -1, dtype=torch.int16)
@@ -62,7 +69,7 @@ def test_bits_are_those_that_are_counted(
         tag(RECURRENT, layer, direction), noise or 0,
     )  # fmt: skip
     rows = torch.arange(batch) if ids is None else ids
-    assert (made.long() & 0xFFFF).equal(truth(units, time, rows, zones, noise, layer, direction))
+    assert (made.long() & 0xFFFF).equal(truth(units, time, rows, states, zones, noise, (layer, direction)))
 
 
 @pytest.mark.parametrize(
@@ -80,16 +87,21 @@ def test_threads_are_not_more_than_their_numbers() -> None:
 
 
 @needs_tools
-@pytest.mark.parametrize("zones, noise, most", [((0, 1), False, 43), ((0,), False, 42), ((), True, 42)])
-def test_a_draw_takes_few_instructions(zones: tuple[int, ...], noise: bool, most: int, tmp_path: Path) -> None:
-    """Of four units: 13 products and as many xors for each, and what compares and keeps them."""
-    lines = listed(cubin(source.draw_bits(zones, noise), "draw_bits", "sm_90a"), tmp_path / "kernel.cubin")
+@pytest.mark.parametrize(
+    "states, zones, noise, draws, most",
+    [(2, (0, 1), False, 2, 102), (2, (0,), False, 2, 92), (1, (0,), False, 1, 60), (2, (), True, 1, 61)],
+)
+def test_a_draw_takes_few_instructions(
+    states: int, zones: tuple[int, ...], noise: bool, draws: int, most: int, tmp_path: Path
+) -> None:
+    """Of four units: 16 products and as many xors for each draw that they share, and what compares and keeps them."""
+    lines = listed(cubin(source.draw_bits(states, zones, noise), "draw_bits", "sm_90a"), tmp_path / "kernel.cubin")
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\.(L_x_\d+):", line.strip()))}
     ends = [(at, re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)) for at, line in enumerate(lines)]
     begin, end = max(
         ((labels[f[1]], at) for at, f in ends if f and labels[f[1]] < at), key=lambda loop: loop[1] - loop[0]
     )
     loop = [line for line in lines[begin:end] if re.match(r"\s*/\*", line)]
-    assert len(loop) <= 4 * most
-    assert sum("IMAD.WIDE.U32" in line for line in loop) <= 4 * 14
+    assert len(loop) <= most
+    assert sum("IMAD.WIDE.U32" in line for line in loop) <= 16 * draws + 2
     assert not any(re.search(r"\b(LDL|STL)\b", line) for line in lines)

@@ -52,6 +52,20 @@ def test_words_are_those_of_numpy_at_any_counter() -> None:
         assert all(np.array_equal(a.numpy(), b.astype(np.int64)) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("count, units", [(1, 4), (2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize("width", [1, 4, 13])
+def test_neighbouring_units_share_a_counter_but_no_word(width: int, count: int, units: int) -> None:
+    step, row = torch.arange(3)[:, None, None], torch.arange(2)[:, None]
+    ours = torch.stack(noise.drawn(torch.tensor(5), count, width, step, row, 7), -1)
+    assert ours.shape == (3, 2, width, count)
+    for unit in range(width):
+        theirs = torch.from_numpy(
+            np.stack(philox((unit // units, step.numpy(), row.numpy(), 7), (5, 0)), -1).astype(int)
+        )
+        assert torch.equal(ours[:, :, unit], theirs[..., 0, unit % units * count :][..., :count])
+    assert len(ours.unique()) == ours.numel()
+
+
 # --- chances ----------------------------------------------------------------------------------------------------------
 
 UNITS, ROWS, STEPS = 40, 25, 20

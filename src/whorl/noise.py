@@ -1,9 +1,10 @@
 """The masks of dropout and zoneout inside a layer: drawn by counting, so that every engine draws the same.
 
 Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") turns a seed and a counter into four
-words of 32 bits.  The counter says for what a word is: (unit, step, row of the batch, purpose of a layer and
-direction).  So a draw depends on nothing else: not on the batch it lies in, its order, the tile, the device, or on
-whether it is forward or backward that asks.
+words of 32 bits.  The counter says for what they are: (unit, step, row of the batch, purpose of a layer and
+direction).  Where a unit takes one word or two, four or two neighbouring units share a counter, which is numbered by
+them.  So a draw depends on nothing else: not on the batch it lies in, its order, the tile, the device, or on whether it
+is forward or backward that asks.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from torch import Tensor
 from whorl.problem import Call, Form
 
 INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT = range(4)
-"""Purposes.  The four words are four gates, or four states; where one mask is for all, it is the first word's."""
+"""Purposes.  A unit's words are those of gates, or of states; of one mask for all it is one."""
+WORDS = 4
+"""Of a counter."""
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _BLOCK = 2**20  # elements drawn at a time: a few of them lie in a processor's cache, all steps at once would not
@@ -41,9 +44,28 @@ def words(seed: Tensor, unit: Tensor, step: Tensor, row: Tensor, tag: int) -> tu
     return a, b, c, d
 
 
+def drawn(seed: Tensor, count: int, width: int, step: Tensor, row: Tensor, tag: int) -> tuple[Tensor, ...]:
+    """So many words of each unit, [..., width]; `step` and `row` are as in `words`, their last axis 1."""
+    units = together(count)
+    counter = torch.arange(-(-width // units), device=row.device)
+    own = torch.stack(words(seed, counter, step, row, tag), -1)[..., : units * count]
+    return own.unflatten(-1, (units, count)).flatten(-3, -2)[..., :width, :].unbind(-1)
+
+
+def together(count: int) -> int:
+    """How many neighbouring units share a counter, where each takes so many of its words, one after another."""
+    return WORDS // count
+
+
 def tag(purpose: int, layer: int, direction: int) -> int:
     """The last word of a counter."""
     return purpose | direction << 8 | layer << 16
+
+
+def by_gate(gates: int) -> list[tuple[int, int]]:
+    """The purposes of masks of so many gates, and how many gates each is for."""
+    parts = (RECURRENT, min(gates, WORDS)), (RECURRENT_FROM_GATE_4, gates - WORDS)
+    return [(purpose, count) for purpose, count in parts if count > 0]
 
 
 def threshold(probability: float) -> int:
@@ -110,7 +132,7 @@ class Noise:
         if self._given.input is not None:
             return self._given.input.to(self._like.dtype)
         probability = self._form.input_dropout
-        return self._scales(self._words(INPUT, width, None)[0], probability) if self._draws(probability) else None
+        return self._scales(self._words(INPUT, 1, width, None)[0], probability) if self._draws(probability) else None
 
     def recurrent(self, t: int) -> Tensor | None:
         """What the operand of the recurrent product is multiplied with, [batch, width] or [recurrent gates, ...]."""
@@ -121,7 +143,7 @@ class Noise:
         probability = self._form.recurrent_dropout
         if not self._draws(probability):
             return None
-        return self._scales(self._words(RECURRENT, self._form.width, t)[0], probability)
+        return self._scales(self._words(RECURRENT, 1, self._form.width, t)[0], probability)
 
     def keep(self, state: int, t: int, before: Tensor, after: Tensor) -> Tensor:
         """The state after a step, where zoneout keeps some of what it was (Krueger et al. 2016)."""
@@ -133,8 +155,9 @@ class Noise:
             return after
         if self._seed is None:
             return probability * before + (1 - probability) * after
-        drawn = self._words(ZONEOUT, max(self._form.units, self._form.width), t)[state]
-        return torch.where(drawn[..., : after.shape[-1]] < threshold(probability), before, after)
+        form = self._form
+        own = self._words(ZONEOUT, len(form.cell.states), max(form.units, form.width), t)[state]
+        return torch.where(own[..., : after.shape[-1]] < threshold(probability), before, after)
 
     def _hold(self) -> Tensor | None:
         """The mask of the recurrent product that all steps share."""
@@ -145,12 +168,11 @@ class Noise:
             return self._given.recurrent.to(self._like.dtype)
         if not self._draws(form.recurrent_dropout) or not form.cell.recurrent:
             return None
-        drawn = self._words(RECURRENT, form.width, None)
         if form.recurrent_dropout_mode == "shared":
-            return self._scales(drawn[0], form.recurrent_dropout)
-        if len(form.cell.recurrent) > 4:
-            drawn += self._words(RECURRENT_FROM_GATE_4, form.width, None)
-        return self._scales(torch.stack(drawn[: len(form.cell.recurrent)]), form.recurrent_dropout)
+            return self._scales(self._words(RECURRENT, 1, form.width, None)[0], form.recurrent_dropout)
+        parts = by_gate(len(form.cell.recurrent))
+        own = [word for purpose, count in parts for word in self._words(purpose, count, form.width, None)]
+        return self._scales(torch.stack(own), form.recurrent_dropout)
 
     def _draws(self, probability: float) -> bool:
         return self._seed is not None and probability > 0
@@ -169,16 +191,16 @@ class Noise:
             self._steps[name] = mask.unbind(0) if self._sizes is None else mask.split(self._sizes)
         return self._steps[name][t]
 
-    def _words(self, purpose: int, width: int, t: int | None) -> tuple[Tensor, ...]:
-        """Four words for each row and unit, of step t; of step 0 for all rows where t is None."""
+    def _words(self, purpose: int, count: int, width: int, t: int | None) -> tuple[Tensor, ...]:
+        """So many words for each row and unit, of step t; of step 0 for all rows where t is None."""
         assert self._seed is not None
         code, device = tag(purpose, self._layer, self._direction), self._like.device
-        unit, row = torch.arange(width, device=device), self._rows.unsqueeze(-1)
+        row = self._rows.unsqueeze(-1)
         if t is None:
-            return words(self._seed, unit, unit.new_zeros(()), row, code)
+            return drawn(self._seed, count, width, row.new_zeros(()), row, code)
         length = max(1, _BLOCK // max(1, self._batch * width))
         if self._blocks.get(purpose, (-1,))[0] != t // length:
             first = t // length * length
             step = torch.arange(first, min(first + length, self._time), device=device)
-            self._blocks[purpose] = (t // length, words(self._seed, unit, step[:, None, None], row, code))
+            self._blocks[purpose] = (t // length, drawn(self._seed, count, width, step[:, None, None], row, code))
         return tuple(word[t % length, : self._alive(t)] for word in self._blocks[purpose][1])

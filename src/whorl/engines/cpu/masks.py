@@ -5,7 +5,7 @@ from torch import Tensor
 
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Fields, Kernel, Products, Sweep, address
-from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
+from whorl.noise import INPUT, RECURRENT, WORDS, ZONEOUT, Given, by_gate, given, tag, threshold
 from whorl.problem import Call, Form
 from whorl.weights import LayerWeights
 
@@ -49,9 +49,8 @@ def held(
     """
     gates = 1 if form.recurrent_dropout_mode == "shared" else len(form.cell.recurrent)
     made = torch.empty(gates, batch, form.width, dtype=wide)
-    _draw(kernel, made[:4], RECURRENT, place, form.recurrent_dropout, seed, ids)
-    if gates > 4:
-        _draw(kernel, made[4:], RECURRENT_FROM_GATE_4, place, form.recurrent_dropout, seed, ids)
+    for part, (purpose, _) in zip(made.split(WORDS), by_gate(gates), strict=True):
+        _draw(kernel, part, purpose, place, form.recurrent_dropout, seed, ids)
     return made[0] if form.recurrent_dropout_mode == "shared" else made
 
 

@@ -21,7 +21,7 @@ from whorl.engines.cuda.source import (
     Features,
 )
 from whorl.engines.cuda.tiling import Chip
-from whorl.noise import INPUT, RECURRENT, RECURRENT_FROM_GATE_4, ZONEOUT, Given, given, tag, threshold
+from whorl.noise import INPUT, RECURRENT, WORDS, ZONEOUT, Given, by_gate, given, tag, threshold, together
 from whorl.problem import Call, Form, Problem
 
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
@@ -213,12 +213,10 @@ class Options:
 
     def _draw_by_gate(self, layer: int, direction: int, kept: float) -> Tensor:
         """float32 [recurrent gates, batch, units]."""
-        form, gates = self.form, len(self.form.cell.recurrent)
-        parts = []
-        for purpose, count in ((RECURRENT, min(gates, 4)), (RECURRENT_FROM_GATE_4, gates - 4)):
-            if count > 0:
-                code = tag(purpose, layer, direction)
-                parts.append(self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept)[:, 0])
+        form, parts = self.form, []
+        for purpose, count in by_gate(len(form.cell.recurrent)):
+            code = tag(purpose, layer, direction)
+            parts.append(self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept)[:, 0])
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _zoneout(self, layer: int, state: int) -> tuple[int, list[Tensor | None]]:
@@ -233,7 +231,7 @@ class Options:
                 made.append(mask.to(torch.float32).contiguous())
             elif probability and self.seed is not None:
                 code = tag(ZONEOUT, layer, direction)
-                drawn = self._draw(state + 1, self.time, form.units, code, probability, 1.0, 0.0)[state]
+                drawn = self._draw(len(form.cell.states), self.time, form.units, code, probability, 1.0, 0.0)[state]
                 made.append(self._by_row(drawn))
             else:
                 made.append(self._seedless(probability, True))
@@ -306,7 +304,8 @@ class Options:
         noise = self.noise(layer)[0] == DRAWN
         if not zones and not noise:
             return []
-        name, write = source.draw_bits_name(zones, noise), partial(source.draw_bits, zones, noise)
+        states = len(form.cell.states)
+        name, write = source.draw_bits_name(states, zones, noise), partial(source.draw_bits, states, zones, noise)
         kernel = _small(name, write, _DRAW_BITS, self._chip, self._index)
         pairs, below, found = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)], []
         blocks = max(1, -(-self.batch * -(-pairs // 2) // _THREADS))
@@ -316,7 +315,7 @@ class Options:
             kernel(
                 self._stream, blocks, parts, made.data_ptr(),
                 *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs,
-                tag(ZONEOUT, layer, direction), *below, *[0] * (4 - len(below)),
+                tag(ZONEOUT, layer, direction), *below, *[0] * (WORDS - len(below)),
                 tag(RECURRENT, layer, direction), threshold(form.recurrent_dropout),
             )  # fmt: skip
             found.append(made)
@@ -336,10 +335,10 @@ class Options:
     def _draw(
         self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float
     ) -> Tensor:
-        """float32 [count, time, batch, width]: `event` where a word of this purpose is one."""
+        """float32 [count, time, batch, width]: `event` where a word of this purpose, of so many of a unit, is one."""
         made = torch.empty(count, time, self.batch, width, dtype=torch.float32, device=self._call.x.device)
         kernel = _small("draw_masks", source.draw, _DRAW, self._chip, self._index)
-        blocks = min(1024, -(-time * self.batch * width // _THREADS))
+        blocks = min(1024, -(-time * self.batch * -(-width // together(count)) // _THREADS))
         kernel(
             self._stream, blocks, 1, made.data_ptr(), *_addresses((self.ids, self.seed), 2), count, time, self.batch,
             width, code, threshold(probability), event, other,

@@ -247,25 +247,27 @@ def draw() -> str:
     return _text("draw.cu").replace(_MARK, "#define KERNEL draw_masks\n" + _text("noise.cu"), 1)
 
 
-def draw_bits(zones: Sequence[int], noise: bool) -> str:
+def draw_bits(states: int, zones: Sequence[int], noise: bool) -> str:
     """The source of the kernel that draws what is new at each step.
 
     Args:
+        states: of the cell.
         zones: the states whose zoneout is drawn.
         noise: whether what enters the recurrent product is.
     """
     words = [
-        f"#define KERNEL {draw_bits_name(zones, noise)}",
-        f"constexpr int ZONES = {len(zones)}, NOISE = {int(noise)};",
+        f"#define KERNEL {draw_bits_name(states, zones, noise)}",
+        f"constexpr int STATES = {states}, ZONES = {len(zones)}, NOISE = {int(noise)};",
         _table("zoned", (state in zones for state in range(4)), "whether a state's zoneout is drawn"),
         _text("noise.cu"),
     ]
     return _text("draw_bits.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
-def draw_bits_name(zones: Sequence[int], noise: bool) -> str:
+def draw_bits_name(states: int, zones: Sequence[int], noise: bool) -> str:
     """Its name in a profiler."""
-    return "_".join(["draw_bits", *["zoneout" + "".join(map(str, zones))] * bool(zones), *["step"] * noise])
+    zoneout = f"zoneout{''.join(map(str, zones))}_of_{states}"
+    return "_".join(["draw_bits", *[zoneout] * bool(zones), *["step"] * noise])
 
 
 def order() -> str:

@@ -16,16 +16,32 @@ INLINE void philox(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t key,
 typedef uint64_t chance;
 
 // For each unit from `first` to before `last` whether a word is an event: 1 where it is, else 0, for COUNT words.
+// Neighbouring units share a counter: those before the first and after the last of which they have all are apart.
 template <int COUNT>
 static void events_of(
     real* const* out, const chance* below, uint64_t seed, uint32_t step, uint32_t row, uint32_t tag, int64_t first,
     int64_t last) {
+  constexpr int TOGETHER = 4 / COUNT;
+  const auto some = [&](int64_t from, int64_t to) {
+    for (int64_t u = from; u < to; ++u) {
+      uint32_t words[4];
+      philox(uint32_t(u / TOGETHER), step, row, tag, uint32_t(seed), uint32_t(seed >> 32), words);
+      for (int word = 0; word < COUNT; ++word)
+        out[word][u] = uint64_t(words[u % TOGETHER * COUNT + word]) < below[word] ? real(1) : real(0);
+    }
+  };
+  const int64_t next = (first + TOGETHER - 1) / TOGETHER * TOGETHER, begin = next < last ? next : last;
+  const int64_t end = last / TOGETHER * TOGETHER;
+  some(first, begin);
   EACH_ALONE
-  for (int64_t u = first; u < last; ++u) {
+  for (int64_t c = begin / TOGETHER; c < end / TOGETHER; ++c) {
     uint32_t words[4];
-    philox(uint32_t(u), step, row, tag, uint32_t(seed), uint32_t(seed >> 32), words);
-    for (int word = 0; word < COUNT; ++word) out[word][u] = uint64_t(words[word]) < below[word] ? real(1) : real(0);
+    philox(uint32_t(c), step, row, tag, uint32_t(seed), uint32_t(seed >> 32), words);
+    for (int u = 0; u < TOGETHER; ++u)
+      for (int word = 0; word < COUNT; ++word)
+        out[word][c * TOGETHER + u] = uint64_t(words[u * COUNT + word]) < below[word] ? real(1) : real(0);
   }
+  some(end > begin ? end : begin, last);
 }
 
 APART static void events(

@@ -1,6 +1,6 @@
 // Masks held over all steps, or masks of every step, as numbers: `event` where a word is an event, else `other`.
 //
-// A thread draws the four words of one counter and writes those that are asked for.
+// A thread draws the four words of one counter, which neighbouring units share, and writes those that are theirs.
 
 // @generated
 
@@ -14,12 +14,16 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
   const uint2 key = key_of(a.seed);
-  const long long all = a.time * a.batch * a.width;
-  for (long long i = blockIdx.x * 256ll + threadIdx.x; i < all; i += gridDim.x * 256ll) {
-    const long long row = i / a.width % a.batch, step = i / a.width / a.batch;
+  const long long together = 4 / a.count, counters = (a.width + together - 1) / together;
+  const long long rows = a.time * a.batch, all = rows * a.width;
+  for (long long i = blockIdx.x * 256ll + threadIdx.x; i < rows * counters; i += gridDim.x * 256ll) {
+    const long long at = i / counters, row = at % a.batch, step = at / a.batch, counter = i % counters;
     const unsigned id = (unsigned)(a.ids != nullptr ? a.ids[row] : row);
-    const uint4 words = philox((unsigned)(i % a.width), (unsigned)step, id, (unsigned)a.tag, key);
-    for (int word = 0; word < a.count; ++word)
-      a.to[word * all + i] = is_event(word_of(words, word), a.below) ? (float)a.event : (float)a.other;
+    const uint4 words = philox((unsigned)counter, (unsigned)step, id, (unsigned)a.tag, key);
+    for (int word = 0; word < together * a.count; ++word) {
+      const long long unit = counter * together + word / a.count;
+      if (unit < a.width)
+        a.to[word % a.count * all + at * a.width + unit] = is_event(word_of(words, word), a.below) ? (float)a.event : (float)a.other;
+    }
   }
 }

@@ -15,7 +15,7 @@ namespace kernel {
 
 // --- noise ------------------------------------------------------------------------------------------------------------
 
-// Philox-4x32-10, counted as whorl/noise.py counts.
+// Philox-4x32-10, counted as whorl/noise.py counts: neighbouring units share what they do not use up alone.
 __forceinline__ uint4 philox(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint64_t seed) {
   uint32_t key = uint32_t(seed), other = uint32_t(seed >> 32);
 #pragma unroll
@@ -26,6 +26,10 @@ __forceinline__ uint4 philox(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uin
     key += 0x9E3779B9u, other += 0xBB67AE85u;
   }
   return {a, b, c, d};
+}
+
+__forceinline__ uint32_t word_of(const uint4& words, int which) {
+  return which == 0 ? words.x : which == 1 ? words.y : which == 2 ? words.z : words.w;
 }
 
 // --- arguments --------------------------------------------------------------------------------------------------------
@@ -136,8 +140,8 @@ __forceinline__ real noise(const Arguments& a, int64_t r, int64_t o, int64_t t, 
   if (a.noise_kind == 3) return a.noise[o * a.width + u];
   if (a.noise_kind == 4) {
     const uint32_t row = uint32_t(a.ids ? a.ids[r] : r);
-    const uint32_t word = philox(uint32_t(u), uint32_t(t), row, uint32_t(a.noise_tag), uint64_t(*a.seed)).x;
-    return word < a.noise_below ? real(0) : real(a.noise_scale);
+    const uint4 words = philox(uint32_t(u / 4), uint32_t(t), row, uint32_t(a.noise_tag), uint64_t(*a.seed));
+    return word_of(words, int(u % 4)) < a.noise_below ? real(0) : real(a.noise_scale);
   }
   return real(1);
 }
@@ -149,18 +153,19 @@ struct Kept {
 
 __forceinline__ Kept kept_of(const Arguments& a, int64_t r, int64_t o, int64_t t, int64_t u) {
   Kept kept;
+  constexpr int TOGETHER = 4 / STATES;
   bool drawn = false;
 #pragma unroll
   for (int s = 0; s < STATES; ++s) drawn = drawn || a.zoneout[s].kind == 2;
   uint4 words = {0, 0, 0, 0};
   if (drawn) {
     const uint32_t row = uint32_t(a.ids ? a.ids[r] : r);
-    words = philox(uint32_t(u), uint32_t(t), row, uint32_t(a.zoneout_tag), uint64_t(*a.seed));
+    words = philox(uint32_t(u / TOGETHER), uint32_t(t), row, uint32_t(a.zoneout_tag), uint64_t(*a.seed));
   }
 #pragma unroll
   for (int s = 0; s < STATES; ++s) {
     const Zoneout& z = a.zoneout[s];
-    const uint32_t word = s == 0 ? words.x : s == 1 ? words.y : s == 2 ? words.z : words.w;
+    const uint32_t word = word_of(words, int(u % TOGETHER) * STATES + s);
     kept.of[s] = z.kind == 1 ? real(z.share) : z.kind == 2 ? real(word < z.below) : real(0);
     if (z.kind == 3 && u < width_of(a, s)) kept.of[s] = z.given[o * width_of(a, s) + u];
   }
