@@ -279,7 +279,32 @@ def test_what_was_drawn_is_on_its_way_to_the_cache_steps_ahead(
         text = write(cell, units, torch.bfloat16, tile, True, features)
         return len(places(time_loop(disassembled(text, tile, tmp_path / name)), r"CCTL\.E\.PF2"))
 
-    assert asked(option) > asked("plain")
+    if option == "zoneout" and kind == "backward":  # which measured as no faster, and at 256 units slower
+        assert asked(option) == asked("plain")
+    else:
+        assert asked(option) > asked("plain")
+
+
+@needs_tools
+@pytest.mark.parametrize("units, batch", [(256, 128), (1024, 128), (1024, 32)])
+@pytest.mark.parametrize("option", ["plain", "zoneout"])
+def test_backward_moves_nothing_that_it_has_just_asked_for(option: str, units: int, batch: int, tmp_path: Path) -> None:
+    """A move waits for the load: that of the state before a step, in the midst of a product."""
+    cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
+    tile = grid.estimated(size_of(cell, units, 2, features), H200, batch, 1, "backward")
+    assert isinstance(tile, Spread)
+    loop = time_loop(
+        disassembled(source.backward(cell, units, torch.bfloat16, tile, True, features), tile, tmp_path / "k")
+    )
+    asked = [at for at, line in enumerate(loop) if re.search(r"LDG\.E(\.64)? ", line)]
+    assert asked
+    for at in asked:
+        found = re.search(r"LDG\.E(\.64)? R(\d+),", loop[at])
+        assert found
+        for register in range(int(found[2]), int(found[2]) + 1 + bool(found[1])):
+            assert not any(
+                re.search(rf"MOV\S* R\d+, (RZ, RZ, )?R{register} ;", line) for line in loop[at + 1 : at + 12]
+            )
 
 
 @needs_tools
