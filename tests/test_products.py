@@ -9,7 +9,7 @@ from torch import Tensor
 from comparison import error
 from emulation import emulated
 from whorl.engines.cuda import products
-from whorl.engines.cuda.products import Product, each_product, handle, laid, product
+from whorl.engines.cuda.products import Product, better_together, each_product, handle, laid, product
 
 gpu = pytest.mark.gpu
 EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -106,6 +106,16 @@ def test_several_products_in_one_launch(dtype: torch.dtype, tmp_path: Path) -> N
     with emulated(tmp_path):
         each_product(a, b, made)
     assert error(made, a.double() @ b.double()) <= EPS[dtype]
+
+
+@pytest.mark.parametrize(
+    "units, rows, element, together",
+    [(256, 12800, 4, False), (512, 12800, 4, True), (1024, 12800, 4, True), (256, 12800, 2, True)],
+)
+def test_several_products_are_one_launch_where_that_was_faster(
+    units: int, rows: int, element: int, together: bool
+) -> None:
+    assert better_together(units, rows, element) is together
 
 
 @gpu

@@ -15,7 +15,7 @@ from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import Numbers, kernels, size_of
-from whorl.engines.cuda.products import each_product, product
+from whorl.engines.cuda.products import better_together, each_product, product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import by_link, staged, steps
@@ -325,8 +325,9 @@ class Layers:
             for gate in {*range(len(self.cell.recurrent))} - written:  # the step does not read it
                 hh.narrow(0, gate * units, units).zero_()
         else:
-            by_gate, aligned = isinstance(hidden, ByGate), units * to_gates.element_size() % 16 == 0
-            at_once = by_gate and aligned and not exact(self.problem)
+            by_gate, element = isinstance(hidden, ByGate), to_gates.element_size()
+            at_once = by_gate and units * element % 16 == 0 and not exact(self.problem)
+            at_once = at_once and better_together(units, len(to_gates), element)
             for block in self.gates if by_gate and not at_once else self.blocks:
                 part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
                 if isinstance(hidden, ByGate) and at_once:  # one gate's product is too small for a whole GPU
