@@ -286,13 +286,13 @@ def test_what_was_drawn_is_on_its_way_to_the_cache_steps_ahead(
 
 
 @needs_tools
-@pytest.mark.parametrize("units, batch", [(256, 128), (1024, 128), (1024, 32)])
+@pytest.mark.parametrize("units, batch", [(256, 32), (512, 32), (256, 128), (1024, 32)])  # in clusters, and spread
 @pytest.mark.parametrize("option", ["plain", "zoneout"])
 def test_backward_moves_nothing_that_it_has_just_asked_for(option: str, units: int, batch: int, tmp_path: Path) -> None:
     """A move waits for the load: that of the state before a step, in the midst of a product."""
     cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
     tile = grid.estimated(size_of(cell, units, 2, features), H200, batch, 1, "backward")
-    assert isinstance(tile, Spread)
+    assert tile is not None
     loop = time_loop(
         disassembled(source.backward(cell, units, torch.bfloat16, tile, True, features), tile, tmp_path / "k")
     )

@@ -237,20 +237,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int s = 1; s < STATES; ++s)
           into.states[b][s - 1] =
               load_wide_pair(a.states[direction] + at + (s - 1) * state_stride, first, second);
-      } else if (last) {
-        const bool given = a.initial[0] != nullptr;
-        into.before[b] = load_pair(a.initial[0] + start_of(j, b), first && given, second && given);
-#pragma unroll
-        for (int s = 1; s < STATES; ++s)
-          into.states[b][s - 1] =
-              wide_pair(load_pair(a.initial[s] + start_of(j, b), first && given, second && given));
       } else {
-        into.before[b] = load_pair(a.y + outputs_at[j] + (row_step + away(j, b)) * width, first, second);
+        const bool given = a.initial[0] != nullptr;
+        if (last)
+          into.before[b] = load_pair(a.initial[0] + start_of(j, b), first && given, second && given);
+        else
+          into.before[b] = load_pair(a.y + outputs_at[j] + (row_step + away(j, b)) * width, first, second);
+        // Initial states may have two bytes and be made wide.  They then take the place of what is loaded: two branches
+        // that give the one or the other meet in a move, and a move waits for the load, before the product.
 #pragma unroll
-        for (int s = 1; s < STATES; ++s)
+        for (int s = 1; s < STATES; ++s) {
           into.states[b][s - 1] = load_wide_pair(
-              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS, first,
-              second);
+              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS,
+              first && !last, second && !last);
+          if (last)
+            into.states[b][s - 1] =
+                wide_pair(load_pair(a.initial[s] + start_of(j, b), first && given, second && given));
+        }
       }
     }
   };
