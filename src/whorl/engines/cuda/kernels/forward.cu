@@ -787,6 +787,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         Gate* const now_at = gates_of(j, 0);
         if (t + 1 < time) {
           const bool read = within(j, next), also = read && has_second;
+          // and what is drawn, not behind all that is stored: the next sub-tile begins with a wait for every load
+          if constexpr (ZONES_DRAWN) drawn[j] = NOISE == DRAWN ? enters[j] : drawn_of(j, 0, true);
+          if constexpr (NOISE == DRAWN) enters[j] = drawn_of(j, 0, t + 2 < time);
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
             x[j][g] = load_gates(
@@ -854,8 +857,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (RESET) cut[j] = goes_on ? is_cut(j, later, later_rows, next_rows) : 0;
             load_options(j, next, next_rows);
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (ZONES_DRAWN) drawn[j] = NOISE == DRAWN ? enters[j] : drawn_of(j, 0, true);
-            if constexpr (NOISE == DRAWN) enters[j] = drawn_of(j, 0, goes_on);
           }
         }
       }
