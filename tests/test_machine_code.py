@@ -255,6 +255,33 @@ def test_states_are_sent_before_the_input_of_the_next_step_is_asked_for(
 @needs_tools
 @pytest.mark.parametrize("units", [256, 512])
 @pytest.mark.parametrize("option", ["zoneout", "step"])
+def test_forward_asks_for_what_was_drawn_before_it_stores(option: str, units: int, tmp_path: Path) -> None:
+    """All loads of a warp are awaited together: one that stands behind the stores of a sub-tile is the last to come."""
+    loop = loop_with(option, "forward", units, torch.bfloat16, tmp_path / "kernel.cubin")
+    sent, drawn, stored = (places(loop, word) for word in ("STAS", "LDG.E.U16", "STG"))
+    assert drawn
+    for at in drawn:
+        last = max(place for place in sent if place < at)
+        assert not any(last < place < at for place in stored)
+
+
+@needs_tools
+@pytest.mark.parametrize("option", ["shared", "zoneout", "step", "gate"])
+def test_dropout_leaves_backward_its_weights_in_registers(option: str, tmp_path: Path) -> None:
+    """A step reads from shared memory what registers do not hold, by every warp at once."""
+    cell, features = CELLS["lstm"].graph, {**ONE_OPTION, "shared": source.Features(noise=source.HELD)}[option]
+    tile = grid.estimated(size_of(cell, 512, 2, features), H200, 32, 1, "backward")
+    assert isinstance(tile, tiling.Tile)
+    assert tile.resident >= (32 if option == "zoneout" else 30)
+    text = source.backward(cell, 512, torch.bfloat16, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert not places(loop, "LDL")
+    assert not places(loop, "STL")
+
+
+@needs_tools
+@pytest.mark.parametrize("units", [256, 512])
+@pytest.mark.parametrize("option", ["zoneout", "step"])
 def test_backward_asks_for_what_was_drawn_before_its_product(option: str, units: int, tmp_path: Path) -> None:
     loop = loop_with(option, "backward", units, torch.bfloat16, tmp_path / "kernel.cubin")
     drawn = places(loop, "LDG.E.U16")

@@ -39,7 +39,10 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     known = halves and not features.of_any_size
     scales = halves, known and source.bounded(cell), known and source.contained(cell)
     ahead = source.registers(cell, features)
-    return Size(units, *counts, apart, element, gate, *ahead, *masks, exact, own, *scales, features.lengths)
+    given = features.noise in (source.GIVEN, source.GIVEN_BY_GATE) or source.BY_MASK in features.zoneout
+    alone = features == Features(noise=features.noise, zoneout=features.zoneout) != PLAIN
+    drawn = alone and not given and not cell.inputs
+    return Size(units, *counts, apart, element, gate, *ahead, *masks, exact, own, *scales, features.lengths, drawn)
 
 
 class Numbers(NamedTuple):

@@ -80,6 +80,8 @@ class Size(NamedTuple):
     """float32 may be multiplied as float16 where each sequence's states have a scale for all steps."""
     ragged: bool = False
     """Sequences have lengths of their own."""
+    drawn: bool = False
+    """Of options the layer has dropout and zoneout alone, nothing of which is given."""
 
     def scaled(self, kind: str) -> bool:
         """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
@@ -195,10 +197,14 @@ def backward(
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     chains = 2 if chunk * part < 4 and not halves else 1  # as the kernel counts them
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors + size.back)
+    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors)
     used += (4 * chunk * chains + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
-    used += 8 * bool(size.back) + 4 * chunk * part * (size.bits or bool(size.masks))
+    used += 4 * chunk * part * (size.bits or bool(size.masks))
+    if size.drawn and tiles == own == 1 and size.element == 2 and groups <= 2:
+        used += size.back // 2  # and the time loop compiles without spills, where memory has few weights or none
+    else:
+        used += own * size.back + 8 * bool(size.back)
     used += 4 * chunk * part * (size.recurrent - 1) * (size.bits and halves and chunk * part <= 3)
     used += 4 * (tiles == 1 and size.element == 2)  # of what is computed ahead
     room = _room(size, registers(warps), used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
