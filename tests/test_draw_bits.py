@@ -1,4 +1,4 @@
-"""The bits that kernels/draw_bits.cu draws, run on the host: bit for bit what `whorl.noise` counts."""
+"""What kernels/draw_bits.cu and kernels/draw.cu draw, run on the host: bit for bit what `whorl.noise` counts."""
 
 import re
 import shutil
@@ -72,6 +72,26 @@ def test_bits_are_those_that_are_counted(
     assert (made.long() & 0xFFFF).equal(truth(units, time, rows, states, zones, noise, (layer, direction)))
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("width, time, batch, blocks", [(1, 1, 1, 1), (7, 5, 3, 1), (40, 1, 20, 2), (513, 3, 2, 1)])
+@pytest.mark.parametrize("counted", [False, True])
+def test_masks_are_those_that_are_counted(
+    count: int, width: int, time: int, batch: int, blocks: int, counted: bool, folder: Path
+) -> None:
+    code = compiled(source.draw(), "draw_masks", "sm_90a", folder=folder)
+    kernel = Kernel(code, "draw_masks", 0, options._THREADS, 0, 1, options._DRAW)
+    ids = torch.arange(batch).flip(0) * 5 + 2**31 if counted else None
+    made, below, own = torch.full((count, time, batch, width), torch.nan), threshold(0.3), tag(RECURRENT, 3, 1)
+    kernel(
+        0, blocks, 1, made.data_ptr(), 0 if ids is None else ids.data_ptr(), SEED.data_ptr(), *made.shape, own, below,
+        0.5, 1.25,
+    )  # fmt: skip
+    rows = torch.arange(batch) if ids is None else ids
+    words = drawn(SEED, count, width, torch.arange(time)[:, None, None], rows[:, None], own)
+    assert made.equal(torch.where(torch.stack(words) < below, 0.5, 1.25))
+
+
 @pytest.mark.parametrize(
     "time, blocks, parts",
     [(100, 64, 8), (100, 32, 15), (100, 8, 50), (1, 1, 1), (0, 1, 1), (100, 5000, 1), (3, 1, 3), (10_000, 64, 33)],
@@ -105,3 +125,10 @@ def test_a_draw_takes_few_instructions(
     assert len(loop) <= most
     assert sum("IMAD.WIDE.U32" in line for line in loop) <= 16 * draws + 2
     assert not any(re.search(r"\b(LDL|STL)\b", line) for line in lines)
+
+
+@needs_tools
+def test_masks_are_drawn_without_a_division_for_each_word(tmp_path: Path) -> None:
+    """One of 64 bits is a call, and eight of them took longer than the draw: three number the row, step and unit."""
+    lines = listed(cubin(source.draw(), "draw_masks", "sm_90a"), tmp_path / "kernel.cubin")
+    assert sum("CALL" in line for line in lines) <= 3

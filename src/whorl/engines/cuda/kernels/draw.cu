@@ -14,16 +14,20 @@ struct Arguments {
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
   const uint2 key = key_of(a.seed);
-  const long long together = 4 / a.count, counters = (a.width + together - 1) / together;
+  const int together = 4 / (int)a.count;
+  const long long counters = (a.width + together - 1) / together;
   const long long rows = a.time * a.batch, all = rows * a.width;
   for (long long i = blockIdx.x * 256ll + threadIdx.x; i < rows * counters; i += gridDim.x * 256ll) {
     const long long at = i / counters, row = at % a.batch, step = at / a.batch, counter = i % counters;
     const unsigned id = (unsigned)(a.ids != nullptr ? a.ids[row] : row);
     const uint4 words = philox((unsigned)counter, (unsigned)step, id, (unsigned)a.tag, key);
-    for (int word = 0; word < together * a.count; ++word) {
-      const long long unit = counter * together + word / a.count;
-      if (unit < a.width)
-        a.to[word % a.count * all + at * a.width + unit] = is_event(word_of(words, word), a.below) ? (float)a.event : (float)a.other;
+    long long unit = counter * together;
+    int which = 0;  // of the masks: counted, since a division for each word takes longer than the draw
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      if (word < together * a.count && unit < a.width)
+        a.to[which * all + at * a.width + unit] = is_event(word_of(words, word), a.below) ? (float)a.event : (float)a.other;
+      if (++which == a.count) which = 0, ++unit;
     }
   }
 }
