@@ -290,6 +290,21 @@ def test_backward_asks_for_what_was_drawn_before_its_product(option: str, units:
 
 
 @needs_tools
+@pytest.mark.parametrize("option", ONE_OPTION)
+def test_backward_knows_where_the_next_steps_input_lies(option: str, tmp_path: Path) -> None:
+    """Of a block with 16 units one warp computes the cell: for constant memory it would wait before its product."""
+    cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
+    tile = grid.estimated(size_of(cell, 256, 2, features), H200, 32, 1, "backward")
+    assert isinstance(tile, tiling.Tile)
+    assert (tile.slice, tile.tiles) == (16, 1)
+    text = source.backward(cell, 256, torch.bfloat16, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    product = min(places(loop, "HMMA.16816.F32.BF16"))
+    begin = max(at for at in places(loop, "BAR.SYNC.DEFER_BLOCKING") if at < product)
+    assert not any(begin < at < product for at in places(loop, r"LDC(\.64)?"))
+
+
+@needs_tools
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("units", [256, 512, 1024])  # in clusters, and where blocks exchange
 @pytest.mark.parametrize("option", ["zoneout", "step"])

@@ -211,6 +211,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
+  // Of one item the addresses themselves go from step to step, where registers allow: a direction's own come from
+  // constant memory, for which the warp that computes the cell waits before its product.
+  constexpr bool ALONE = OWN == 1 && GROUPS == 1;
+  const float* states_from;
+  const Element* before_from;
+  const char* drawn_from;
+  const auto states_of = [&](int j) { return ALONE ? states_from : a.states[direction] + states_at[j]; };
+  const auto before_of = [&](int j) { return ALONE ? before_from : a.o.before[direction] + states_at[j]; };
+  // what is drawn of two units has two bytes: as many as states have elements
+  const auto drawn_of = [&](int j) { return ALONE ? drawn_from : (const char*)a.o.drawn[direction] + states_at[j]; };
   const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) % GROUPS * 16 + lane / 4 * 2; };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
@@ -253,12 +263,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       item[j].y_gradient[b] = load_pair(a.y_gradient + outputs_at[j] + away(j, b) * width,
                                         first && has_output_gradient, second && has_output_gradient);
       if constexpr (BEFORE) {
-        const long long at = states_at[j] + away(j, b) * UNITS;
-        item[j].before[b] = load_pair(a.o.before[direction] + at, first, second);
+        const long long at = away(j, b) * UNITS;
+        item[j].before[b] = load_pair(before_of(j) + at, first, second);
 #pragma unroll
         for (int s = 1; s < STATES; ++s)
-          item[j].states[b][s - 1] =
-              load_wide_pair(a.states[direction] + at + (s - 1) * state_stride, first, second);
+          item[j].states[b][s - 1] = load_wide_pair(states_of(j) + at + (s - 1) * state_stride, first, second);
       } else {
         const bool given = a.initial[0] != nullptr;
         if (last)
@@ -270,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 1; s < STATES; ++s) {
           item[j].states[b][s - 1] = load_wide_pair(
-              a.states[direction] + states_at[j] + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS,
+              states_of(j) + (s - 1) * state_stride + (row_step + away(j, b)) * UNITS,
               first && !last, second && !last);
           if (last)
             item[j].states[b][s - 1] =
@@ -278,10 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
       // here and not with the rest of the options: it is wanted as soon as the sums of the step before have come
-      if constexpr (DRAWS && !PACKED && UNITS % 2 == 0) {  // two units have two bytes: as many as states have elements
-        const long long place = states_at[j] + away(j, b) * UNITS;
+      if constexpr (DRAWS && !PACKED && UNITS % 2 == 0) {
         drawn[j][b] = 0;
-        if (first) drawn[j][b] = *(const unsigned short*)((const char*)a.o.drawn[direction] + place);
+        if (first) drawn[j][b] = *(const unsigned short*)(drawn_of(j) + away(j, b) * UNITS);
       } else if constexpr (DRAWS) {
         drawn[j][b] = drawn_bits(a, unit_of(j), step, sequence[j][b], direction, first);
       }
@@ -305,6 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     outputs_at[j] = (begin + row) * width + direction * UNITS + unit;
     apart_at[j] = (begin + row) * APART * UNITS + unit;
     states_at[j] = (begin + row) * UNITS + unit;
+    states_from = a.states[direction] + states_at[j];
+    before_from = BEFORE ? a.o.before[direction] + states_at[j] : nullptr;
+    drawn_from = DRAWS ? (const char*)a.o.drawn[direction] + states_at[j] : nullptr;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       vectors[j][v][0] = own && unit < UNITS ? wide(a.vectors[direction][v][unit]) : 0.f;
@@ -427,6 +438,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         outputs_at[j] += row_step * width;
         apart_at[j] += row_step * APART * UNITS;
         states_at[j] += row_step * UNITS;
+        if constexpr (ALONE) {
+          states_from += row_step * UNITS;
+          if constexpr (BEFORE) before_from += row_step * UNITS;
+          if constexpr (DRAWS) drawn_from += row_step * UNITS;
+        }
         load(j, next, t + 2 == time);
       }
     };
@@ -466,7 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (its + 1 + AHEAD < lasting[sub] && first && !PACKED) {
             const auto far = AHEAD * row_step + beyond;
             if constexpr (DRAWS && UNITS % 2 == 0)
-              prefetch((const char*)a.o.drawn[direction] + states_at[j] + far * UNITS);
+              prefetch(drawn_of(j) + far * UNITS);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
 #pragma unroll
@@ -474,12 +490,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               prefetch(a.apart[direction] + apart_at[j] + (far * APART + i) * UNITS);
             if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + far * width);
             if constexpr (BEFORE)
-              prefetch(a.o.before[direction] + states_at[j] + far * UNITS);
+              prefetch(before_of(j) + far * UNITS);
             else
               prefetch(a.y + outputs_at[j] + far * width);
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
-              prefetch(a.states[direction] + states_at[j] + (s - 1) * state_stride + far * UNITS);
+              prefetch(states_of(j) + (s - 1) * state_stride + far * UNITS);
           }
         }
         gradients_at[j] += row_step * GATES * UNITS;
