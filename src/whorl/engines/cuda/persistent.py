@@ -11,14 +11,22 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
 from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import aligned, cudnn, grid, projected, source
+from whorl.engines.cuda import aligned, cudnn, grid, projected, source, split
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked
 from whorl.engines.cuda.norms import MOST_ROWS, inside, norm_of, normed
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.plain import Plain, is_plain
-from whorl.engines.cuda.prepare import Numbers, adding_code, codes, norming_code, row_copier_code, size_of
+from whorl.engines.cuda.prepare import (
+    Numbers,
+    adding_code,
+    codes,
+    norming_code,
+    row_copier_code,
+    size_of,
+    splitter_code,
+)
 from whorl.engines.cuda.projected import Projected
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import spreadable, staged
@@ -167,6 +175,8 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         made += [norming_code(kind, norm, chip) for kind in ("forward", "backward")[: 1 + problem.gradient]]
     if problem.gradient and (form.bias or form.cell.vectors or norm is not None):
         made.append(adding_code(problem.dtype, chip))
+    if split.needed(exact(problem), largest(problem)[1], chip):
+        made.append(splitter_code(chip))
     copied = aligned.words(problem.dtype.itemsize, *largest(problem))
     return [name for name, _ in [*made, *(row_copier_code(word, chip) for word in copied)]]
 

@@ -420,6 +420,11 @@ def row_copier(word: int) -> str:
     return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
+def splitter() -> str:
+    """The source of the kernel that makes of float32 what three products of TF32 take."""
+    return _text("split.cu").replace(_MARK, "#define KERNEL split_float32\n", 1)
+
+
 def has_options(graph: Graph, features: Features) -> bool:
     """Whether a kernel has the argument of kernels/options.cu."""
     return features != PLAIN or bool(graph.inputs)
