@@ -16,12 +16,12 @@ from whorl.engines.cuda.products import Product
 from whorl.engines.cuda.tiling import Chip
 
 LEAST, NARROWEST = 1 << 30, 256
-"""Multiplications of a product that is worth it, and rows and columns.  By an H200's figures: three products of TF32
-take about half of what one of float32 takes, and to split a number about 4 ps, which 160 products with it make good."""
+"""Multiplications of a product that is worth it, and its rows and columns.  Estimated from an H200's figures: three
+products of TF32 take half of what one of float32 takes, and to split a number 4 ps, which 160 products make good."""
 
 DEEPEST = 256
-"""Products of which a sum is made on tensor cores.  Each of the 32 additions cuts off half a bit of the last place, a
-third of which is left in the end: about 9e-7 of the sum, where float32's own 1,024 additions leave 5.5e-7."""
+"""Products of which a sum is made on tensor cores, of each of the three.  Estimated: 32 additions that cut off half a
+unit in the last place of the sum so far leave it 9e-7 too small; float32's own 1,024, which round, 5.5e-7 off."""
 
 ROOM = 64 << 20
 """Bytes for parts of both matrices, about: a larger product goes in pieces of its depth, then of its rows."""
