@@ -156,7 +156,9 @@ SIZES = [(33, 20, 48), (64, 37, 23), (5, 7, 10), (1, 1, 1), (130, 64, 4), (3, 25
 def multiplied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]]]:
     """The sizes that cuBLAS was given; groups are of 8 numbers, and every product is worth it and goes in pieces."""
     monkeypatch.setattr(split, "LEAST", 0)
-    monkeypatch.setattr(split, "NARROWEST", 1)
+    monkeypatch.setattr(split, "LARGE", 0)
+    monkeypatch.setattr(split, "NARROWEST", 0)
+    monkeypatch.setattr(split, "_FEWEST", 16)
     monkeypatch.setattr(split, "DEEPEST", 8)
     monkeypatch.setattr(split, "ROOM", 6000)
     monkeypatch.setattr(aligned, "LEAST", 0)
@@ -343,16 +345,19 @@ def test_where_three_products_are_needed(exact: bool, most: int, capability: tup
 
 
 def test_what_is_worth_three_products() -> None:
-    assert split.worth(1 << 10, 1 << 10, 1 << 10)
-    assert not split.worth(1 << 10, 1 << 10, (1 << 10) - 1)
-    assert not split.worth(255, 1 << 20, 1 << 10)
-    assert not split.worth(1 << 10, 1 << 20, 255)
+    assert split.worth(3840, 1024, 4096)
+    assert not split.worth(1 << 12, (1 << 6) - 1, 1 << 12)  # few multiplications
+    assert split.worth(1 << 12, 1 << 6, 1 << 12)
+    assert not split.worth(1024, 1 << 15, 1024)  # a small result
+    assert split.worth(1024, 1 << 15, 1536)
+    assert not split.worth(25_600, 1024, 256)  # few columns for each number that is split
+    assert split.worth(25_600, 1024, 512)
 
 
 @gpu
 @pytest.mark.parametrize("turned", TURNED, ids=str)
 @pytest.mark.parametrize(
-    "sizes", [(3840, 1024, 4096), (1000, 1501, 1203), (4096, 3840, 1024), (256, 5000, 1027)], ids=str
+    "sizes", [(3840, 1024, 4096), (1500, 1501, 1203), (4096, 3840, 1024), (600, 5000, 3001)], ids=str
 )
 def test_a_large_product_on_a_gpu(sizes: tuple[int, int, int], turned: tuple[int, int]) -> None:
     rows, depth, columns = sizes

@@ -15,9 +15,16 @@ from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.products import Product
 from whorl.engines.cuda.tiling import Chip
 
-LEAST, NARROWEST = 1 << 30, 256
-"""Multiplications of a product that is worth it, and its rows and columns.  Estimated from an H200's figures: three
-products of TF32 take half of what one of float32 takes, and to split a number 4 ps, which 160 products make good."""
+LEAST = 1 << 30
+"""Multiplications of a product that is worth it, where some launches more are little beside it."""
+
+LARGE = 3 << 19
+"""Elements of its result: 96 tiles of 128 by 128, for 132 multiprocessors.  A smaller one leaves most of them without
+work for each 256 of the depth, where cuBLAS makes one product of float32 of parts that run beside each other."""
+
+NARROWEST = 320
+"""How many rows x columns there are for each of rows + columns.  Estimated from an H200's figures: to split a number
+takes 4 ps, and a multiplication by tensor cores 0.025 ps less, so 160 make good what the splitting takes."""
 
 DEEPEST = 256
 """Products of which a sum is made on tensor cores, of each of the three.  Estimated: 32 additions that cut off half a
@@ -42,7 +49,8 @@ def needed(exact: bool, most: int, chip: Chip) -> bool:
 
 def worth(rows: int, depth: int, columns: int) -> bool:
     """Whether a product is worth it."""
-    return rows * depth * columns >= LEAST and min(rows, columns) >= NARROWEST
+    result = rows * columns
+    return result * depth >= LEAST and result >= max(LARGE, NARROWEST * (rows + columns))
 
 
 class _Splitting(NamedTuple):
@@ -84,7 +92,7 @@ class Split:
         groups = -(-depth // DEEPEST)
         each = _rounded(-(-depth // groups), 4)
         groups = -(-depth // each)
-        most = max(NARROWEST, ROOM // (_BYTES * each) - wide)
+        most = max(_FEWEST, ROOM // (_BYTES * each) - wide)
         high = _rounded(-(-tall // -(-tall // most)), 4)
         together = max(1, ROOM // (_BYTES * each * (high + wide)))
         together = -(-groups // -(-groups // together))
@@ -131,8 +139,8 @@ class Split:
                 product(handle, for_a, for_b, out + place, add or again)
 
 
-_BYTES = 12
-"""What is written for a number."""
+_BYTES, _FEWEST = 12, 256
+"""What is written for a number, and rows of a piece."""
 
 
 def _splitting(
