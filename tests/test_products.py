@@ -275,8 +275,9 @@ def test_each_number_is_its_two_parts(multiplied: list) -> None:
 @host
 @pytest.mark.parametrize("turned", TURNED, ids=str)
 def test_what_is_not_finite_stays_what_it_is(turned: tuple[int, int], multiplied: list) -> None:
-    inf, hidden = torch.inf, torch.tensor(0x7F800001, dtype=torch.int32).view(torch.float32).item()
-    some = torch.tensor([inf, -inf, torch.nan, hidden, 0.0, 1.0, -1.0, 1 + 2.0**-12, -1 - LAST, 3e18])
+    inf = torch.inf
+    some = torch.tensor([inf, -inf, torch.nan, torch.nan, 0.0, 1.0, -1.0, 1 + 2.0**-12, -1 - LAST, 3e18])
+    some.view(torch.int32)[3] = 0x7F800001  # in the first 10 bits of its mantissa it is infinite
     a, b = torch.ones(len(some), 9), torch.ones(9, len(some))
     a[:, 4], b[4] = some, some
     wanted = a @ b
