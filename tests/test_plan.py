@@ -258,6 +258,13 @@ def test_rows_of_many_rounds_stay_in_float32(tf32: bool) -> None:
         assert decide(asked).engine == decide(replace(asked, gradient=False)).engine == "persistent"
 
 
+@pytest.mark.parametrize("cell, most", [("lstm", 1536), ("gru", 1584), ("rnn_tanh", 2368)])
+def test_the_most_units_of_true_float32(cell: str, most: int) -> None:
+    form = replace(LSTM, units=2500, cell=getattr(library, cell).graph)
+    asked = replace(HALF, form=form, dtype=torch.float32, device=replace(H200, tf32=False))
+    assert str(decide(asked).refusals[0]).endswith(f"in float32 do not fit the 132 multiprocessors, at most {most} do")
+
+
 def test_a_step_of_few_streams_on_a_gpu_is_the_one_that_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepwise, "missing", lambda: None)
     one = replace(HALF, time=1, batch=16, gradient=False)

@@ -64,7 +64,7 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
         return _MUCH_BACK_OPTIONS if optional else _MUCH_BACK[size.recurrent > 3]
     if size.element == 2:
         return _MUCH_STAGED_STREAMED if kind == "backward" and tile.shared > 200 << 10 else 1.0
-    if not spreading.scaled(size, kind):
+    if size.exact or not spreading.scaled(size, kind):
         return None
     if size.staged is not None:
         return _MUCH_STAGED_TF32[kind]

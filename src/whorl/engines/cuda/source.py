@@ -454,6 +454,7 @@ def _source(
         f"#define EXACT {int(tile.exact)}",
         f"#define STAGED {int(staged(graph))}",
         f"#define HALVES {int(tile.halves)}",
+        f"#define SPREAD {int(isinstance(tile, Spread))}",
         f"#define BOUNDED {int(bounded(graph))}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define WARPGROUPS {int(wide)}",

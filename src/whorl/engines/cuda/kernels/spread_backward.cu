@@ -80,7 +80,7 @@ static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNIT
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && !GATEWISE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
-                gradient_at(0, 128), PARTS, SUBS == 1> Gathered;
+                gradient_at(0, 128), PARTS, SUBS == 1, 0, 0> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -558,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) {
         if constexpr (GATHERED > 1) {
-          if (row_there) give(given_to + g * GATE_WORDS, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
+          if (row_there) give(given_to + g * GATE_WORDS, 0, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
         } else if (in_shared) {
           unsigned* const to = put_to + gradient_at(own_row + j * PASS, pair_at + g * GATE_WORDS);
 #if ELEMENT_BYTES == 2 || HALVES
