@@ -393,6 +393,9 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     batch 1 to 512, with what a launch takes over 60 steps: within 10 percent in the square mean, and of TF32 as scaled
     float16 within 12 of 132 tiles.  A thread that computes two sequences one after the other takes 1.8 us more.
 
+    Exact products as two float16 are fitted to LSTM and GRU on an H200, 1024 units at batch 32 and 128, 1500 at 20, 768
+    at 16 and 512 at 128: of four warps within 7 percent in the square mean, 47 tiles, of one warp each 5, 13 tiles.
+
     In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
     forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
@@ -435,10 +438,14 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         products = share * tile.depths * tile.tiles * tile.warps / 4
         if tile.wide:
             at_once = min(tile.at_once(chip), directions * -(-batch // tile.rows))
-            part = 0.0037 * planes * products / tile.tiles + 0.0013 * (2 * planes - 1) * products
-            part += 0.4 * (tile.parts - 1) + 0.225 * at_once * tile.blocks * states / 2**20
-            again = _BEGIN * (launches(chip, batch, directions, tile) - 1) * (planes - 1)
-            return launches(chip, batch, directions, tile) * (1.45 + tile.subs * part) + again
+            read, count = at_once * tile.blocks * states / 2**20, launches(chip, batch, directions, tile)
+            if planes > 1:
+                part = 0.0202 * products / tile.tiles + 0.0096 * products + 0.051 * read
+                part += 0.4 * (tile.parts - 1) if tile.tiles == 1 else 0.84 * (tile.parts > 2)
+                slow = 1.25 if tile.tiles > 3 and tile.parts < 4 else 1.0  # 6.28 us with 512 units at batch 128
+                return count * max(LEAST[kind], (0.7 + tile.subs * part) * slow) + _BEGIN * (count - 1)
+            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1) + 0.225 * read
+            return count * (1.45 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
             states += size.masks * rows * size.units * 4
@@ -449,6 +456,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         products *= 2 * planes - 1
         again = 0.4 * (tile.parts - 1) * (planes - 1)
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
+        part += 0.4 * (tile.tiles - 1) * (planes - 1)  # GRU with 512 units at batch 128 took 3.66 us
         if tile.subs > 3 and tile.blocks > 64:  # 2,048 units at batch 64 took 17.9 us, GRU 11.1
             part *= 0.75
         return launches(chip, batch, directions, tile) * (0.88 + tile.subs * (0.2 + part + again))
