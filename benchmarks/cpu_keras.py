@@ -90,6 +90,31 @@ def step(layer: Any, weights: list[Tensor], x: Tensor, dy: Tensor) -> None:
         torch._foreach_add_(weights, grads, alpha=-RATE)
 
 
+def prepared(
+    kind: str, sizes: tuple[int, int, int], rivals: list[Rival], folder: Path
+) -> tuple[Any, list[Tensor], Tensor, dict[str, Any], dict[str, float]]:
+    """whorl's layer and its inputs, what each rival says of the same, and how far each is from float64: little."""
+    batch, steps, units = sizes
+    layer = getattr(whorl, kind)(units, units, batch_first=True)
+    inputs = [torch.randn(batch, steps, units) for _ in range(4)]
+    dy = torch.randn(batch, steps, units) / math.sqrt(batch * steps * units)
+    weights = [weight.detach().numpy() for weight in to_keras(kind, list(layer.parameters()))]
+    np.savez(folder / "in.npz", dy=dy.numpy(), **{f"x{i}": x.numpy() for i, x in enumerate(inputs)},
+             **{f"weight{i}": weight for i, weight in enumerate(weights)})  # fmt: skip
+    exact = getattr(whorl, kind)(units, units, batch_first=True, dtype=torch.float64, engine="reference")
+    exact.load_state_dict(layer.state_dict())
+    truth = results(exact, inputs[0].double(), dy.double())
+    errors, told = {"whorl": max(map(apart, results(layer, inputs[0], dy), truth))}, {}
+    for rival in rivals:
+        told[rival.backend] = rival.ask(
+            do="build", layer=kind, units=units, file=str(folder / "in.npz"), out=str(folder / "out.npz")
+        )
+        with np.load(folder / "out.npz") as made:
+            errors[rival.backend] = max(map(apart, [made[n] for n in ("y", "grad0", "grad1", "grad2")], truth))
+    assert max(errors.values()) < BOUND, f"{kind} {sizes}: from float64 {errors}"
+    return layer, inputs, dy, told, errors
+
+
 def measure(
     kind: str,
     sizes: tuple[int, int, int],
@@ -101,24 +126,11 @@ def measure(
 ) -> dict[str, Any]:
     """Microseconds of a step of each, medians of turns."""
     batch, steps, units = sizes
-    layer = getattr(whorl, kind)(units, units, batch_first=True)
-    inputs = [torch.randn(batch, steps, units) for _ in range(4)]
-    dy = torch.randn(batch, steps, units) / math.sqrt(batch * steps * units)
-    weights = [weight.detach().numpy() for weight in to_keras(kind, list(layer.parameters()))]
-    np.savez(folder / "in.npz", dy=dy.numpy(), **{f"x{i}": x.numpy() for i, x in enumerate(inputs)},
-             **{f"weight{i}": weight for i, weight in enumerate(weights)})  # fmt: skip
-    exact = getattr(whorl, kind)(units, units, batch_first=True, dtype=torch.float64, engine="reference")
-    exact.load_state_dict(layer.state_dict())
-    truth = results(exact, inputs[0].double(), dy.double())
-    errors = {"whorl": max(map(apart, results(layer, inputs[0], dy), truth))}
+    layer, inputs, dy, told, errors = prepared(kind, sizes, rivals, folder)
     ways = []
     for rival in rivals:
-        told = rival.ask(do="build", layer=kind, units=units, file=str(folder / "in.npz"), out=str(folder / "out.npz"))
-        versions |= {name: value for name, value in told.items() if name != "ways"}
-        with np.load(folder / "out.npz") as made:
-            errors[rival.backend] = max(map(apart, [made[n] for n in ("y", "grad0", "grad1", "grad2")], truth))
-        ways += [(rival, way) for way in told["ways"]]
-    assert max(errors.values()) < BOUND, f"{kind} {sizes}: from float64 {errors}"
+        versions |= {name: value for name, value in told[rival.backend].items() if name != "ways"}
+        ways += [(rival, way) for way in told[rival.backend]["ways"]]
     times: dict[str, list[float]] = {"whorl": []}
     for rival, way in ways:
         times[f"{rival.backend} {way}"] = []

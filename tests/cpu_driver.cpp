@@ -214,11 +214,10 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_
   p.bias_ih = draw<real>(x_wide), p.bias_hh = draw<real>(wide), p.y = make<store>(rows * k.units);
   p.saved = make<real>(rows * (cell.saved * k.units + cell.saved_means));
   p.within = within, p.x = within && !cell.vectors ? nullptr : make<real>(rows * k.x_stride);  // with vectors steps may read x
-  real **vectors = make<real*>(cell.vectors), **to_vectors = make<real*>(cell.vectors);
+  real **vectors = make<real*>(cell.vectors), *to_vectors = make<real>(cell.vectors * k.units);
   int64_t* sums = make<int64_t>(cell.vectors);
   for (int v = 0; v < cell.vectors; ++v) {
-    vectors[v] = draw<real>(k.units), to_vectors[v] = make<real>(k.units);
-    sums[v] = v - v % 2;
+    vectors[v] = draw<real>(k.units), sums[v] = v - v % 2;
   }
   k.noise_kind = noise, k.noise_below = 1u << 30, k.noise_scale = 4.0 / 3, p.seed = 99, k.noise_tag = 1, k.zoneout_tag = 2;
   k.keep_plain = noise == 1 || noise == 2;
@@ -241,7 +240,7 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_
   auto count = [&](const real* data, int64_t size) { made = digest(made, data, size_t(size) * sizeof(real)); };
   count(p.to_input, rows * columns), count(p.to_ih, x_wide * k.inputs), count(p.to_hh, wide * k.units);
   count(p.to_bias_ih, x_wide), count(p.to_bias_hh, wide);
-  for (int v = 0; v < cell.vectors; ++v) count(to_vectors[v], k.units);
+  count(to_vectors, cell.vectors * k.units);
   for (int s = 0; s < cell.states; ++s) count(p.finals[s], all);
   for (int s = 0; s < cell.states && initial; ++s) count(p.dstarts[s], all);
   release();

@@ -76,7 +76,7 @@ struct Block {
 };
 // Copies arrive, and products of four warps are computed, when they are waited for, not before.
 struct Copy { unsigned char *to, data[16]; int bytes; };
-struct Product { float (*sums)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
+struct Product { float (*sums)[4], (*beside)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
 struct Fiber {
   jmp_buf at;
   unsigned char* stack;
@@ -317,11 +317,21 @@ inline unsigned word_at(unsigned operand, int row, int word) {
 }
 template <int TILES>
 inline void emulated_multiply_columns(float (&sums)[TILES][4], const uint4& a, unsigned columns, bool add) {
-  host::now->products.add({sums, TILES, false, add, a, 0, columns});
+  host::now->products.add({sums, nullptr, TILES, false, add, a, 0, columns});
+}
+template <int TILES>
+inline void emulated_multiply_both_columns(
+    float (&sums)[TILES][4], float (&second)[TILES][4], const uint4& a, unsigned columns, bool add) {
+  host::now->products.add({sums, second, TILES, false, add, a, 0, columns});
+}
+template <int TILES>
+inline void emulated_multiply_both_shared(
+    float (&sums)[TILES][4], float (&second)[TILES][4], unsigned rows, unsigned columns, bool add) {
+  host::now->products.add({sums, second, TILES, true, add, {}, rows, columns});
 }
 template <int TILES>
 inline void emulated_multiply_shared(float (&sums)[TILES][4], unsigned rows, unsigned columns, bool add) {
-  host::now->products.add({sums, TILES, true, add, {}, rows, columns});
+  host::now->products.add({sums, nullptr, TILES, true, add, {}, rows, columns});
 }
 inline void emulated_show_products() {}
 inline void emulated_begin_products() { host::now->last = host::now->products.count; }
@@ -334,10 +344,12 @@ inline void multiply_first(int count) {
     if (made.shared)
       a = {word_at(made.rows, row, word), word_at(made.rows, row + 8, word), word_at(made.rows, row, word + 4),
            word_at(made.rows, row + 8, word + 4)};
-    if (!made.add) memset(made.sums, 0, 16 * made.tiles);
-    for (int n = 0; n < made.tiles; ++n)
-      emulated_multiply_words(made.sums[n], a, {word_at(made.columns, n * 8 + lane / 4, word),
-                                                word_at(made.columns, n * 8 + lane / 4, word + 4)});
+    for (int n = 0; n < made.tiles * (made.beside ? 2 : 1); ++n) {
+      float(&sums)[4] = n < made.tiles ? made.sums[n] : made.beside[n - made.tiles];
+      if (!made.add) memset(sums, 0, 16);
+      emulated_multiply_words(sums, a, {word_at(made.columns, n * 8 + lane / 4, word),
+                                        word_at(made.columns, n * 8 + lane / 4, word + 4)});
+    }
   }
   host::now->products.drop(count);
 }
@@ -408,6 +420,7 @@ inline void emulated_put_pair(unsigned* at, unsigned first, unsigned second) { a
 inline void emulated_fence() {}
 template <class T>
 inline void emulated_keep(T&) {}
+inline void emulated_pause(unsigned) {}
 inline void emulated_ready(float&) {}
 inline void emulated_ready(unsigned&) {}
 

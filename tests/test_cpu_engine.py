@@ -91,6 +91,40 @@ def test_follows_the_error_rule(cell: str, name: str, dtype: torch.dtype) -> Non
     assert_agrees("cpu", CELLS[cell], FORMS[name], dtype)
 
 
+@whorl.cell(gates="a b", states="h")
+def spread_alone(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """A variance whose mean nothing else asks for, of one gate, and then of what is made of it and another."""
+    value = x.a + r.a
+    for _ in range(2):
+        apart = value - whorl.mean(value)
+        value = whorl.tanh(value * whorl.rsqrt(whorl.mean(apart * apart) + 0.1) + x.b + r.b)
+    return dict(h=value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_variance_without_its_mean(dtype: torch.dtype) -> None:
+    assert_agrees("cpu", spread_alone.graph, Case(time=4, batch=3, units=33), dtype)
+
+
+def test_gradients_of_vectors_are_tensors_of_their_own() -> None:
+    """They lie in one piece of memory, which nobody can tell from what they do."""
+    layer, x = whorl.LSTM(5, 7, 2, layer_norm=True, engine="cpu"), torch.randn(6, 3, 5)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    layer(x)[0].square().sum().backward()
+    before = [weight.grad.clone() for weight in layer.parameters()]
+    layer.vector_x_gain_f_l0.grad.mul_(2.0)
+    for (name, weight), was in zip(layer.named_parameters(), before, strict=True):
+        assert torch.equal(weight.grad, 2.0 * was if name == "vector_x_gain_f_l0" else was), name
+        assert not weight.grad._is_view(), name
+    for grad in torch.autograd.grad(layer(x)[0].sum(), tuple(layer.parameters())):
+        grad.mul_(torch.ones_like(grad, requires_grad=True))  # a view of several would refuse
+    layer.zero_grad()
+    with pytest.warns(UserWarning, match="create_graph"):
+        layer(x)[0].square().sum().backward(create_graph=True)
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(weight.grad.any() for weight in layer.parameters())
+
+
 # --- threads and processes --------------------------------------------------------------------------------------------
 
 
@@ -130,6 +164,18 @@ def test_the_number_of_threads_changes_no_bit(kind: str, dtype: torch.dtype) -> 
     layer.eval()
     alone = layer(x[:, 4:5], lengths=lengths[4:5])[0]
     assert torch.equal(alone, layer(x, lengths=lengths)[0][:, 4:5])
+
+
+def test_threads_share_a_row_where_that_is_faster() -> None:
+    def team(units: int, batch: int = 1, **options: Any) -> int:
+        plan = whorl.LSTM(units, units, engine="cpu", **options).plan(torch.randn(30, batch, units))
+        made = plain.sizes(plan.problem, 2, NONE)
+        assert made is not None
+        return made.sweep(0).team
+
+    assert [team(units) for units in (32, 64, 96, 128, 512)] == [1, 1, 2, 2, 2]
+    assert [team(units, layer_norm=True) for units in (64, 128, 192, 256)] == [1, 1, 2, 2]
+    assert team(512, batch=2) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -239,6 +285,24 @@ def test_functions_in_float32_are_right_to_two_units_in_the_last_place(name: str
     same = (y == close) | wanted.isnan()
     assert apart[~same].max() <= 2.0
     assert torch.equal(y.isinf(), close.isinf() & ~y.isnan())
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 15, 16, 17, 31, 64, 83, 1024])
+@pytest.mark.parametrize(("far", "spread"), [(0.0, 1.0), (3000.1, 1.0), (3000.1, 0.0)])
+def test_means_and_variances_are_right_far_from_zero(far: float, spread: float, count: int) -> None:
+    """Of two rows, beside two of NaN, of which nothing enters the first: the mean to half a unit in the last place."""
+    library = build.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=32 -DWHORL_TESTED")
+    rows, found = torch.full((4, count + 16), torch.nan), torch.full((4,), 7.0)
+    rows[:2, :count] = spread * torch.randn(2, count) + far
+    sizes = map(ctypes.c_int64, (count, count + 16))
+    library.whorl_means(ctypes.c_void_p(rows.data_ptr()), *sizes, ctypes.c_void_p(found.data_ptr()))
+    values, eps = rows[:2, :count].double(), torch.finfo(torch.float32).eps
+    mean, variance = values.mean(), values.var(correction=0)
+    last = 2.0 ** (mean.abs().log2().floor() - 23)
+    assert (found[0] - mean).abs() <= 0.51 * last + 4 * eps * variance.sqrt()
+    assert (found[1] - variance).abs() <= 8 * eps * (variance + last**2)
+    assert found[1] >= 0
+    assert found[2:].isnan().all()
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The kernels of engine `persistent`, run on the host by `emulation`: the numbers of `reference` in float64."""
 
 import itertools
+import random
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -154,9 +155,14 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
 
 
 def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
-    """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates."""
+    """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates.
+
+    Where some do four warps multiply together forward, if products are of float16.
+    """
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward" and gathered > 1 and spreading.scaled(size, way):
+            return spreading.forward(size, 16, 1, 1, 8, 4, chip.shared, wide=True)
         if way == "forward":
             return spreading.forward(size, 16, 1, 1, 8, 1, chip.shared)
         return spreading.backward(size, 16, gathered, 1, 1, 8, chip.shared)
@@ -165,13 +171,14 @@ def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
 
 
-@pytest.mark.parametrize("tf32, spread", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("gathered", [0, 1, 2])
+@pytest.mark.parametrize("tf32", [False, True])
 def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
-    tf32: bool, spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    tf32: bool, gathered: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 they enter products as float16, each sequence and unit with a scale of its own."""
-    if spread:
-        spread_thinly(monkeypatch, 1)
+    if gathered:
+        spread_thinly(monkeypatch, gathered)
     torch.manual_seed(1)
     layer, x = whorl.RNN(6, 40, bias=False), torch.zeros(1, 9, 6)
     states = torch.randn(1, 9, 40) * 2.0 ** torch.arange(-13, 23, 4)[:, None]
@@ -266,14 +273,15 @@ def test_what_is_not_a_number_stays_in_its_sequence(
     assert to_wrong[:, fine].equal(to_x[:, fine])
 
 
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("gathered", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_large_initial_states_stay_right_in_float32(
-    kind: str, spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, gathered: int, tf32: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
-    if spread:
-        spread_thinly(monkeypatch, 1)
+    if gathered:
+        spread_thinly(monkeypatch, gathered)
     torch.manual_seed(1)
     layer, x, h = getattr(whorl, kind)(3, 20), torch.randn(3, 5, 3), 10 * torch.randn(1, 5, 20)
 
@@ -281,10 +289,11 @@ def test_large_initial_states_stay_right_in_float32(
         own = layer.to(dtype)
         own.engine = engine
         given = h.to(dtype)
-        with emulated(folder, tf32=True):
+        with emulated(folder, tf32):
             return own(x.to(dtype), (given, given) if kind == "LSTM" else given)[0].double()
 
-    assert error(output(torch.float32, "persistent"), output(torch.float64, "reference")) <= 8 * TF32_EPS
+    eps = TF32_EPS if tf32 else 2.0**-23
+    assert error(output(torch.float32, "persistent"), output(torch.float64, "reference")) <= 8 * eps
 
 
 @pytest.mark.parametrize(
@@ -330,10 +339,10 @@ def test_layers_spread_over_blocks_that_exchange(
         ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, {}),  # two strips of a warp
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "tf32", "float32"])
 def test_products_of_four_warps(
     kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], resident: int | None,
-    options: dict[str, Any], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         if way == "backward":
@@ -343,13 +352,47 @@ def test_products_of_four_warps(
     monkeypatch.setattr(grid, "choose", chosen)
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     torch.manual_seed(1)
+    tf32, dtype = precision == "tf32", getattr(torch, precision.replace("tf32", "float32"))
     layer = getattr(whorl, kind)(6, units, **options).to(dtype)
     x = torch.randn(time, batch, 6).to(dtype)
-    tf32 = dtype == torch.float32
     truth = outcome(layer, x, torch.float64, "reference", folder)
     got = outcome(layer, x, dtype, "persistent", folder, tf32)
     plain = with_gradients(PlainLoop(layer, to_tf32 if tf32 else None), x.float().detach().requires_grad_())
     assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exact_products_where_blocks_exchange(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random sizes, each in any tile that fits, with initial states that are larger than what the cell makes."""
+    given = random.Random(seed)
+    kind, units = given.choice(("LSTM", "GRU", "RNN")), given.randint(1, 70)
+    batch, time = given.randint(1, 40), given.choice((1, 2, 5, 36))
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "backward":
+            return spreading.backward(size, 16, 1, 1, 1, 8, chip.shared)
+        tile = given.choice(list(spreading.candidates(size, chip, way)))
+        assert tile.planes == 2
+        return tile
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+    torch.manual_seed(seed)
+    layer, x = getattr(whorl, kind)(6, units, bidirectional=seed % 2 == 0), torch.randn(time, batch, 6)
+    h = 2 ** torch.randn(1 + (seed % 2 == 0), batch, 1) * torch.randn(1 + (seed % 2 == 0), batch, units)
+    found = {}
+    for engine, dtype in (("reference", torch.float64), ("persistent", torch.float32), ("plain", torch.float32)):
+        own: torch.nn.Module = layer.to(dtype)
+        layer.engine = "reference" if engine == "plain" else engine
+        if engine == "plain":
+            own = PlainLoop(layer)
+        start, entering = h.to(dtype).requires_grad_(), x.to(dtype).requires_grad_()
+        with emulated(folder):
+            outputs = flat(own(entering, (start, start) if kind == "LSTM" else start))
+            wanted = {"x": entering, "h": start, **dict(own.named_parameters())}
+            grads = torch.autograd.grad(weighted(outputs), list(wanted.values()))
+        found[engine] = dict(enumerate(outputs)) | dict(zip(wanted, grads, strict=True))
+    assert_near(found["persistent"], found["plain"], found["reference"], 2.0**-23)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,25 @@ def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_p
 
 
 @needs_tools
+@pytest.mark.parametrize("name, units, batch", [("lstm", 1024, 128), ("lstm", 1024, 32), ("gru", 1024, 32)])
+def test_exact_products_of_four_warps_are_all_there_and_run_beside_each_other(
+    name: str, units: int, batch: int, tmp_path: Path
+) -> None:
+    """Where sums overlap or begin undefined, the compiler waits after each product, or leaves some out."""
+    cell = CELLS[name].graph
+    tile = grid.estimated(size_of(cell, units, 4, exact=True), H200, batch, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert tile.wide
+    assert tile.planes == 2
+    text = source.forward(cell, units, torch.float32, tile, True)
+    lines = disassembled(text, tile, tmp_path / "kernel.cubin")
+    loop = time_loop(lines)
+    assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
+    assert sum("HGMMA" in line for line in loop) == 2 * tile.depths * tile.subs
+    assert sum("WARPGROUP.DEPBAR" in line for line in loop) == -(-tile.depths // 4) * tile.subs
+
+
+@needs_tools
 @pytest.mark.parametrize(
     "kind, units, batch, features",
     [

@@ -60,7 +60,7 @@ def test_large_layers_are_right(
 ) -> None:
     dtype = PRECISIONS[precision]
     if precision == "float32" or (precision == "tf32" and cell == "RNN relu"):
-        units = min(units, 2272 if cell.startswith("RNN") else 1536)  # the most in four bytes
+        units = min(units, {"LSTM": 1536, "GRU": 1584}.get(cell, 2272))  # the most in four bytes
     assert_right(build(cell, units, dtype, inputs=50, bidirectional=bidirectional), time, batch)
 
 

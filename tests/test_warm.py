@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import whorl
-from emulation import emulated
+from emulation import CHIP, emulated
 from whorl import settings
 from whorl.commands import main
-from whorl.engines.cuda import aligned, store
+from whorl.engines.cuda import aligned, split, store
 from whorl.engines.cuda.compile import missing
+from whorl.engines.cuda.persistent import warm
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 H200 = ["--gpu", "9.0:132"]
@@ -87,3 +88,23 @@ def test_a_call_asks_for_what_is_compiled_and_no_more(
         if not inference:
             y.float().sum().backward()
     assert asked == {*names}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("allowed, wanted", [("ieee", True), ("tf32", False)])
+def test_true_float32_asks_for_the_kernel_that_splits(
+    allowed: str, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split, "LEAST", 1)
+    monkeypatch.setattr(split, "LARGE", 0)
+    monkeypatch.setattr(split, "NARROWEST", 0)
+    with emulated(tmp_path, tf32=allowed == "tf32"), monkeypatch.context() as patch:
+        asked: set[str] = set()
+        real = store.kernels
+        patch.setattr(store, "kernels", lambda wanted: asked.update(one[1] for one in wanted) or real(wanted))
+        layer = whorl.GRU(7, 8, engine="persistent")
+        x = torch.randn(4, 3, 7)
+        layer(x)[0].sum().backward()
+        assert ("split_float32" in asked) == wanted
+        named = warm(layer.plan(x).problem, CHIP)
+        assert {*named} == asked

@@ -2,7 +2,7 @@
 
 A segment is what lies between two products with the recurrent weights.  Its lines work on one row, unit by unit, in
 loops over the units of a thread; `row` is where they read and write, `team` the threads that share a row.  The kernels
-of a processor and of a GPU say what these are, and what `put`, `sum_of`, `mean_of`, `variance_of` and EACH_ALONE do.
+of a processor and of a GPU say what these are, and what `put`, `sum_of`, `means_of` and EACH_ALONE do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,8 @@ _DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus pro
 _SLOW = _DEAR | {"div", "sqrt", "rsqrt"}
 _MOST_AGAIN = 4
 """Quick operations of a value that is computed again in another segment's loop, rather than written and read."""
+_BESIDE = 4
+"""Means that are found beside each other: their sums are in registers."""
 
 
 class Link(NamedTuple):
@@ -245,13 +247,21 @@ class _Printer:
         return lines
 
     def _near_means(self, means: Sequence[Collective]) -> list[str]:
-        """Means, and the variances of the same rows after them."""
+        """Means and variances, those of the same rows at once; those of as many rows are found beside each other."""
+        wanted: dict[Sequence[str], dict[str, Collective]] = {}
+        for made in means:
+            wanted.setdefault(made.operands, {})[made.kind] = made
+        alike: dict[tuple[int, bool], list[tuple[str, str, str]]] = {}
+        for operands, kinds in wanted.items():
+            some = next(iter(kinds.values()))
+            rows = ", ".join(self._at(some, operand) or self._slot(operand) for operand in operands)
+            to, apart = (f"&{self._mean(kinds[kind])}" if kind in kinds else "nullptr" for kind in ("mean", "variance"))
+            alike.setdefault((len(operands), "variance" in kinds), []).append((f"{{{rows}}}", to, apart))
         lines = []
-        for mean in sorted(means, key=lambda made: made.kind):
-            rows = ", ".join(self._at(mean, operand) or self._slot(operand) for operand in mean.operands)
-            middle = next(self._mean(made) for made in means if made.operands == mean.operands)
-            arguments = f"({{{rows}}}, units{'' if mean.kind == 'mean' else f', {middle}'})"
-            lines.append(f"{self._mean(mean)} = {mean.kind}_of{arguments};")
+        for (_, squares), groups in alike.items():
+            for first in range(0, len(groups), _BESIDE):
+                rows, to, apart = (", ".join(part) for part in zip(*groups[first : first + _BESIDE], strict=True))
+                lines.append(f"means_of<{str(squares).lower()}>({{{rows}}}, units, {{{to}}}, {{{apart}}});")
         return lines
 
     def _mean(self, made: Collective) -> str:

@@ -162,12 +162,15 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     starts = [state.contiguous() for state in call.states[:1]]
     dstarts = [torch.empty(count, problem.batch, units, dtype=wide) for _ in call.states]
     apart, narrow = problem.batch * units * wide.itemsize, dtype.itemsize
-    weights, to_weights = _weights(made, call), [torch.empty(weight.shape, dtype=wide) for weight in call.weights]
-    each = len(to_weights) // count
+    weights, to_weights = _weights(made, call), []
     y, grad = y.contiguous(), grads[0]
     dx = borrowed(rows, len(form.cell.gates) * units, dtype=dtype)
     dr = borrowed(rows, made.dr, dtype=dtype) if made.dr else None
-    vectors = len(form.cell.vectors)
+    vectors, each = len(form.cell.vectors), len(call.weights) // count
+    for first in range(0, len(call.weights), each):
+        to_weights += [torch.empty(one.shape, dtype=wide) for one in call.weights[first : first + each - vectors]]
+        if vectors:  # in one piece of memory: to make a tensor takes longer than to fill it; autograd sees no views
+            to_weights += torch.empty(vectors * units, dtype=wide).unsafe_split(units)
     dv = borrowed(problem.batch, vectors, units, dtype=wide)
     for layer in reversed(range(form.layers)):
         below = call.x if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)
@@ -179,7 +182,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
         for direction in range(directions):
             index, begin = layer * directions + direction, direction * units * narrow
             one, to = weights[index], to_weights[index * each : (index + 1) * each]
-            to_vectors, (noise, seed) = addresses(to[each - vectors :]), _noise(made, call, (layer, direction))
+            noise, seed = _noise(made, call, (layer, direction))
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(*shape, columns, dtype=wide)
             plain = Plain(
@@ -189,8 +192,9 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 None if grad is None else grad.data_ptr() + begin, *apart_y, _each(dfinals, index * apart),
                 _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
                 dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
-                dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), to_vectors=ctypes.addressof(to_vectors),
-                noise=address(noise), seed=seed, entered=_entered(made, saved[index]), **_mask(call),
+                dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), noise=address(noise), seed=seed,
+                to_vectors=address(to[-vectors] if vectors else None), entered=_entered(made, saved[index]),
+                **_mask(call),
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whorl.engines.cuda import split
 from whorl.engines.cuda.launch import Kernel
-from whorl.engines.cuda.prepare import row_copier
+from whorl.engines.cuda.prepare import row_copier, splitter
 from whorl.engines.cuda.products import Product, handle, laid, product
+from whorl.engines.cuda.split import Split
 from whorl.engines.cuda.tiling import Chip
 
 LEAST = 1 << 29
@@ -28,26 +30,31 @@ def words(element: int, sizes: Iterable[int], most: int) -> tuple[int, ...]:
 
 
 class Products:
-    """Products on one device; the kernels that copy are loaded when it is made, where they may be needed.
+    """Products on one device; the kernels that copy or split are loaded when it is made, where they may be needed.
 
     Args:
         index: torch's number of the device.
         sizes: of matrices, along which they lie in one piece.
         most: multiplications of the largest product.
+        exact: products of float32 are to be float32.
     """
 
     def __init__(
-        self, chip: Chip, device: torch.device, index: int, element: int, sizes: Iterable[int], most: int
-    ) -> None:
+        self, chip: Chip, device: torch.device, index: int, element: int, sizes: Iterable[int], most: int,
+        exact: bool = False,
+    ) -> None:  # fmt: skip
+        self._splitter = splitter(chip, index) if split.needed(exact, most, chip) else None
         self._copiers = {word: row_copier(word, chip, index) for word in words(element, sizes, most)}
         self._device, self._index = device, index
 
     def ready(
         self, dtype: torch.dtype, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
         tf32: bool = False, out: torch.dtype | None = None,
-    ) -> "Product | Copied":  # fmt: skip
-        """A product of fixed sizes, as `products.Product` takes them: with copies where they are worth it."""
+    ) -> "Made":  # fmt: skip
+        """A product of fixed sizes, as `products.Product` takes them: with copies, or split, where that is worth it."""
         bare, (rows, depth, columns) = Product(dtype, sizes, turned, steps, tf32, out), sizes
+        if self._splitter is not None and not tf32 and split.worth(*sizes):
+            return self._of_parts(self._splitter, bare, sizes, turned, steps)
         if not self._copiers or rows * depth * columns < LEAST:
             return bare
         each = 16 // dtype.itemsize
@@ -70,11 +77,24 @@ class Products:
         aligned = Product(dtype, (tall, deep, wide), turned, (own[0], own[1], own[2]), tf32, out)
         return Copied(bare, aligned, copies, tall * wide * (out or dtype).itemsize, self._device, self._index)
 
+    def _of_parts(
+        self, splitter: Kernel, bare: Product, sizes: tuple[int, int, int], turned: tuple[int, int],
+        steps: tuple[int, int, int],
+    ) -> "Split | Copied":  # fmt: skip
+        """The product as three of TF32, whose result is copied where its rows are no multiple of 16 bytes."""
+        rows, _, columns = sizes
+        tall, wide = _rounded(rows, 4) if turned[0] else rows, _rounded(columns, 4)
+        if (tall, wide) == (rows, columns) or not self._copiers:
+            return Split(sizes, turned, steps, (rows, columns), splitter, self._device, self._index)
+        own = Split(sizes, turned, (*steps[:2], wide), (tall, wide), splitter, self._device, self._index)
+        copy = _Copy(self._copiers, 4, _lies(tall, wide, 0), _lies(rows, columns, 0, steps[2]))
+        return Copied(bare, own, [None, None, copy], 4 * tall * wide, self._device, self._index)
+
     def __call__(
         self, a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
     ) -> Tensor:
         """a @ b, as `products.product` takes it."""
-        if not self._copiers:
+        if not self._copiers and self._splitter is None:
             return product(a, b, out, add, tf32, wide)
         (rows, depth), columns = a.shape, b.shape[1]
         if out is None:
@@ -92,14 +112,14 @@ class Copied:
 
     Args:
         bare: the product without copies, for what is added to something.
-        aligned: the product of copies.
+        aligned: the product of copies, or of parts.
         copies: of a and b into its operands, and of its result; None where there is no need.
         made: bytes of its result.
     """
 
     def __init__(
-        self, bare: Product, aligned: Product, copies: Sequence["_Copy | None"], made: int, device: torch.device,
-        index: int,
+        self, bare: Product, aligned: Product | Split, copies: Sequence["_Copy | None"], made: int,
+        device: torch.device, index: int,
     ) -> None:  # fmt: skip
         self._bare, self._aligned, self._device, self._index = bare, aligned, device, index
         self._of_a, self._of_b, self._of_result = copies
@@ -132,6 +152,9 @@ class Copied:
         if self._of_result is not None:
             self._of_result(stream, result, out)
 
+
+Made = Product | Copied | Split
+"""What multiplies matrices of fixed sizes, called with cuBLAS' handle and addresses."""
 
 _ALIGNED = 256
 """Bytes: where operands and results begin in the room of a product."""

@@ -7,7 +7,7 @@ from whorl.problem import Problem
 _TERMS = {
     (2, False): (5.2, 0.45, 0.0108), (2, True): (13.8, 0.76, 0.0349),
     (4, False): (7.4, 0.45, 0.0150), (4, True): (26.8, 1.7, 0.0682),
-    (8, False): (15.0, 1.7, 0.0740), (8, True): (25.0, 3.0, 0.320),
+    (8, False): (7.0, 4.1, 0.076), (8, True): (5.0, 9.2, 0.322),
 }  # fmt: skip
 """By bytes of an element (8: float32 without TF32) and whether it trains."""
 _TWO = 1.55  # times, of both directions: 1.49 to 1.64 were measured
@@ -18,8 +18,9 @@ def step_time(problem: Problem) -> float:
     """Microseconds of a step of one layer, with its share of the products of whole matrices.
 
     Fitted to LSTM and GRU on one H200 (driver 580.159.04, cuDNN 9.19, torch 2.11, 2026-11-21), a call of 32 steps in a
-    CUDA graph: to 7 percent in the mean, in bfloat16 512 to 2,048 units at batch 1 to 1,024, in float32 512 units at
-    batch 128 to 512.
+    CUDA graph: to 7 percent in the mean, in bfloat16 512 to 2,048 units at batch 1 to 1,024, with TF32 512 units at
+    batch 128 to 512.  Without TF32 to calls of 30 to 200 steps, 512 to 2,048 units at batch 20 to 128, one to three
+    layers (2026-11-22): to 13 percent in the mean; LSTM of 1,500 units at batch 20 took 48 and 69 us, 49 estimated.
     """
     width = problem.dtype.itemsize * (1 + (problem.dtype == torch.float32 and not problem.tf32))
     least, of_weights, of_rows = _TERMS[width, problem.gradient]

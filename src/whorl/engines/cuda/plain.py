@@ -13,10 +13,10 @@ from torch import Tensor
 
 from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
-from whorl.engines.cuda.aligned import Copied
+from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, address, pair, plain
 from whorl.engines.cuda.options import Options
-from whorl.engines.cuda.products import Product, handle
+from whorl.engines.cuda.products import handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
 from whorl.problem import Call, Outcome, Plan, Problem
@@ -46,9 +46,9 @@ class OfSome(NamedTuple):
     """From one row of gradients to the next."""
     into: int
     """Where its weights begin."""
-    over: Product | Copied
+    over: Made
     """Over all steps that follow another."""
-    start: Product | Copied
+    start: Made
     """With the initial states."""
 
 
@@ -121,7 +121,7 @@ class Plain(Layers):
         apart = room.parts(directions, each * len(self.saving.apart) * self.gate.itemsize)
         return apart, room.parts(directions, each * (len(self.cell.states) - 1) * 4), []
 
-    def _projection(self, inputs: int) -> Product | Copied:
+    def _projection(self, inputs: int) -> Made:
         """The product of x of every step with the weights of every gate."""
         units, batch, time, _ = self.sizes
         gates = len(self.cell.gates) * units

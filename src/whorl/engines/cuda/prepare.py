@@ -138,6 +138,25 @@ def row_copier_code(word: int, chip: Chip) -> tuple[str, bytes]:
     return name, store.kernel(source.row_copier(word), name, chip.architecture)
 
 
+_SPLITTING = "10Q"  # the argument of kernels/split.cu
+
+
+def splitter(chip: Chip, index: int) -> Kernel:
+    """The kernel that makes of float32 what three products of TF32 take, on a device."""
+
+    def make() -> Kernel:
+        name, code = splitter_code(chip)
+        return Kernel(code, name, index, 256, 0, 1, _SPLITTING)
+
+    return loaded(("split", index), make)
+
+
+def splitter_code(chip: Chip) -> tuple[str, bytes]:
+    """Its name and machine code, from the store or compiled; needs no GPU."""
+    name = "split_float32"
+    return name, store.kernel(source.splitter(), name, chip.architecture)
+
+
 def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:
     """Name and machine code of each kernel, from the store or compiled; needs no GPU."""
     given = []

@@ -60,18 +60,19 @@ class Product:
         steps: elements from a row of a, b and the result to the next; of what is turned from a column to the next.
         tf32: as of `product`.
         out: the dtype of the result; None: that of a and b.
+        longest: of how many products a sum is made before it is added to the others; None: as said above.
     """
 
     def __init__(
         self, dtype: torch.dtype, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
-        tf32: bool = False, out: torch.dtype | None = None,
+        tf32: bool = False, out: torch.dtype | None = None, longest: int | None = None,
     ) -> None:  # fmt: skip
         (rows, depth, columns), kind, (a_step, b_step, step) = sizes, _TYPES[dtype], steps
         self._text = f"{rows} x {depth} with {depth} x {columns} of {dtype}"
         self._multiply = cublas().cublasGemmEx
         # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.  Numbers are C's already: 1 us less.
         exact = dtype is torch.float32 and not tf32 and rows * columns > _LARGE
-        longest = _LONGEST if exact else max(1, depth)
+        longest = longest or (_LONGEST if exact else max(1, depth))
         parts = max(1, -(-depth // longest))
         each = -(-depth // parts)
         to_a, to_b = (each * dtype.itemsize * way for way in (a_step if turned[0] else 1, 1 if turned[1] else b_step))

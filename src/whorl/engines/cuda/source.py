@@ -420,15 +420,19 @@ def row_copier(word: int) -> str:
     return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
+def splitter() -> str:
+    """The source of the kernel that makes of float32 what three products of TF32 take."""
+    return _text("split.cu").replace(_MARK, "#define KERNEL split_float32\n", 1)
+
+
 def has_options(graph: Graph, features: Features) -> bool:
     """Whether a kernel has the argument of kernels/options.cu."""
     return features != PLAIN or bool(graph.inputs)
 
 
 def _spread(tile: Spread) -> dict[str, int]:
-    return {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts} | (
-        {} if tile.chunk else {"BLOCKS": tile.blocks}
-    )
+    numbers = {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts, "ASIDE": int(tile.aside)}
+    return numbers | ({} if tile.chunk else {"BLOCKS": tile.blocks})
 
 
 def _source(
@@ -456,6 +460,7 @@ def _source(
         f"#define EXACT {int(tile.exact)}",
         f"#define STAGED {int(staged(graph))}",
         f"#define HALVES {int(tile.halves)}",
+        f"#define SPREAD {int(isinstance(tile, Spread))}",
         f"#define BOUNDED {int(bounded(graph))}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define WARPGROUPS {int(wide)}",

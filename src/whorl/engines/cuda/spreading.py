@@ -5,7 +5,7 @@ weights of a layer and direction in their registers and shared memory.  All bloc
 multiprocessor; a batch of more rows than they can own takes several launches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
@@ -56,6 +56,8 @@ class Spread:
     """float32 enters products, and travels between blocks, as float16, scaled."""
     collected: bool = False
     """One block takes what means are made of from all, and gives them to all; else each takes from all."""
+    aside: bool = False
+    """What no step changes of a unit, and sums over the steps, stay in shared memory and leave registers to weights."""
 
     cluster = 1
 
@@ -63,6 +65,11 @@ class Spread:
     def blocks(self) -> int:
         """That own the same rows."""
         return self.sources * self.gathered
+
+    @property
+    def planes(self) -> int:
+        """Of what enters a product."""
+        return 2 if self.halves and self.exact else 1
 
     @property
     def rows(self) -> int:
@@ -75,8 +82,10 @@ class Spread:
 
 
 def scaled(size: Size, kind: str) -> bool:
-    """Whether a kernel of a kind multiplies float32 as float16, scaled; exact products are of TF32 alone."""
-    return not size.exact and (size.scaled(kind) or size.contained)
+    """Whether a kernel of a kind multiplies float32 as float16, scaled: as two, forward, where products are exact."""
+    if size.exact:
+        return kind == "forward" and size.contained
+    return size.scaled(kind) or size.contained
 
 
 def operand(size: Size, kind: str) -> int:
@@ -86,7 +95,7 @@ def operand(size: Size, kind: str) -> int:
 
 def forward(
     size: Size, units: int, tiles: int, subs: int, warps: int, groups: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None,
+    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None, aside: bool = False,
 ) -> Spread | None:  # fmt: skip
     """The forward kernel's numbers for blocks of so many units, if they fit.
 
@@ -96,38 +105,51 @@ def forward(
         resident: operands in registers; None takes as many as registers allow, and `spilled` more.
     """
     halves = scaled(size, "forward")
+    planes = 1 + (halves and size.exact)
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // operand(size, "forward")
     if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
         return None
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words))) // parts)
+    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words)) * planes) // parts)
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles * (not wide)
+    if planes > 1:
+        sums = share * tiles * 12
+    late = planes > 1 and subs > 1  # a part's input is read while its own product is computed
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(sums, arriving + (after if subs > 1 else 0), after) + (subs + 1) * own * size.gates * pair
-    live += 2 * subs * own * size.states + 2 * size.recurrent + 2 * size.vectors + subs * own * size.ahead
-    live += _extra(size, _FORWARD_EXTRA, tiles) + 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
-    live += 12 * (size.exact and subs > 1)  # else the compiler spills 300 words of GRU, 1,024 units at batch 128
+    live = max(sums, arriving + (after if subs > 1 else 0), after)
+    live += (1 if late else subs + 1) * own * size.gates * pair
+    live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (size.recurrent + size.vectors)
+    live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
+    live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
+    if size.exact and subs > 1 and not halves:
+        live += 12  # else the compiler spills 300 words of GRU, 1,024 units at batch 128
+    if aside and own > 1:  # what a thread reads again for each of its sequences brings nothing
+        return None
     fits = (registers(warps) - live) // 4 + spilled
-    resident = min(share * depths, max(0, fits)) if resident is None else resident
-    states = splits * depths * 2 * (rows * 4 + 4) if wide else rows * (splits * depths * 8 + 4)
+    resident = min(planes * share * depths, max(0, fits)) if resident is None else resident
+    states = splits * depths * 2 * (planes * rows * 4 + 4) if wide else planes * rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     scales = (warps * share * 16 + rows * subs) * halves
-    shared = 4 * (warps * (share * depths - resident) * 128 + states + partial + masks + scales)
+    fixed = aside * (size.recurrent + size.gates + size.vectors) * units
+    together = min(4, strips) if wide and planes > 1 and groups == 4 else 4  # strips of four warps in shared memory
+    streamed = warps * (planes * share * depths - resident) * 32 * together
+    shared = 4 * (streamed + states + partial + masks + scales + fixed)
     if shared > limit:
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts)
     return Spread(
-        *made, exact=size.exact, halves=halves, collected=_collected(size, "forward", units, tiles, subs, collected)
-    )
+        *made, exact=size.exact, halves=halves, collected=_collected(size, "forward", units, tiles, subs, collected),
+        aside=aside,
+    )  # fmt: skip
 
 
 def backward(
     size: Size, units: int, gathered: int, tiles: int, subs: int, warps: int, limit: int, resident: int | None = None,
-    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None,
+    parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None, aside: bool = False,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
     sources = -(-size.units // (units * gathered))
@@ -153,9 +175,14 @@ def backward(
     sums += arriving if subs > 1 else 0
     before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
-    live += 2 * summed + 2 * size.vectors + turns * own * -(-size.back // 2) + _extra(size, _BACKWARD_EXTRA, tiles)
+    # aside: what compiles without spills (LSTM with layer norm of r and c)
+    live += 32 * (units < 32 or (halves and tiles * subs > 1)) if aside else 2 * (summed + size.vectors)
+    live += turns * own * -(-size.back // 2)
+    live += _extra(size, _BACKWARD_EXTRA, tiles)
     live += 2 * share * halves - 16 * wide
     live += (8 if wide else 6) * chunk * tiles * (size.bits or bool(size.masks)) + _inside(size, "backward")
+    if aside and own > 1:
+        return None
     fits = (registers(warps) - live) // 4 + spilled
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     if wide:
@@ -164,12 +191,15 @@ def backward(
         gradients = rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
     words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
+    words += aside * (-(-size.vectors // 2) * 2 * units + -(-summed // 2) * 2 * step * units)
     shared = 4 * max(words, step * summed * units)
     if shared > limit:
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
     one = _collected(size, "backward", units, tiles, subs, collected)
-    return Spread(*made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves, collected=one)
+    return Spread(
+        *made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves, collected=one, aside=aside
+    )
 
 
 def _collected(size: Size, kind: str, units: int, tiles: int, subs: int, asked: bool | None) -> bool:
@@ -190,6 +220,8 @@ def _behind(scales: int) -> int:
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
+_FORWARD_TWO = {False: 88, True: 60}
+"""The same of what is multiplied as two float16, by one warp and by four together, which load none of the states."""
 
 
 def _extra(size: Size, base: int, tiles: int) -> int:
@@ -226,9 +258,9 @@ def _means(size: Size, tile: Spread, kind: str) -> int:
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
-    means, width = 2 * directions * batch * _means(size, tile, kind), operand(size, kind)
+    means, width = 2 * directions * batch * _means(size, tile, kind), 2 if tile.halves else size.element
     if kind == "forward":
-        return directions * buffers(width) * batch * -(-size.units * width // 16) * 4 + means
+        return directions * buffers(width) * batch * tile.planes * -(-size.units * width // 16) * 4 + means
     ring = tile.blocks * size.recurrent * tile.slice * width // 4
     ring += tile.sources * _behind(tile.gathered * tile.halves)
     ring *= buffers(width) * (tile.gathered > 1)
@@ -249,6 +281,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         ways += [(4, spilled) for spilled in (2, 4, 8)]
     if width < size.element:
         ways += [(1, spilled) for spilled in ((2, 4, 8, 12) if size.staged else (2, 4, 8))]
+    places = (True, False) if size.staged else (False,)  # with means between the stages registers are short
     if kind == "backward":
         smallest = () if width == 2 else {max(8, -(-least // 4) * 4), 24}
         for units, (tiles, subs) in product(_of(size, {16, 32, 48, 64, *smallest}), _SHAPES):
@@ -256,23 +289,36 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             for gathered, warps in product(counts if units >= least else (), (8, 12)):
                 if gathered == 1 or gathered * units < 2 * size.units:
                     given = size, units, gathered, tiles, subs, warps, chip.shared
-                    found = (backward(*given, parts=parts, spilled=spilled) for parts, spilled in ways)
+                    found = (
+                        backward(*given, parts=parts, spilled=spilled, aside=aside)
+                        for aside, (parts, spilled) in product(places, ways)
+                    )
                     yield from _first(found, chip)
         if not _four_warps(size, chip, kind):
             return
         for units, gathered, (tiles, subs) in product((16, 32), (2, 4, 8, 12, 16), _WIDE_BACK):
             if units >= least and gathered * units < 2 * size.units:
                 given = size, units, gathered, tiles, subs, 8, chip.shared
-                found = (backward(*given, parts=parts, wide=True, spilled=spilled) for parts, spilled in _WIDE_WAYS)
+                found = (
+                    backward(*given, parts=parts, wide=True, spilled=spilled, aside=aside)
+                    for aside, (parts, spilled) in product(places, _WIDE_WAYS)
+                )
                 yield from _first(found, chip)
         return
     slices = {max(8, -(-least // 4) * 4), *(units for units in (8, 12, 16, 24, 32, 48, 64) if units >= least)}
+    if size.exact and scaled(size, kind):
+        two = list(_two(size, chip, sorted(slices)))  # past the most units of these TF32 has room for some more
+        yield from two or candidates(size._replace(contained=False), chip, kind)
+        return
     for units, (tiles, subs), groups in product(_of(size, slices), _SHAPES, (1, 2, 4)):
         given = size, units, tiles, subs, 8, groups, chip.shared
         # masks by gate: one launch is worth a few words that are spilled: of LSTM, 1,024 units at batch 128, the
         # compiler spills 6, and in two groups of warps 70
         more = [(1, 6)] if size.bits and size.element == 2 and groups == 4 else []
-        found = (forward(*given, parts=parts, spilled=spilled) for parts, spilled in ways + more)
+        found = (
+            forward(*given, parts=parts, spilled=spilled, aside=aside)
+            for aside, (parts, spilled) in product(places, ways + more)
+        )
         yield from _first(found, chip)
     if not _four_warps(size, chip, kind):
         return
@@ -284,7 +330,24 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             wide_ways += [(2, more) for more in _WIDE_MORE]
         if not size.staged and width < size.element and (units, *shape) == (32, 4, 1):
             wide_ways += [(2, more) for more in _WIDE_SCALED]
-        found = (forward(*given, parts=parts, wide=True, spilled=spilled) for parts, spilled in wide_ways)
+        found = (
+            forward(*given, parts=parts, wide=True, spilled=spilled, aside=aside)
+            for aside, (parts, spilled) in product(places, wide_ways)
+        )
+        yield from _first(found, chip)
+
+
+def _two(size: Size, chip: Chip, slices: Sequence[int]) -> Iterator[Spread]:
+    """Forward, of what is multiplied as two float16."""
+    for units, (tiles, subs), groups, parts in product(slices, _SHAPES, (1, 2, 4), (1, 2, 4)):
+        if subs == 1:  # of several parts the compiler spills 60 to 250 words
+            yield from _first(iter([forward(size, units, tiles, subs, 8, groups, chip.shared, parts=parts)]), chip)
+    if not _four_warps(size, chip, "forward"):
+        return
+    for units, (tiles, subs), parts in product(slices, _WIDE_SHAPES + _WIDE_TWO, (1, 2, 4)):
+        given = size, units, tiles, subs, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
+        # LSTM with 1,500 units at batch 20: 10 words are spilled of 8 operands that there seem to be too many
+        found = (forward(*given, parts=parts, wide=True, spilled=spilled) for spilled in (0, 2, 4, 6, 8))
         yield from _first(found, chip)
 
 
@@ -316,6 +379,7 @@ _WIDE_SCALED = (5, 6)
 size, of which nothing is spilled, took 491 us over 100 steps where 16 in turn took 538, and with zoneout, of which 5
 words are, 545 and 637 (H200)."""
 _WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4))
+_WIDE_TWO = ((1, 2), (1, 3), (1, 6), (2, 3), (2, 4))  # of states in two planes fewer are held at a time
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -372,6 +436,9 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     batch 1 to 512, with what a launch takes over 60 steps: within 10 percent in the square mean, and of TF32 as scaled
     float16 within 12 of 132 tiles.  A thread that computes two sequences one after the other takes 1.8 us more.
 
+    Exact products as two float16 are fitted to LSTM and GRU on an H200, 1024 units at batch 32 and 128, 1500 at 20, 768
+    at 16 and 512 at 128: of four warps within 7 percent in the square mean, 47 tiles, of one warp each 5, 13 tiles.
+
     In four bytes it is fitted to LSTM with TF32 products, 1024 units at batch 32 and 128 and 1500 at batch 20, 9 tiles
     forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
@@ -401,20 +468,27 @@ has two sequences, whose means travel at once, and 9.5 where a block takes two p
 
 
 def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Spread) -> float:
-    rows, strips, width = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16), operand(size, kind)
+    rows, strips, planes = 8 * tile.tiles, -(-size.recurrent * tile.slice // 16), tile.planes
+    width = 2 if tile.halves else size.element
     if kind == "forward":
         splits, share = tile.warps // tile.groups, -(-strips // tile.groups)
-        states = rows * size.units * width
+        states = planes * rows * size.units * width
         shared = (
-            tile.warps * (share * tile.depths - tile.resident) * 512 + (tile.groups + 1 if width == 2 else 1) * states
+            tile.warps * (planes * share * tile.depths - tile.resident) * 512
+            + (tile.groups + 1 if width == 2 else 1) * states
         )
         shared += 2 * splits * rows * strips * 64
         products = share * tile.depths * tile.tiles * tile.warps / 4
         if tile.wide:
             at_once = min(tile.at_once(chip), directions * -(-batch // tile.rows))
-            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1)
-            part += 0.225 * at_once * tile.blocks * states / 2**20
-            return launches(chip, batch, directions, tile) * (1.45 + tile.subs * part)
+            read, count = at_once * tile.blocks * states / 2**20, launches(chip, batch, directions, tile)
+            if planes > 1:
+                part = 0.0202 * products / tile.tiles + 0.0096 * products + 0.051 * read
+                part += 0.4 * (tile.parts - 1) if tile.tiles == 1 else 0.84 * (tile.parts > 2)
+                slow = 1.25 if tile.tiles > 3 and tile.parts < 4 else 1.0  # 6.28 us with 512 units at batch 128
+                return count * max(LEAST[kind], (0.7 + tile.subs * part) * slow) + _BEGIN * (count - 1)
+            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1) + 0.225 * read
+            return count * (1.45 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
             states += size.masks * rows * size.units * 4
@@ -422,10 +496,13 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             part = 1.81 + 0.31e-3 * shared / 128 + 0.04e-3 * tile.blocks * states / 1024 + 4.2 * (1 - 1 / tile.parts)
             taken = tile.subs * part * (2.1 if size.exact else 1)
             return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
+        products *= 2 * planes - 1
+        again = 0.4 * (tile.parts - 1) * (planes - 1)
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
+        part += 0.4 * (tile.tiles - 1) * (planes - 1)  # GRU with 512 units at batch 128 took 3.66 us
         if tile.subs > 3 and tile.blocks > 64:  # 2,048 units at batch 64 took 17.9 us, GRU 11.1
             part *= 0.75
-        return launches(chip, batch, directions, tile) * (0.88 + tile.subs * (0.2 + part))
+        return launches(chip, batch, directions, tile) * (0.88 + tile.subs * (0.2 + part + again))
     strips, depths = (
         -(-size.units // (16 * tile.gathered)),
         tile.gathered * size.recurrent * tile.slice // (32 // width),

@@ -28,7 +28,7 @@ struct Plain {
   real *to_bias_ih, *to_bias_hh;     // of the biases; null: not wanted
   real* dv;                          // of the vectors in each sequence, [batch, vectors, units]: room
   const int64_t* sums;               // of each vector the one whose gradient it has
-  real* const* to_vectors;           // of the vectors, [units] each
+  real* to_vectors;                  // of the vectors, [vectors, units]
   const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn by step
   uint64_t seed;
   store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
@@ -83,7 +83,7 @@ static void sum_vectors(void* data, int thread, int threads) {
       if (r % run) add(r - r % run, r);
     for (int64_t r = run; r < job.batch; r += run) add(0, r);
     for (int64_t same = v; same < job.count; ++same)
-      if (job.p->sums[same] == v) set_or_zero(job.p->to_vectors[same], rows, job.units);
+      if (job.p->sums[same] == v) set_or_zero(job.p->to_vectors + same * job.units, rows, job.units);
   }
 }
 

@@ -186,38 +186,73 @@ INLINE float softplus(float x) {
 // Means over the units of some rows, in an order that their length alone decides.
 typedef real lanes __attribute__((vector_size(64)));
 typedef real loose_lanes __attribute__((vector_size(64), aligned(sizeof(real)), may_alias));
+typedef real half_lanes __attribute__((vector_size(32)));
+typedef real quarter_lanes __attribute__((vector_size(16)));
 constexpr int64_t WIDE = 64 / int64_t(sizeof(real));
 
+template <typename Half, typename Whole>
+INLINE Half folded(const Whole& values) {
+  Half halves[2];
+  __builtin_memcpy(halves, &values, sizeof(values));
+  return halves[0] + halves[1];
+}
 // By halves: no long chain of sums.
-template <int64_t COUNT>
-INLINE real sum_of(const real* values) {
-  if constexpr (COUNT == 1) {
-    return values[0];
-  } else {
-    real halves[COUNT / 2];
-    for (int64_t lane = 0; lane < COUNT / 2; ++lane) halves[lane] = values[lane] + values[lane + COUNT / 2];
-    return sum_of<COUNT / 2>(halves);
-  }
+INLINE real sum_of(const lanes& values) {
+  const quarter_lanes four = folded<quarter_lanes>(folded<half_lanes>(values));
+  if constexpr (WIDE == 16) return (four[0] + four[2]) + (four[1] + four[3]);
+  return four[0] + four[1];
 }
-template <int N, typename Each>
-INLINE real mean_of_each(const real* const (&rows)[N], int64_t count, Each each) {
-  lanes parts[N] = {};
-  const int64_t whole = count / WIDE * WIDE;
+
+// Of each of some groups of rows the mean of all (null: not wanted), and the mean of the squares of what they are apart
+// from it.  The rows are read twice: the second time for what was rounded away in a mean, and for the squares.  One group
+// does not wait for another: from a sum to the mean is a long way, which they go beside each other.
+template <bool SQUARES, int GROUPS, int N>
+static inline void means_of(
+    const real* const (&rows)[GROUPS][N], int64_t count, real* const (&means)[GROUPS],
+    real* const (&variances)[GROUPS]) {
+  const int64_t whole = count / WIDE * WIDE, left = count - whole;
+  const real every = real(N * count);
+  lanes sums[GROUPS][N] = {}, squares[GROUPS][N] = {}, rest[GROUPS][N] = {}, middle[GROUPS], counted = {};
+  real mean[GROUPS];
+  auto total = [](lanes (&parts)[N]) {
+    for (int row = 1; row < N; ++row) parts[0] += parts[row];
+    return sum_of(parts[0]);
+  };
   for (int64_t u = 0; u < whole; u += WIDE)
-    for (int row = 0; row < N; ++row) parts[row] += each(*(const loose_lanes*)(rows[row] + u));
-  for (int row = 0; row < N; ++row)
-    for (int64_t u = whole; u < count; ++u) parts[row][u - whole] += each(rows[row][u]);
-  for (int row = 1; row < N; ++row) parts[0] += parts[row];
-  return sum_of<WIDE>((const real*)&parts[0]) / real(N * count);
-}
-template <int N>
-static inline real mean_of(const real* const (&rows)[N], int64_t count) {
-  const real mean = mean_of_each(rows, count, [](auto value) { return value; });
-  return mean + mean_of_each(rows, count, [=](auto value) { return value - mean; });  // what was rounded away
-}
-template <int N>
-static inline real variance_of(const real* const (&rows)[N], int64_t count, real mean) {
-  return mean_of_each(rows, count, [=](auto value) { return (value - mean) * (value - mean); });
+    for (int group = 0; group < GROUPS; ++group)
+      for (int row = 0; row < N; ++row) sums[group][row] += *(const loose_lanes*)(rows[group][row] + u);
+  if (left) {
+    real some[WIDE] = {};
+    for (int64_t lane = 0; lane < left; ++lane) some[lane] = real(1);
+    __builtin_memcpy(&counted, some, sizeof(some));
+    for (int group = 0; group < GROUPS; ++group)
+      for (int row = 0; row < N; ++row) {
+        for (int64_t lane = 0; lane < left; ++lane) some[lane] = rows[group][row][whole + lane];
+        __builtin_memcpy(&rest[group][row], some, sizeof(some));
+        sums[group][row] += rest[group][row];
+      }
+  }
+  for (int group = 0; group < GROUPS; ++group) {
+    mean[group] = total(sums[group]) / every, middle[group] = lanes{} + mean[group];
+    for (int row = 0; row < N; ++row) {
+      sums[group][row] = left ? rest[group][row] - middle[group] * counted : lanes{};
+      if (SQUARES) squares[group][row] = sums[group][row] * sums[group][row];
+    }
+  }
+  for (int64_t u = 0; u < whole; u += WIDE)
+    for (int group = 0; group < GROUPS; ++group)
+      for (int row = 0; row < N; ++row) {
+        const lanes apart = *(const loose_lanes*)(rows[group][row] + u) - middle[group];
+        sums[group][row] += apart;
+        if (SQUARES) squares[group][row] += apart * apart;
+      }
+  for (int group = 0; group < GROUPS; ++group) {
+    const real lost = total(sums[group]) / every;
+    if (means[group]) *means[group] = mean[group] + lost;
+    if (!SQUARES) continue;
+    const real variance = total(squares[group]) / every - lost * lost;
+    *variances[group] = variance < real(0) ? real(0) : variance;
+  }
 }
 
 //: generated
@@ -234,5 +269,9 @@ extern "C" void whorl_maths(int64_t which, int64_t count, const kernel::real* x,
     y[u] = which == 0 ? kernel::std::exp(x[u]) : which == 1 ? kernel::std::expm1(x[u]) : which == 2 ? kernel::std::tanh(x[u])
            : which == 3 ? kernel::std::log(x[u]) : which == 4 ? kernel::std::log1p(x[u])
            : which == 5 ? kernel::sigmoid(x[u]) : kernel::softplus(x[u]);
+}
+// Of the first two rows the mean and the variance, then of the next two.
+extern "C" void whorl_means(const kernel::real* rows, int64_t count, int64_t apart, kernel::real* to) {
+  kernel::means_of<true>({{rows, rows + apart}, {rows + 2 * apart, rows + 3 * apart}}, count, {to, to + 2}, {to + 1, to + 3});
 }
 #endif

@@ -51,5 +51,7 @@ __device__ __forceinline__ void receive(int stage, const float4* slots, int plac
     const float4 pack = packed[i][at / 4];
     return at % 4 == 0 ? pack.x : at % 4 == 1 ? pack.y : at % 4 == 2 ? pack.z : pack.w;
   };
-  merge(stage, LANES, count, value, [&](int at) { return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4]; }, m);
+  const auto amount_of = [&](int i, int each) { return amount(count[i], each); };
+  const auto first = [&](int at) { return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4]; };
+  merge<EACH>(stage, LANES, amount_of, value, first, m);
 }

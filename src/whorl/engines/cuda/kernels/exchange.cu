@@ -23,6 +23,14 @@ __device__ __forceinline__ uint2 look_pair(const unsigned* at) {
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
   return words;
 }
+// Lets so many cycles go by.
+__device__ __forceinline__ void pause(unsigned count) {
+  unsigned begun, now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(begun));
+  do
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  while (now - begun < count);
+}
 __device__ __forceinline__ void put(unsigned* at, unsigned word) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(word));
 }
@@ -37,16 +45,23 @@ __device__ __forceinline__ bool is_missing(const uint4& words, unsigned) {
   return words.x == NOTHING || words.y == NOTHING || words.z == NOTHING || words.w == NOTHING;
 }
 __device__ __forceinline__ unsigned something(unsigned word) { return min(word, NOTHING - 1); }
-// two neighbouring values (scaled, with HALVES) to where others look for them
-__device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned) {
+// two neighbouring values (scaled, with HALVES) to where others look for them, planes `apart` words apart
+__device__ __forceinline__ void give(unsigned* at, int apart, float first, float second, unsigned) {
+#if HALVES
+  unsigned words[2];
+  split_halves(first, second, words[0], words[1]);
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) put(at + p * apart, something(words[p]));
+#else
   put(at, something(operand_pair(first, second)));
+#endif
 }
 __device__ __forceinline__ unsigned absent(unsigned) { return 0; }  // a zero that nobody waits for
 #else
 __device__ __forceinline__ bool is_missing(const uint4& words, unsigned phase) {
   return ((words.x ^ phase) | (words.y ^ phase) | (words.z ^ phase) | (words.w ^ phase)) & 1u;
 }
-__device__ __forceinline__ void give(unsigned* at, float first, float second, unsigned phase) {
+__device__ __forceinline__ void give(unsigned* at, int, float first, float second, unsigned phase) {
   put_pair(at, (operand(first) & ~1u) | phase, (operand(second) & ~1u) | phase);
 }
 __device__ __forceinline__ unsigned absent(unsigned phase) { return phase; }  // too small for a tensor core
@@ -60,6 +75,7 @@ __device__ __forceinline__ void keep(T*& pointer) {  // to global memory
   pointer = (T*)__cvta_global_to_generic(address);
 }
 __device__ __forceinline__ void keep(int& offset) { asm volatile("" : "+r"(offset)); }
+__device__ __forceinline__ void keep(float& number) { asm volatile("" : "+f"(number)); }
 
 // Of COUNT operands of weights, used one after another, those that do not stay in registers are spread evenly, so that
 // shared memory has time to bring them.
@@ -73,6 +89,29 @@ struct Operands {
   __device__ static constexpr int streamed_at(int place) { return ((place + 1) * COUNT - 1) / MOST(STREAMED); }
 };
 
+// Of COUNT operands in two planes, first those of the first: of the others as many as can be stay in registers, since what
+// comes from shared memory is multiplied as fast with both planes of the states as with one (see warpgroup.cu).
+template <int COUNT, int STREAMED>
+struct PlanedOperands {
+  static constexpr int RESIDENT = 2 * COUNT - STREAMED, LOW = RESIDENT < COUNT ? RESIDENT : COUNT, HIGH = RESIDENT - LOW;
+  typedef Operands<COUNT, COUNT - HIGH> First;
+  typedef Operands<COUNT, COUNT - LOW> Second;
+  __device__ static constexpr int before(int i) {
+    return i < COUNT ? First::before(i) : COUNT - HIGH + Second::before(i - COUNT);
+  }
+  __device__ static constexpr bool streamed(int i) { return i < COUNT ? First::streamed(i) : Second::streamed(i - COUNT); }
+  __device__ static constexpr int resident(int i) {
+    if (streamed(i)) return 0;
+    return i < COUNT ? First::resident(i) : HIGH + Second::resident(i - COUNT);
+  }
+  __device__ static constexpr int resident_at(int place) {
+    return place < HIGH ? First::resident_at(place) : COUNT + Second::resident_at(place - HIGH);
+  }
+  __device__ static constexpr int streamed_at(int place) {
+    return place < COUNT - HIGH ? First::streamed_at(place) : COUNT + Second::streamed_at(place - (COUNT - HIGH));
+  }
+};
+
 __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
@@ -81,27 +120,29 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
 // Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between
 // those of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from`
 // and `to` are of the warp's first row and the lane's chunk, `left` is how many rows there are from it on, `phase` that of
-// the step.  They travel in PARTS, the first of which is asked for beforehand; more than one take more time and fewer
-// registers.  AFTERWARDS, where a lane has more than 2 chunks, the rest of the first part is asked for when the first
-// words of a warp have come: where nobody can have written yet, what is asked for in vain keeps the rest waiting.  LSTM,
-// 1,500 units at batch 20, took 3.77 us a step forward and not 4.06, with TF32 products a train step 668 us and not 723;
-// with layer norm 6.8 and not 8.2 forward; with 2 chunks, 512 units at 128, 4.0 and 3.9.
-template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS, bool AFTERWARDS>
+// the step.  What is of a second plane lies PLANE_PITCH words behind in L2, and PLANEWARDS in shared memory.  They travel
+// in PARTS, the first of which is asked for beforehand; more than one take more time and fewer registers.  AFTERWARDS,
+// where a lane has more than 2 chunks, the rest of the first part is asked for when the first words of a warp have come:
+// where nobody can have written yet, what is asked for in vain keeps the rest waiting.  LSTM, 1,500 units at batch 20,
+// took 3.77 us a step forward and not 4.06, with TF32 products a train step 668 us and not 723; with layer norm 6.8 and
+// not 8.2 forward; with 2 chunks, 512 units at 128, 4.0 and 3.9.
+template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS, bool AFTERWARDS,
+          int PLANE_PITCH, int PLANEWARDS>
 struct Arrival {
-  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS;
+  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS * PLANES;
   static constexpr int WIDE = (COUNT + PARTS - 1) / PARTS;
   static constexpr bool AFTER_ONE = AFTERWARDS && COUNT > 2;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
   uint4 data[WIDE];
 
   __device__ __forceinline__ static bool is_there(int left, int lane, int k) {
-    const int i = k / ACROSS, j = k % ACROSS;
+    const int i = k / PLANES / ACROSS, j = k / PLANES % ACROSS;
     return k < COUNT && left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
   }
   __device__ __forceinline__ static uint4 one(const unsigned* from, int lane, unsigned phase, int k) {
-    const int i = k / ACROSS, j = k % ACROSS;
+    const int i = k / PLANES / ACROSS, j = k / PLANES % ACROSS;
     const unsigned zero = absent(phase);
-    uint4 words = look(from + i * WARPS * PITCH + j * 128);
+    uint4 words = look(from + i * WARPS * PITCH + j * 128 + k % PLANES * PLANE_PITCH);
     if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
       if (LAST < 2) words.y = zero;
       if (LAST < 3) words.z = zero;
@@ -143,8 +184,9 @@ struct Arrival {
       }
 #pragma unroll
       for (int k = 0; k < WIDE; ++k) {
-        const int i = (part * WIDE + k) / ACROSS, j = (part * WIDE + k) % ACROSS;
-        if (is_there(left, lane, part * WIDE + k)) *(uint4*)(to + i * DOWNWARDS + j * SIDEWARDS) = data[k];
+        const int all = part * WIDE + k, i = all / PLANES / ACROSS, j = all / PLANES % ACROSS;
+        if (is_there(left, lane, all))
+          *(uint4*)(to + i * DOWNWARDS + j * SIDEWARDS + all % PLANES * PLANEWARDS) = data[k];
       }
     }
   }

@@ -67,11 +67,12 @@ __device__ __forceinline__ void summarise(
   }
 }
 
-// The means of one sequence, of what has come for it after a stage: for the thread's sources, how many `units` they have
-// and `value(i, at)`, number `at` of source i; `first(at)` is that of the first source of all.  So many threads have them.
-template <int COUNT, class Value, class First>
+// The means of one sequence, of what has come for it after a stage: for the thread's sources `amount_of(i, count)`, how
+// many values they have at `count` for each unit, and `value(i, at)`, number `at` of source i; `first(at)` is that of the
+// first source of all.  So many threads have them.
+template <int COUNT, class Amount, class Value, class First>
 __device__ __forceinline__ void merge(
-    int stage, int threads, const int (&units)[COUNT], const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
+    int stage, int threads, const Amount& amount_of, const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
   float start[MOST(REDUCTIONS)], sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
   int at = 0;
 #pragma unroll
@@ -81,9 +82,9 @@ __device__ __forceinline__ void merge(
     sum[i] = squares[i] = 0.f;
 #pragma unroll
     for (int s = 0; s < COUNT; ++s) {
-      const float values = amount(units[s], reduction_count(i)), apart = value(s, at) - start[i];
+      const float values = amount_of(s, reduction_count(i)), apart = value(s, at) - start[i];
       sum[i] += reduction_moments(i) ? values * apart : value(s, at);
-      if (reduction_moments(i)) squares[i] += units[s] > 0 ? value(s, at + 1) + values * apart * apart : 0.f;
+      if (reduction_moments(i)) squares[i] += values > 0.f ? value(s, at + 1) + values * apart * apart : 0.f;
     }
     at += reduction_moments(i) ? 2 : 1;
   }

@@ -88,7 +88,8 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 //                     where 1 stands for the largest, so what is below 2^-29 has fewer bits than tf32 gives it, and
 //                     below 2^-40 is zero; initial states: the largest of a sequence.  Where blocks exchange through
 //                     L2, also of a cell whose states are never larger than 1 and the largest of a sequence's initial
-//                     states, which stands for it at all steps.  With options: as options.cu has it
+//                     states, which stands for it at all steps, and so where products are exact.  With options: as
+//                     options.cu has it
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else
@@ -124,10 +125,14 @@ __device__ __forceinline__ float low_half(unsigned pair) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;\n}" : "=f"(result) : "r"(pair));
   return result;
 }
+// Where blocks exchange through L2 a second float16 has a power of two of its own, so that states need no scale at each
+// step: what is above 2^-29 of the largest is off by 2^-22 of itself, and what is below by 2^-51 of the largest.
+constexpr float LOW_SCALE = SPREAD && PLANES > 1 ? 2048.f : 1.f;
 // two numbers, and what float16 leaves of them
 __device__ __forceinline__ void split_halves(float first, float second, unsigned& high, unsigned& low) {
   high = half_pair(first, second);
-  if constexpr (PLANES > 1) low = half_pair(first - low_half(high), second - low_half(high >> 16));
+  if constexpr (PLANES > 1)
+    low = half_pair((first - low_half(high)) * LOW_SCALE, (second - low_half(high >> 16)) * LOW_SCALE);
 }
 __device__ __forceinline__ Planes halves_of(const float2 (&words)[4]) {
   unsigned made[2][4];
@@ -239,6 +244,7 @@ struct Left { uint4 high, low; };
 struct Right { uint2 high, low; float2 unscale; };  // of two neighbouring sequences
 #if HALVES
 __device__ __forceinline__ Left left_of(const Planes& a) { return {a.plane[0], a.plane[1]}; }
+__device__ __forceinline__ Left left_of(const uint4& a) { return {a, {0u, 0u, 0u, 0u}}; }
 __device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {0u, 0u}, {1.f, 1.f}}; }
 #else
 constexpr unsigned KEPT = 0xffffe000u;  // the bits of a float32 that tf32 has
@@ -267,6 +273,15 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const 
   multiply_words(part, a.high, b.high);
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] += part[i] * half_of(b.unscale, i % 2);
+}
+// the same where a second number has a power of two of its own, and so sums of its own, which are small
+__device__ __forceinline__ void multiply_apart(float (&sums)[4], float (&low)[4], const Left& a, const Right& b) {
+  float part[4] = {};
+  multiply_words(low, a.high, b.low);
+  multiply_words(part, a.high, b.high);
+  multiply_words(low, a.low, b.high);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] += part[i];
 }
 #else
 typedef uint4 Left;

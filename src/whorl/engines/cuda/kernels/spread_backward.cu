@@ -71,7 +71,12 @@ __device__ constexpr int depth_at(int turn) {
 // masks by gate: 4 bits for each gate, for two units of two sequences as a thread has its sums, for [strip, part and
 // tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
-constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE, WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS;
+// With means between the stages registers are short: what is the same at all steps, and what each thread sums over them,
+// stay in shared memory: [VECTORS, pair] of two units, [of two sums, thread] of two units each.
+constexpr int FIXED_WORDS = ASIDE ? (VECTORS + 1) / 2 * 2 * SLICE : 0;
+constexpr int SUM_WORDS = ASIDE ? (GATES + APART + VECTORS + 1) / 2 * 4 * PASS * PAIRS : 0;
+constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE;
+constexpr int WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS + FIXED_WORDS + SUM_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
 static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
 static_assert(!HALVES || (32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && !EXACT), "no scales of these");
@@ -81,7 +86,7 @@ static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNIT
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && NOISE != GIVEN_BY_GATE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
-                gradient_at(0, 128), PARTS, SUBS == 1> Gathered;
+                gradient_at(0, 128), PARTS, SUBS == 1, 0, 0> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -327,6 +332,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
+  float2* const fixed = (float2*)(memory + WORDS - SUM_WORDS - FIXED_WORDS) + pair;
+  float4* const aside = (float4*)(memory + WORDS - SUM_WORDS) + threadIdx.x;
+  if constexpr (ASIDE) {
+    if (own_row == 0)
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v) fixed[v * PAIRS] = {vectors[v][0], vectors[v][1]};
+    if (own_row < PASS)
+#pragma unroll
+      for (int i = 0; i < SUMMED; i += 2) aside[i / 2 * PASS * PAIRS] = {0.f, 0.f, 0.f, 0.f};
+    __syncthreads();
+  }
+  const auto vector_of = [&](int v) { return ASIDE ? fixed[v * PAIRS] : float2{vectors[v][0], vectors[v][1]}; };
 #pragma unroll
   for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
@@ -428,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int s = 1; s < STATES; ++s) before[s] = half_of(read.states[s - 1], u);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+    for (int i = 0; i < VECTORS; ++i) v[i] = u == 0 ? vector_of(i).x : vector_of(i).y;
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) e[i] = half_of(read.step.inputs[i], u);
   };
@@ -473,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
       const int beyond = turn * COMPUTED + j * PASS;
-      unsigned* const means = means_at + t % 2 * mean_plane + beyond * MEAN_WORDS;
+      unsigned* const means = means_at + beyond * MEAN_WORDS;
       const bool member = row_there && rank < MEMBERS;
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
@@ -493,12 +510,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
         }
         if (numbers(stage) == 0) continue;
-        float data[4 * MOST(PACKS)] = {};
-        summarise(stage, to, unit < UNITS, unit + 1 < UNITS, units_of(rank), lane, data);
-        if (pair == 0 && member) give_means(stage, data, means, rank, t / 2 % 2);
+        if (shared_out(stage)) {
+          give_sums(stage, to, unit < UNITS, unit + 1 < UNITS, means, rank, t / 2 % 2, member, lane);
+        } else {
+          float data[4 * MOST(PACKS)] = {};
+          summarise(stage, to, unit < UNITS, unit + 1 < UNITS, units_of(rank), lane, data);
+          if (pair == 0 && member) give_means(stage, data, means, rank, t / 2 % 2);
+        }
         take_means(stage, means, t / 2 % 2, member, own_row + beyond, rank, lane, m);
       }
 #endif
+      float sums_now[MOST(SUMMED) + 1][2] = {};  // of this step
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
 #if STAGED
@@ -527,14 +549,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int i = 0; i < INPUTS; ++i) (u == 0 ? to_inputs[i].x : to_inputs[i].y) = valid ? of.to_e[i] : 0.f;
         if constexpr (NOISE && !GATEWISE) own.factor[u] = stepper.factor(read.step, u, valid);
         const bool there = (u == 0 ? first : second) && valid;  // a sum never takes what the cell makes of nothing
+        const auto sum_up = [&](int i, float value) {
+          (ASIDE ? sums_now[i] : summed[i])[u] = (ASIDE ? 0.f : summed[i][u]) + (there ? value : 0.f);
+        };
 #pragma unroll
         for (int g = 0; g < GATES; ++g)
-          if constexpr (BIAS) summed[g][u] += there ? dx[u][g] : 0.f;
+          if constexpr (BIAS) sum_up(g, dx[u][g]);
 #pragma unroll
         for (int i = 0; i < APART; ++i)
-          if constexpr (BIAS) summed[GATES + i][u] += there ? dr[u][apart(i)] : 0.f;
+          if constexpr (BIAS) sum_up(GATES + i, dr[u][apart(i)]);
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) summed[SUMMED - VECTORS + i][u] += there ? of.to_v[i] : 0.f;
+        for (int i = 0; i < VECTORS; ++i) sum_up(SUMMED - VECTORS + i, of.to_v[i]);
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) dr[u][g] = there ? dr[u][g] : 0.f;
       }
@@ -561,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g) {
         if constexpr (GATHERED > 1) {
-          if (row_there) give(given_to + g * GATE_WORDS, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
+          if (row_there) give(given_to + g * GATE_WORDS, 0, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
         } else if (in_shared) {
           unsigned* const to = put_to + gradient_at(own_row + j * PASS, pair_at + g * GATE_WORDS);
 #if ELEMENT_BYTES == 2 || HALVES
@@ -580,6 +605,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < APART; ++i)
         store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], shown, also);
       if constexpr (OPTIONS) stepper.store(own, h, rows, to_zones, to_inputs, shown);
+      if constexpr (ASIDE)
+#pragma unroll
+        for (int i = 0; i < SUMMED; i += 2) {
+          float4& both = aside[i / 2 * PASS * PAIRS];
+          const float4 before = both;
+          both = {before.x + sums_now[i][0], before.y + sums_now[i][1], before.z + sums_now[i + 1][0],
+                  before.w + sums_now[i + 1][1]};
+        }
       if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
 #pragma unroll
         for (int back = 0; back < PERIOD; ++back) {
@@ -857,6 +890,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
     gate_gradients_at += row_step * GATES * UNITS;
     apart_gradients_at += row_step * APART * UNITS;
+#if STAGED
+    means_at += t % 2 == 0 ? mean_plane : -mean_plane;
+#endif
     ring_at = (t + 1) % RING == 0 ? 0 : ring_at + buffer;
     if (comes_round && t % PERIOD == 0) fence();
     if constexpr (OPTIONS) {
@@ -902,6 +938,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (SUMMED > 0) {  // over the block's sequences, in their order
     __syncthreads();
     float* const ended = (float*)memory;  // [PASS, SUMMED, SLICE]
+    if constexpr (ASIDE) {
+      if (own_row < PASS)
+#pragma unroll
+        for (int i = 0; i < SUMMED; ++i) {
+          const float4 both = aside[i / 2 * PASS * PAIRS];
+          summed[i][0] = i % 2 == 0 ? both.x : both.z, summed[i][1] = i % 2 == 0 ? both.y : both.w;
+        }
+      __syncthreads();
+    }
     if (own_row < PASS)
 #pragma unroll
       for (int i = 0; i < SUMMED; ++i)

@@ -12,7 +12,10 @@
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): a row of weights has a scale in the depth of each
-// warp, the states of a sequence have one for all steps but the first, or with options for all.
+// warp, the states of a sequence have one for all steps but the first, or with options for all.  Where products are exact
+// it does so as two, in two planes: of weights those of the first come before those of the second, of states they are
+// rows behind the others.  Tensor cores cut off what they add: so sums of the first planes' products go on in float32's
+// own registers every RUN x 16 units; those with a second plane are too small for it to matter.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
 //   shared     the states of one part, partial sums, more weights
@@ -32,34 +35,48 @@ constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROW
 constexpr int STRIPS = (RECURRENT * SLICE + 15) / 16, SHARE = (STRIPS + GROUPS - 1) / GROUPS;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
 // of a sequence's states, or of 16 bytes of all sequences': 8 times 16 bytes are in 32 different banks
-constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : WORDS + 4;
+constexpr int STRIDE = WARPGROUPS ? PLANES * ROWS * 4 + 4 : WORDS + 4;
 constexpr int SUM_STRIDE = STRIPS * 16 + 4;
-constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
-constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : ROWS) * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
-constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128;
+constexpr int STREAMED = PLANES * SHARE * DEPTHS - RESIDENT;
+constexpr int STATE_WORDS = (WARPGROUPS ? WORDS / 4 : PLANES * ROWS) * STRIDE, PARTIAL_WORDS = SPLITS * ROWS * SUM_STRIDE;
+// strips of four warps' operands in shared memory: of exact products those alone that have rows, since room is scarce there
+constexpr int TOGETHER = PLANES > 1 && GROUPS == 4 && STRIPS < 4 ? STRIPS : 4;
+constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128 * TOGETHER / 4;
 // what scales are the inverse of: of weights for [warp, strip, row], of each sequence's initial states
 constexpr int WEIGHT_SCALES = HALVES ? WARPS * SHARE * 16 : 0, SCALES = HALVES ? SUBS * ROWS : 0;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
-constexpr int CHAINS = SHARE * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = SHARE * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
-constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PITCH = CHUNKS * 4;  // of a sequence in the ring: 16 bytes, words
+// of a sequence in the ring: 16 bytes of a plane, its words, all words
+constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PLANE_PITCH = CHUNKS * 4, PITCH = PLANES * PLANE_PITCH;
 constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_SCALES + WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALES) == SHARED, "tiling and kernel disagree");
+// With means between the stages registers are short, and what is the same at all steps stays in shared memory.
+constexpr int FIXED = ASIDE ? RECURRENT + GATES + VECTORS : 0;
+static_assert(4 * (WEIGHT_SCALES + WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALES + FIXED * SLICE) == SHARED,
+              "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
 constexpr bool EVEN = APIECE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
 static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of more than two gates");
 static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
+#if HALVES && EXACT
+typedef PlanedOperands<SHARE * DEPTHS, STREAMED> Weights;
+static_assert(!GATEWISE, "masks by gate are of one plane");
+#else
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
+#endif
+constexpr int RUN = 4;  // every step of depth: 2.2e-7 of a sum over 1,024 terms, emulated; every fourth 3.0e-7, float32 2.1e-7
+// A part's input is read while its own product is computed: for as many registers as all parts' would take there are weights.
+constexpr bool LATE_X = PLANES > 1 && SUBS > 1;
 static_assert(!WARPGROUPS || (GROUPS % 4 == 0 && WARPS == 8 && !GATEWISE), "four warps have one depth");
-// where a word of a sequence's states lies
+// where a word of a sequence's states lies; of the second plane that of a sequence ROWS further on
 __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
-                SUBS == 1> States;
+                SUBS == 1, PLANE_PITCH, state_at(ROWS, 0)> States;
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -147,20 +164,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (lane % 4 == 0) weight_scales[(warp * SHARE + s) * 8 + lane / 4] = {unscale_of(most[0]), unscale_of(most[1])};
   }
   __syncwarp();
-  bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 4 * WEIGHT_SCALES>(
-      memory + WEIGHT_SCALES, warp, lane, [&](int i, float2(&pairs)[4]) { load(i % SHARE, i / SHARE, pairs); },
+  bring_halves<Weights, PLANES * SHARE * DEPTHS, STREAMED, WARPS, 4 * WEIGHT_SCALES>(
+      memory + WEIGHT_SCALES, warp, lane,
+      [&](int i, float2(&pairs)[4]) { load(i % SHARE, i / SHARE % DEPTHS, pairs); },
       [&](int i, float2(&pairs)[4]) {
         const float2 its = weight_scales[(warp * SHARE + i % SHARE) * 8 + lane / 4];
         const float even = scale_of(its.x), odd = scale_of(its.y);
 #pragma unroll
         for (int p = 0; p < 4; ++p) pairs[p].x *= p % 2 ? odd : even, pairs[p].y *= p % 2 ? odd : even;
-        return halves_of(pairs).plane[0];
+        const Planes both = halves_of(pairs);
+        return i < SHARE * DEPTHS ? both.plane[0] : both.plane[PLANES - 1];
       },
       [&](int place, uint4 words) { resident[place] = words; },
       [&](int place, uint4 words) {
 #if WARPGROUPS
-        unsigned* const to = (unsigned*)streamed + (warp / 4 * STREAMED + place) * 512 + warp % 4 * 64 + lane;
-        to[0] = words.x, to[32] = words.y, to[256] = words.z, to[288] = words.w;
+        unsigned* const to = (unsigned*)streamed + (warp / 4 * STREAMED + place) * TOGETHER * 128 + warp % 4 * 64 + lane;
+        if (warp % 4 >= TOGETHER) return;
+        to[0] = words.x, to[32] = words.y, to[TOGETHER * 64] = words.z, to[TOGETHER * 64 + 32] = words.w;
 #else
         streamed[(warp * STREAMED + place) * 32 + lane] = words;
 #endif
@@ -246,6 +266,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
+  constexpr int OF_X = RECURRENT, OF_VECTORS = RECURRENT + GATES;
+  float2* const fixed = (float2*)(memory + SHARED / 4 - FIXED * SLICE) + pair;  // [FIXED, PAIRS]
+  if constexpr (FIXED > 0) {
+    if (own_row == 0) {
+#pragma unroll
+      for (int g = 0; g < RECURRENT; ++g) fixed[g * PAIRS] = {bias[g][0], bias[g][1]};
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) fixed[(OF_X + g) * PAIRS] = {x_bias[g][0], x_bias[g][1]};
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v) fixed[(OF_VECTORS + v) * PAIRS] = {vectors[v][0], vectors[v][1]};
+    }
+    __syncthreads();
+  }
+  const auto fixed_at = [&](int i) { return fixed[i * PAIRS]; };
+  const auto bias_of = [&](int g) { return FIXED > 0 ? fixed_at(g) : float2{bias[g][0], bias[g][1]}; };
+  const auto x_bias_of = [&](int g) { return FIXED > 0 ? fixed_at(OF_X + g) : float2{x_bias[g][0], x_bias[g][1]}; };
+  const auto vector_of = [&](int v) { return FIXED > 0 ? fixed_at(OF_VECTORS + v) : float2{vectors[v][0], vectors[v][1]}; };
 
   // The rows of a step begin at `rows`; `next_rows` are those of the step that is computed after it.
   const int second_step = reverse ? time - 2 : 1;
@@ -327,6 +364,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   int partial_from = own_row * SUM_STRIDE + pair * 4;
   keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
   keep(weights_at), keep(arrived_at), keep(partial_to), keep(partial_from);
+  // what a lane was given the assembler cannot make anew either, at each step, while all wait for it
+  if constexpr (STAGED) partial_from = __shfl_sync(0xffffffffu, partial_from, lane);
   const long long ahead = AHEAD * row_step * GATES * UNITS;
 #if !WARPGROUPS
   const unsigned columns = shared_address(states) + ((lane % 8) * STRIDE + split * DEPTHS * 8 + lane / 8 * 4) * 4;
@@ -357,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 
   // x of a part at step t, whose place is given
-  GatePair x[SUBS][OWN][GATES];
+  GatePair x[LATE_X ? 1 : SUBS][OWN][GATES];
   const auto read = [&](int sub, int t, const Gate* place, GatePair(&into)[OWN][GATES]) {
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
@@ -373,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   };
 #pragma unroll
-  for (int sub = 0; sub < SUBS; ++sub) read(sub, 0, gates_at, x[sub]);
+  for (int sub = 0; sub < SUBS && !LATE_X; ++sub) read(sub, 0, gates_at, x[sub]);
   for (int t = 0; t < time; ++t) {
     const unsigned* const seen_next = first_seen + sent_at;
     const int step_now = step_of(t), next_step = step_of(t + 1);
@@ -383,20 +422,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (t > 0) {
         arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
       } else if (a.initial[0] != nullptr || RESET_TO) {
-        for (int i = threadIdx.x; i < ROWS * PITCH; i += THREADS) {
-          const int place = row0 + sub * ROWS + i / PITCH, column = i % PITCH * WORD_ELEMENTS;
+        for (int i = threadIdx.x; i < ROWS * PLANE_PITCH; i += THREADS) {
+          const int line = i / PLANE_PITCH, word = i % PLANE_PITCH;
+          const int place = row0 + sub * ROWS + line, column = word * WORD_ELEMENTS;
           const bool there = place < batch && column < UNITS;
           const long long sequence = there ? sequence_at(a, place) : 0;
           const auto value = [&](int unit) {
             return there && unit < UNITS ? first_operand(a, sequence, unit, direction, first_step) : Element{};
           };
 #if HALVES
-          const float scale = scale_of(scales[sub * ROWS + i / PITCH]);
-          states[state_at(i / PITCH, i % PITCH)] = half_pair(value(column) * scale, value(column + 1) * scale);
+          const float scale = scale_of(scales[sub * ROWS + line]);
+          unsigned words[2];
+          split_halves(value(column) * scale, value(column + 1) * scale, words[0], words[1]);
+#pragma unroll
+          for (int p = 0; p < PLANES; ++p) states[state_at(p * ROWS + line, word)] = words[p];
 #elif ELEMENT_BYTES == 2
-          states[state_at(i / PITCH, i % PITCH)] = joined(value(column), value(column + 1));
+          states[state_at(line, word)] = joined(value(column), value(column + 1));
 #else
-          states[state_at(i / PITCH, i % PITCH)] = operand(value(column));
+          states[state_at(line, word)] = operand(value(column));
 #endif
         }
       }
@@ -406,8 +449,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       __syncthreads();
 
       GatePair next[OWN][GATES];
+      const auto read_on = [&] {  // beside the product
+        if constexpr (LATE_X)
+          read(sub, t, gates_at, x[0]);
+        else if (t + 1 < time)
+          read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
+      };
       {
-#if WARPGROUPS
+#if WARPGROUPS && HALVES && EXACT
+        // a warp past the last strip reads what lies behind an operand, and has sums that nobody asks for
+        // `last` are of the weights' second plane.  All begin as zeros: of sums that were undefined where a product began
+        // them anew the compiler left out those of the first run.
+        float sums[1][SHARE][TILES][4] = {}, last[SHARE][TILES][4] = {};
+        float high[SHARE][TILES][4] = {}, low[SHARE][TILES][4] = {};
+        const unsigned rows_at =
+            operand_at(shared_address(streamed) + of_warp(warp / 4) * STREAMED * TOGETHER * 512, TOGETHER * 256);
+        const unsigned columns_at = operand_at(shared_address(states) + of_warp(split) * DEPTHS * 2 * STRIDE * 4, STRIDE * 4);
+#pragma unroll
+        for (int first = 0; first < DEPTHS; first += RUN) {
+          begin_products();
+#pragma unroll
+          for (int i = first * SHARE; i < min(first + RUN, DEPTHS) * SHARE; ++i) {
+            const unsigned columns = columns_at + i / SHARE * 2 * STRIDE / 4;
+            const int s = i % SHARE, second = SHARE * DEPTHS + i;
+            if (Weights::streamed(i))
+              multiply_both_shared(high[s], low[s], rows_at + Weights::before(i) * TOGETHER * 32, columns, i / SHARE > first);
+            else
+              multiply_both_columns(high[s], low[s], resident[Weights::resident(i)], columns, i / SHARE > first);
+            if (Weights::streamed(second))
+              multiply_shared(last[s], rows_at + Weights::before(second) * TOGETHER * 32, columns, true);
+            else
+              multiply_columns(last[s], resident[Weights::resident(second)], columns, true);
+          }
+          end_products();
+          if (first == 0) read_on();
+          multiplied();
+#pragma unroll
+          for (int i = 0; i < SHARE * TILES * 4; ++i) {
+            const int s = i / (TILES * 4), n = i / 4 % TILES;
+            keep(high[s][n][i % 4]), keep(low[s][n][i % 4]);
+            sums[0][s][n][i % 4] += high[s][n][i % 4] + low[s][n][i % 4] * (1.f / LOW_SCALE);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < SHARE * TILES * 4; ++i) {
+          const int s = i / (TILES * 4), n = i / 4 % TILES;
+          keep(last[s][n][i % 4]);
+          sums[0][s][n][i % 4] += last[s][n][i % 4] * (1.f / LOW_SCALE);
+        }
+#elif WARPGROUPS
         float sums[CHAINS][SHARE][TILES][4];
         // found anew at each step, or the compiler would find all that follow before the first, and spill them
         const unsigned rows_at = operand_at(shared_address(streamed) + of_warp(warp / 4) * STREAMED * 2048, 1024);
@@ -424,36 +514,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             multiply_columns(to, resident[Weights::resident(i)], columns, adds);
         }
         end_products();
-        if (t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
+        read_on();
         multiplied();
 #pragma unroll
         for (int i = 0; i < CHAINS * SHARE * TILES * 4; ++i)
           keep(sums[i / (SHARE * TILES * 4)][i / (TILES * 4) % SHARE][i / 4 % TILES][i % 4]);
 #else
         float sums[CHAINS][SHARE][TILES][4] = {};
+#if HALVES && EXACT
+        float low_sums[SHARE][TILES][4] = {};
+#endif
         int row_gate = lane / 4 % 2;  // of the two gates that a strip has rows of, which has the thread's
         // else the weights of each gate alone are made before the loop, and spilled
         if constexpr (GATEWISE && !APIECE) keep(row_gate);
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
-          if (d == DEPTHS / 4 / 2 * 2 && t + 1 < time) read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
-          uint4 b[TILES];
+          if (d == (LATE_X ? 0 : DEPTHS / 4 / 2 * 2)) read_on();
+          uint4 b[TILES], low[TILES];  // and the second plane
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {
-            const unsigned at = columns + (n * 8 * STRIDE + d * 8) * 4;
+            const unsigned at = columns + (n * 8 * STRIDE + d * 8) * 4, at_low = at + ROWS * STRIDE * 4;
             b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+            if constexpr (PLANES > 1) low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             if (d + half < DEPTHS) {
               Right right[TILES];
 #pragma unroll
-              for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+              for (int n = 0; n < TILES; ++n) {
+                right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#if HALVES && EXACT
+                right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
+#endif
+              }
+              const auto weight_at = [&](int i) {
+                return Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32] : resident[Weights::resident(i)];
+              };
 #pragma unroll
               for (int s = 0; s < SHARE; ++s) {
                 const int i = (d + half) * SHARE + s;
-                const uint4 weight = Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
-                                                          : resident[Weights::resident(i)];
+                const uint4 weight = weight_at(i);
                 if constexpr (GATEWISE && !APIECE) {
 #pragma unroll
                   for (int which = 0; which < 2; ++which) {
@@ -474,9 +575,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                   for (int n = 0; n < TILES; ++n)
                     right[n] = behind_mask(sub, n, d + half, gate, half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
                 }
+#if HALVES && EXACT
+                const Left whole = {weight, weight_at(SHARE * DEPTHS + i)};
+#pragma unroll
+                for (int n = 0; n < TILES; ++n)
+                  multiply_apart(sums[0][s][n], low_sums[s][n], whole, right[n]);
+#else
                 const Left whole = left_of(weight);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][s][n], whole, right[n]);
+#endif
               }
             }
         }
@@ -495,6 +603,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             float(&sum)[4] = sums[0][s][n];
 #pragma unroll
             for (int chain = 1; chain < CHAINS; ++chain) add(sum, sums[chain][s][n]);
+#if !WARPGROUPS && HALVES && EXACT
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[e] += low_sums[s][n][e] * (1.f / LOW_SCALE);
+#endif
             *(float2*)to = {sum[0] * its.x, sum[2] * its.y};
             *(float2*)(to + SUM_STRIDE) = {sum[1] * its.x, sum[3] * its.y};
           }
@@ -514,7 +626,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
-            r[j][0][g] = LATE_BIAS ? 0.f : bias[g][0], r[j][1][g] = LATE_BIAS ? 0.f : bias[g][1];
+            r[j][0][g] = LATE_BIAS ? 0.f : bias_of(g).x, r[j][1][g] = LATE_BIAS ? 0.f : bias_of(g).y;
 #pragma unroll
           for (int s = 0; s < SPLITS; ++s) {
             const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
@@ -542,18 +654,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
-              for (int u = 0; u < 2; ++u) r[j][u][g] = scale * r[j][u][g] + bias[g][u];
+              for (int u = 0; u < 2; ++u) r[j][u][g] = scale * r[j][u][g] + (u == 0 ? bias_of(g).x : bias_of(g).y);
           }
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
-            const float2 value = wide_gates(x[sub][j][g]);
-            given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
-            given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
+            const float2 value = wide_gates(x[LATE_X ? 0 : sub][j][g]);
+            given[j][0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias_of(g).x;
+            given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias_of(g).y;
           }
         }
         const auto read_unit = [&](int j, int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
 #pragma unroll
-          for (int i = 0; i < VECTORS; ++i) v[i] = vectors[i][u];
+          for (int i = 0; i < VECTORS; ++i) v[i] = u == 0 ? vector_of(i).x : vector_of(i).y;
 #pragma unroll
           for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
 #pragma unroll
@@ -562,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if STAGED
         Values values[OWN][2];
         float m[OWN][MOST(MEANS)];
-        unsigned* const means = means_at + t % 2 * mean_plane;
+        unsigned* const means = means_at;
         const auto row_there = [&](int j) { return batch - row0 - own_row > sub * ROWS + j * PASS; };
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -613,16 +725,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const float scale = scale_of(unscale_at(sub, j, false));
             entering[0] *= scale, entering[1] *= scale;
 #endif
-            give(sent + sent_at + (sub * ROWS + j * PASS) * PITCH, entering[0], has_second ? entering[1] : 0.f, phase);
+            give(sent + sent_at + (sub * ROWS + j * PASS) * PITCH, PLANE_PITCH, entering[0], has_second ? entering[1] : 0.f,
+                 phase);
           }
         }
       }
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        if (t + 1 < time)
+        if (!LATE_X && t + 1 < time)
 #pragma unroll
-          for (int g = 0; g < GATES; ++g) x[sub][j][g] = next[j][g];
+          for (int g = 0; g < GATES; ++g) x[LATE_X ? 0 : sub][j][g] = next[j][g];
         const Ahead& item = items[sub][j];
         const bool first = PACKED ? stepper.within(item, step_now) : item.there, second = first && has_second;
         const auto further = further_on(sub, j);
@@ -664,8 +777,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
         if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && item.there) {  // everyone has read these
 #pragma unroll
-          for (int back = 0; back < PERIOD; ++back)
-            put(sent + (t - 2 * PERIOD + back) % RING * buffer + (sub * ROWS + j * PASS) * PITCH, NOTHING);
+          for (int i = 0; i < PERIOD * PLANES; ++i)
+            put(sent + (t - 2 * PERIOD + i / PLANES) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + i % PLANES * PLANE_PITCH,
+                NOTHING);
         }
       }
       if constexpr (OPTIONS) {
@@ -685,6 +799,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     y_at += row_step * width;
 #if STAGED
     levels_at += row_step * MEANS;
+    means_at += t % 2 == 0 ? mean_plane : -mean_plane;
 #endif
     apart_at += row_step * APART * UNITS;
     states_at += row_step * UNITS;

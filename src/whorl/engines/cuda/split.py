@@ -1,0 +1,163 @@
+"""Large products of true float32, made of three products of TF32 on the tensor cores.
+
+A float32 is the sum of two numbers of TF32 to 2^-23 of itself, high and low; of their four products that of the two low
+ones is left out.  kernels/split.cu lays parts out in such a way that the other three are one product of cuBLAS, three
+times as deep, in which the small ones come first.  Tensor cores cut off what they add, so that sums of many products
+drift to zero: a sum is made there of so many at most, and float32's own addition adds it to the others.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.products import Product
+from whorl.engines.cuda.tiling import Chip
+
+LEAST = 1 << 30
+"""Multiplications of a product that is worth it, where some launches more are little beside it."""
+
+LARGE = 3 << 19
+"""Elements of its result: 96 tiles of 128 by 128, for 132 multiprocessors.  A smaller one leaves most of them without
+work for each 256 of the depth, where cuBLAS makes one product of float32 of parts that run beside each other."""
+
+NARROWEST = 320
+"""How many rows x columns there are for each of rows + columns.  Estimated from an H200's figures: to split a number
+takes 4 ps, and a multiplication by tensor cores 0.025 ps less, so 160 make good what the splitting takes."""
+
+DEEPEST = 256
+"""Products of which a sum is made on tensor cores, of each of the three.  Estimated: 32 additions that cut off half a
+unit in the last place of the sum so far leave it 9e-7 too small; float32's own 1,024, which round, 5.5e-7 off."""
+
+ROOM = 64 << 20
+"""Bytes for parts of both matrices, about: a larger product goes in pieces of its depth, then of its rows."""
+
+_FAST = {(8, 0), (9, 0), (10, 0), (10, 3)}
+"""Chips, by compute capability, that multiply TF32 more than three times as fast as float32: others do both alike."""
+
+
+def needed(exact: bool, most: int, chip: Chip) -> bool:
+    """Whether there may be such products.
+
+    Args:
+        exact: products of float32 are to be float32.
+        most: multiplications of the largest product.
+    """
+    return exact and most >= LEAST and chip.capability in _FAST
+
+
+def worth(rows: int, depth: int, columns: int) -> bool:
+    """Whether a product is worth it."""
+    result = rows * columns
+    return result * depth >= LEAST and result >= max(LARGE, NARROWEST * (rows + columns))
+
+
+class _Splitting(NamedTuple):
+    """How a piece of one of the two matrices is split."""
+
+    at: int
+    """Bytes from the beginning of the matrix."""
+    blocks: int
+    numbers: tuple[int, ...]
+    """The rest of the kernel's argument."""
+
+
+class _Piece(NamedTuple):
+    """A piece of a's rows, over a piece of the depth."""
+
+    of_a: _Splitting
+    out: int
+    """Bytes from the beginning of the result."""
+    product: Product
+    add: bool
+
+
+class Split:
+    """A product of fixed sizes, called as `Product` is.
+
+    Args:
+        sizes, turned, steps: as of `Product`.
+        made: rows and columns of the result, from those of `sizes` on: zeros are added to a and b.
+        splitter: the kernel of kernels/split.cu.
+        index: torch's number of the device.
+    """
+
+    def __init__(
+        self, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
+        made: tuple[int, int], splitter: Kernel, device: torch.device, index: int,
+    ) -> None:  # fmt: skip
+        (rows, depth, columns), (tall, wide) = sizes, made
+        self._split, self._device, self._index = splitter, device, index
+        groups = -(-depth // min(DEEPEST, max(_SHALLOWEST, ROOM // (_BYTES * (wide + _FEWEST)))))
+        each = _rounded(-(-depth // groups), 4)
+        groups = -(-depth // each)
+        most = max(_FEWEST, ROOM // (_BYTES * each) - wide)
+        high = _rounded(-(-tall // -(-tall // most)), 4)
+        together = max(1, ROOM // (_BYTES * each * (high + wide)))
+        together = -(-groups // -(-groups // together))
+        self._pieces: list[tuple[_Splitting, Sequence[_Piece]]] = []
+        """Of the depth: how b is split, and the pieces of rows."""
+        for first in range(0, groups, together):
+            count, begin = min(together, groups - first), first * each
+            deep, pieces = min(count * each, depth - begin), []
+            to_b = begin * (1 if turned[1] else steps[1])
+            given = (columns, deep) if turned[1] else (deep, columns)
+            wanted = (wide, count * each) if turned[1] else (count * each, wide)
+            of_b = _splitting(to_b, steps[1], given, wanted, each, not turned[1], 1)
+            for row in range(0, tall, high):
+                own = min(high, tall - row)
+                there = max(0, min(own, rows - row))
+                to_a = row * (1 if turned[0] else steps[0]) + begin * (steps[0] if turned[0] else 1)
+                given = (deep, there) if turned[0] else (there, deep)
+                wanted = (count * each, own) if turned[0] else (own, count * each)
+                of_a = _splitting(to_a, steps[0], given, wanted, each, bool(turned[0]), 0)
+                a_step = _rounded(own, 4) if turned[0] else 3 * count * each
+                b_step = 3 * count * each if turned[1] else _rounded(wide, 4)
+                laid = (a_step, b_step, steps[2])
+                product = Product(
+                    torch.float32, (own, 3 * count * each, wide), turned, laid, True, longest=3 * each
+                )  # fmt: skip
+                pieces.append(_Piece(of_a, 4 * row * steps[2], product, first > 0))
+            self._pieces.append((of_b, pieces))
+        self._for_a = _rounded(_BYTES * together * each * _rounded(high, 4), 256)
+        self._room = self._for_a + _BYTES * together * each * _rounded(wide, 4)
+
+    def __call__(self, handle: int, a: int, b: int, out: int, add: bool = False) -> None:
+        """Multiply what lies at two addresses, into a third or (`add`) to what is there.
+
+        Raises:
+            KernelError: cuBLAS or the driver refuses.
+        """
+        room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+        stream, for_a = torch._C._cuda_getCurrentRawStream(self._index), room.data_ptr()
+        for_b = for_a + self._for_a
+        for of_b, pieces in self._pieces:
+            self._split(stream, of_b.blocks, 1, b + of_b.at, for_b, *of_b.numbers)
+            for of_a, place, product, again in pieces:
+                self._split(stream, of_a.blocks, 1, a + of_a.at, for_a, *of_a.numbers)
+                product(handle, for_a, for_b, out + place, add or again)
+
+
+_BYTES, _FEWEST, _SHALLOWEST = 12, 256, 32
+"""What is written for a number, rows of a piece, and the depth of a group of very wide matrices."""
+
+
+def _splitting(
+    first: int, step: int, given: tuple[int, int], wanted: tuple[int, int], each: int, across: bool, low: int
+) -> _Splitting:
+    """
+    Args:
+        first: number of the matrix that the piece begins with.
+        step: from a row in one piece to the next.
+        given, wanted: rows and their width of what is there, and of what is written (three times), zeros included.
+        each: depth of a group.
+        across: the depth goes from row to row.
+        low: where the low part comes.
+    """
+    rows, quads = wanted[0], -(-wanted[1] // 4)
+    return _Splitting(4 * first, -(-rows * quads // 256), (step, *given, rows, quads, each, int(across), low))
+
+
+def _rounded(size: int, each: int) -> int:
+    return -(-size // each) * each
