@@ -242,7 +242,7 @@ def test_their_sums_of_more_than_2048_are_made_of_parts(
     turned: tuple[int, int], multiplied: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split, "DEEPEST", 256)
-    monkeypatch.setattr(split, "ROOM", 64 << 10)
+    monkeypatch.setattr(split, "ROOM", 96 << 10)
     a, b = torch.randn(12, 2500), torch.randn(2500, 8)
     true = a.double() @ b.double()
     assert error(lengthened(a, b, turned), true) <= 2 * error(a @ b, true) + 4 * LAST
