@@ -156,8 +156,8 @@ SIZES = [(33, 20, 48), (64, 37, 23), (5, 7, 10), (1, 1, 1), (130, 64, 4), (3, 25
 def multiplied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]]]:
     """The sizes that cuBLAS was given; groups are of 8 numbers, and every product is worth it and goes in pieces."""
     monkeypatch.setattr(split, "LEAST", 0)
-    monkeypatch.setattr(split, "LARGE", 0)
-    monkeypatch.setattr(split, "NARROWEST", 0)
+    monkeypatch.setattr(split, "TALL", 0)
+    monkeypatch.setattr(split, "WIDER", 0)
     monkeypatch.setattr(split, "_FEWEST", 16)
     monkeypatch.setattr(split, "DEEPEST", 8)
     monkeypatch.setattr(split, "ROOM", 6000)
@@ -344,21 +344,26 @@ def test_the_kernel_that_splits_compiles_for_every_chip_that_takes_it(tmp_path: 
 
 @pytest.mark.parametrize(
     "exact, most, capability, wanted",
-    [(True, 1 << 30, (9, 0), True), (True, 1 << 30, (8, 0), True), (True, 1 << 30, (8, 9), False),
-     (False, 1 << 30, (9, 0), False), (True, (1 << 30) - 1, (9, 0), False)],
+    [(True, 3 << 29, (9, 0), True), (True, 3 << 29, (8, 0), True), (True, 3 << 29, (8, 9), False),
+     (False, 3 << 29, (9, 0), False), (True, (3 << 29) - 1, (9, 0), False)],
 )  # fmt: skip
 def test_where_three_products_are_needed(exact: bool, most: int, capability: tuple[int, int], wanted: bool) -> None:
     assert split.needed(exact, most, Chip(capability, 132)) == wanted
 
 
-def test_what_is_worth_three_products() -> None:
-    assert split.worth(3840, 1024, 4096)
-    assert not split.worth(1 << 12, (1 << 6) - 1, 1 << 12)  # few multiplications
-    assert split.worth(1 << 12, 1 << 6, 1 << 12)
-    assert not split.worth(1024, 1 << 15, 1024)  # a small result
-    assert split.worth(1024, 1 << 15, 1536)
-    assert not split.worth(25_600, 1024, 256)  # few columns for each number that is split
-    assert split.worth(25_600, 1024, 512)
+@pytest.mark.parametrize(
+    "sizes, wanted",
+    [
+        ((3840, 1024, 4096), True), ((3840, 1024, 3072), True), ((3840, 512, 2048), True), ((25_600, 256, 1024), True),
+        ((25_600, 128, 512), True), ((700, 1500, 6000), False), ((1024, 512, 2048), False), ((256, 1024, 4096), False),
+        ((3840, 4096, 1024), False), ((4096, 3840, 1024), False), ((6000, 700, 1500), False),
+        ((4096, 256, 1024), False),
+        ((25_600, 1024, 256), False), ((1024, 25_600, 256), False),
+    ],
+)  # fmt: skip
+def test_what_is_worth_three_products(sizes: tuple[int, int, int], wanted: bool) -> None:
+    """Which took less time on an H200, with sums of 128 (rows, depth, columns)."""
+    assert split.worth(*sizes) == wanted
 
 
 @gpu

@@ -15,20 +15,23 @@ from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.products import Product
 from whorl.engines.cuda.tiling import Chip
 
-LEAST = 1 << 30
+LEAST = 3 << 29
 """Multiplications of a product that is worth it, where some launches more are little beside it."""
 
-LARGE = 3 << 19
-"""Elements of its result: 96 tiles of 128 by 128, for 132 multiprocessors.  A smaller one leaves most of them without
-work for each 256 of the depth, where cuBLAS makes one product of float32 of parts that run beside each other."""
+TALL = 2048
+"""Rows of its result, at least, and ..."""
 
-NARROWEST = 320
-"""How many rows x columns there are for each of rows + columns.  Estimated from an H200's figures: to split a number
-takes 4 ps, and a multiplication by tensor cores 0.025 ps less, so 160 make good what the splitting takes."""
+WIDER = 3
+"""... columns for each of its depth: an input projection of many steps.  Microseconds on one H200 (2026-11-22) of rows
+x depth x columns, float32 and split with sums of 128 and of 256: 3,840 x 1,024 x 4,096 698, 503, 376; 3,840 x 512 x
+2,048 182, 143, 106; 25,600 x 256 x 1,024 357, 193, 156; 25,600 x 128 x 512 100, 60, 60.  For each group of the depth
+the whole result is read and written, so what is deep takes longer: 3,840 x 4,096 x 1,024 689, 832, 776; 4,096 x 3,840 x
+1,024 628, 812, 668; 6,000 x 700 x 1,500 315, 392, 309; so does what has few rows: 700 x 1,500 x 6,000 257, 347, 315."""
 
-DEEPEST = 256
-"""Products of which a sum is made on tensor cores, of each of the three.  Estimated: 32 additions that cut off half a
-unit in the last place of the sum so far leave it 9e-7 too small; float32's own 1,024, which round, 5.5e-7 off."""
+DEEPEST = 128
+"""Products of which a sum is made on tensor cores, of each of the three.  At 1,024 deep a sum was off by 3.5e-7 so (one
+H200), 6.4e-7 in groups of 256, 1.2e-6 of 512 and 2.4e-6 in one, float32's own by 5.7e-7; with 256 the gradients of
+three layers of 512 units were 1.4 times as far off as the error rule allows."""
 
 ROOM = 64 << 20
 """Bytes for parts of both matrices, about: a larger product goes in pieces of its depth, then of its rows."""
@@ -49,8 +52,7 @@ def needed(exact: bool, most: int, chip: Chip) -> bool:
 
 def worth(rows: int, depth: int, columns: int) -> bool:
     """Whether a product is worth it."""
-    result = rows * columns
-    return result * depth >= LEAST and result >= max(LARGE, NARROWEST * (rows + columns))
+    return rows * depth * columns >= LEAST and rows >= TALL and columns >= WIDER * depth
 
 
 class _Splitting(NamedTuple):
