@@ -249,3 +249,16 @@ def test_its_kernels_compile_without_a_gpu(
     assert "SHFL" in lines
     assert "LDG.E.128" in lines
     assert re.findall(r"\b(LDL|STL)\b", lines) == []
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("more", [dict(layer_norm=True), dict(layer_norm="x"), dict(peephole=True)], ids=str)
+def test_gradients_of_vectors_are_no_views_of_each_other(more: dict[str, Any], folder: Path) -> None:
+    """They lie in one piece of memory, which nobody can tell from what they do."""
+    layer, x = whorl.LSTM(5, 8, engine="persistent", **more), torch.randn(3, 4, 5)
+    with emulated(folder):
+        grads = torch.autograd.grad(layer(x)[0].sum(), tuple(layer.parameters()))
+    for (name, _), grad in zip(layer.named_parameters(), grads, strict=True):
+        if "weight" not in name:
+            assert not grad._is_view(), name
+            grad.mul_(torch.ones_like(grad, requires_grad=True))  # a view of several would refuse

@@ -99,7 +99,8 @@ class Norms:
             stream, blocks, 1, x.data_ptr(), *self._vectors(own, self._gains), means, scales, grad.data_ptr(),
             made.data_ptr(), sums.data_ptr(), rows,
         )  # fmt: skip
-        bias, gain, shift = found = grad.new_empty(3, gates * self._units)
+        found = grad.new_empty(3 * gates * self._units)
+        bias, gain, shift = found.unsafe_split(gates * self._units)  # no views of each other for autograd
         self._add(
             stream, -(-found.numel() // ADDED), 1, *[sums.data_ptr()] * 2, *[bias.data_ptr()] * 2, 0, 0,
             *[gain.data_ptr()] * 2, blocks, self._units, gates * biased, 0, 0, 2 * gates, b"",
@@ -109,8 +110,8 @@ class Norms:
     def joined(self, made: Made, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradient of every vector of the cell, from those of the time loop."""
         found = dict(zip(self._rest, rest, strict=True))
-        found |= dict(zip(self._gains, made.gain.split(self._units), strict=True))
-        found |= dict(zip(self._shifts, made.shift.split(self._units), strict=True))
+        found |= dict(zip(self._gains, made.gain.unsafe_split(self._units), strict=True))
+        found |= dict(zip(self._shifts, made.shift.unsafe_split(self._units), strict=True))
         return tuple([found[place] for place in range(len(found))])
 
     def _vectors(self, own: LayerWeights, places: Sequence[int]) -> list[int]:

@@ -57,7 +57,7 @@ class Sums:
         return [
             Gradients(
                 of_x if self._gates else None, self._of_gates(of_r) if self._gates and self._own else None,
-                vectors.split(self._units) if self._vectors else (),
+                vectors.unsafe_split(self._units) if self._vectors else (),  # no views of each other for autograd
             )
             for of_x, of_r, vectors in made
         ]  # fmt: skip
