@@ -96,8 +96,8 @@ def test_true_float32_asks_for_the_kernel_that_splits(
     allowed: str, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(split, "LEAST", 1)
-    monkeypatch.setattr(split, "LARGE", 0)
-    monkeypatch.setattr(split, "NARROWEST", 0)
+    monkeypatch.setattr(split, "TALL", 0)
+    monkeypatch.setattr(split, "WIDER", 0)
     with emulated(tmp_path, tf32=allowed == "tf32"), monkeypatch.context() as patch:
         asked: set[str] = set()
         real = store.kernels
