@@ -103,6 +103,7 @@ def forward(
         units: of a block, even.
         limit: bytes of shared memory of a block.
         resident: operands in registers; None takes as many as registers allow, and `spilled` more.
+        parts, wide, collected, aside: as in `Spread`; collected None decides.
     """
     halves = scaled(size, "forward")
     planes = 1 + (halves and size.exact)

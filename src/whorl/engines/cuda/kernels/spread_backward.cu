@@ -520,7 +520,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         take_means(stage, means, t / 2 % 2, member, own_row + beyond, rank, lane, m);
       }
 #endif
-      float sums_now[MOST(SUMMED) + 1][2] = {};  // of this step
+      float sums_now[MOST(SUMMED) + 1][2] = {};  // of this step, with ASIDE
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
 #if STAGED
@@ -549,9 +549,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int i = 0; i < INPUTS; ++i) (u == 0 ? to_inputs[i].x : to_inputs[i].y) = valid ? of.to_e[i] : 0.f;
         if constexpr (NOISE && !GATEWISE) own.factor[u] = stepper.factor(read.step, u, valid);
         const bool there = (u == 0 ? first : second) && valid;  // a sum never takes what the cell makes of nothing
-        const auto sum_up = [&](int i, float value) {
-          (ASIDE ? sums_now[i] : summed[i])[u] = (ASIDE ? 0.f : summed[i][u]) + (there ? value : 0.f);
-        };
+        const auto sum_up = [&](int i, float value) { (ASIDE ? sums_now : summed)[i][u] += there ? value : 0.f; };
 #pragma unroll
         for (int g = 0; g < GATES; ++g)
           if constexpr (BIAS) sum_up(g, dx[u][g]);
