@@ -157,6 +157,32 @@ def splitter_code(chip: Chip) -> tuple[str, bytes]:
     return name, store.kernel(source.splitter(), name, chip.architecture)
 
 
+_HALVING = "7Q"  # the argument of kernels/halve.cu
+
+
+def halver(kind: str, units: int, tile: Tile | Spread, chip: Chip, index: int) -> Kernel | None:
+    """The kernel that makes float16 of the weights for a kernel with this tile, on a device; None where it takes them."""
+    if not halved(kind, tile):
+        return None
+
+    def make() -> Kernel:
+        name, code = halver_code(units, tile, chip)
+        return Kernel(code, name, index, source.HALVERS, 0, 1, _HALVING)
+
+    return loaded((source.halver_name(units, tile), index), make)
+
+
+def halver_code(units: int, tile: Tile | Spread, chip: Chip) -> tuple[str, bytes]:
+    """Its name and machine code, from the store or compiled; needs no GPU."""
+    name = source.halver_name(units, tile)
+    return name, store.kernel(source.halver(units, tile), name, chip.architecture)
+
+
+def halved(kind: str, tile: Tile | Spread) -> bool:
+    """Whether a kernel takes its weights as float16 that another has made: backward each block makes its own."""
+    return kind == "forward" and tile.halves
+
+
 def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:
     """Name and machine code of each kernel, from the store or compiled; needs no GPU."""
     given = []

@@ -286,7 +286,9 @@ def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool) -> str:
     return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
 
 
-def _of_elements(name: str, dtype: torch.dtype, forward: bool = False, wide: bool = False) -> list[str]:
+def _of_elements(
+    name: str, dtype: torch.dtype, forward: bool = False, wide: bool = False, halves: bool = False, exact: bool = False
+) -> list[str]:
     """What kernels/ptx.cu has to know in a kernel that multiplies no matrices."""
     return [
         f"#define KERNEL {name}",
@@ -294,7 +296,8 @@ def _of_elements(name: str, dtype: torch.dtype, forward: bool = False, wide: boo
         f"#define BFLOAT16 {int(dtype == torch.bfloat16)}",
         f"#define FORWARD {int(forward)}",
         f"#define WIDE_GATES {int(wide)}",
-        *(f"#define {word} 0" for word in ("EXACT", "HALVES")),
+        f"#define EXACT {int(exact)}",
+        f"#define HALVES {int(halves)}",
         "#define CLUSTER 1",
     ]
 
@@ -423,6 +426,27 @@ def row_copier(word: int) -> str:
 def splitter() -> str:
     """The source of the kernel that makes of float32 what three products of TF32 take."""
     return _text("split.cu").replace(_MARK, "#define KERNEL split_float32\n", 1)
+
+
+HALVERS = 128
+"""Threads of a block of the kernel below, of which 32 make a row."""
+
+
+def halver(units: int, tile: Tile | Spread) -> str:
+    """The source of the kernel that makes of recurrent weights the float16 that a kernel with this tile multiplies."""
+    words = [
+        *_of_elements(halver_name(units, tile), torch.float32, halves=True, exact=tile.exact),
+        f"#define SPREAD {int(tile.exact and isinstance(tile, Spread))}",
+        f"constexpr int UNITS = {units}, THREADS = {HALVERS};",
+        _text("ptx.cu"),
+    ]
+    return _text("halve.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+
+
+def halver_name(units: int, tile: Tile | Spread) -> str:
+    """Its name in a profiler: tiles of one name take one kernel."""
+    planes = "_in_two" if tile.exact else ""
+    return f"halve_{units}{planes}{'_spread' if planes and isinstance(tile, Spread) else ''}"
 
 
 def has_options(graph: Graph, features: Features) -> bool:

@@ -104,12 +104,6 @@ struct PlanedOperands {
     if (streamed(i)) return 0;
     return i < COUNT ? First::resident(i) : HIGH + Second::resident(i - COUNT);
   }
-  __device__ static constexpr int resident_at(int place) {
-    return place < HIGH ? First::resident_at(place) : COUNT + Second::resident_at(place - HIGH);
-  }
-  __device__ static constexpr int streamed_at(int place) {
-    return place < COUNT - HIGH ? First::streamed_at(place) : COUNT + Second::streamed_at(place - (COUNT - HIGH));
-  }
 };
 
 __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {

@@ -70,7 +70,7 @@ static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
-  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Weight* weights[2];   // [RECURRENT x UNITS, UNITS], with HALVES as halve.cu makes them
   const Element* bias[2];     // [RECURRENT x UNITS] or null
   const Element* x_bias[2];   // [GATES x UNITS] or null
   const Element* vectors[2][MOST(VECTORS)];
@@ -107,60 +107,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool has_first = unit < UNITS, has_second = unit + 1 < UNITS;
   const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
   const int first_place = blockIdx.x / CLUSTER * share, last_place = min(batch, first_place + share);
-  const Element* const weights = a.weights[direction];
+  const Weight* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
   Planes resident[MOST(RESIDENT)][RECURRENT];
 #if HALVES
-  float unscale[RECURRENT][2];  // what a sum is multiplied with, where what is multiplied was scaled
+  float unscale[(RECURRENT + 1) / 2];  // of the group's 16 units, two gates at a time; asked for before the weights
 #pragma unroll
-  for (int d = 0; d < DEPTHS; ++d)
-#pragma unroll
-    for (int g = 0; g < RECURRENT; ++g) {
-      if (!multiplies) continue;
-      asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
-      const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
-      const auto weight = [&](int u, int at) {
-        return unit + u < UNITS && at < UNITS ? weights[((long long)g * UNITS + unit + u) * UNITS + at] : 0.f;
-      };
-      if (d == 0)
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {  // the largest weight of the unit in this warp's depth decides
-          float most = 0.f;
-#pragma unroll 4
-          for (int i = lane % 4; i < DEPTHS * 16; i += 4) most = fmaxf(most, fabsf(weight(u, split * DEPTHS * 16 + i)));
-          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-          unscale[g][u] = unscale_of(most);
-        }
-      if (d == 0 && lane % 4 == 0)
-        weight_scales[(warp * RECURRENT + g) * 8 + lane / 4] = {unscale[g][0], unscale[g][1]};
-      const auto word = [&](int u, int at) {
-        const float scale = scale_of(unscale[g][u]);
-        return float2{weight(u, at) * scale, weight(u, at + 1) * scale};
-      };
-      const float2 parts[4] = {word(0, column), word(1, column), word(0, next), word(1, next)};
-      const Planes words = halves_of(parts);
-#pragma unroll
-      for (int p = 0; p < PLANES; ++p)
-        if (d < RESIDENT)
-          resident[d < RESIDENT ? d : 0][g].plane[p] = words.plane[p];
-        else
-          streamed[(((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * PLANES + p) * 32 + lane] = words.plane[p];
-    }
-#else
+  for (int g = 0; g < RECURRENT; g += 2) {
+    const int own = rank * SLICE + group * 16 + lane % 16, gate = g + lane / 16;
+    unscale[g / 2] = gate < RECURRENT && own < UNITS ? scales_behind(weights)[gate * UNITS + own] : 0.f;
+  }
+#endif
   const auto ask = [&](int i, unsigned* to) {
-    const int own = rank * SLICE + group * 16 + row_of_chunk(lane);
-    const int column = (split * DEPTHS + i / RECURRENT) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
-    const Element* const row = weights + ((long long)(i % RECURRENT) * UNITS + own) * UNITS;
+    const int own = rank * SLICE + group * 16 + row_of_chunk(lane), plane = i % PLANES, gate = i / PLANES % RECURRENT;
+    const int column = (split * DEPTHS + i / PLANES / RECURRENT) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
+    const Weight* const row = weights + ((long long)(plane * RECURRENT + gate) * UNITS + own) * WEIGHT_PITCH;
     bring(to, row + column, own < UNITS ? UNITS - column : 0);
   };
+  constexpr int OPERANDS = RECURRENT * PLANES;  // of a depth
   if (multiplies)
-    bring_operands<First<RESIDENT * RECURRENT>, Rows, DEPTHS * RECURRENT, STREAMED * RECURRENT, MULTIPLYING>(
-        memory, warp, lane, ask,
-        [&](int i, uint4 words) { resident[i / RECURRENT][i % RECURRENT].plane[0] = words; });
+    bring_operands<First<RESIDENT * OPERANDS>, Rows, DEPTHS * OPERANDS, STREAMED * OPERANDS, MULTIPLYING>(
+        memory, warp, lane, ask, [&](int i, uint4 words) {
+          resident[i / OPERANDS][i / PLANES % RECURRENT].plane[i % PLANES] = words;
+        });
   else
     __syncthreads();  // as it does
+#if HALVES
+#pragma unroll
+  for (int g = 0; g < RECURRENT; g += 2)
+    if (multiplies && g + lane / 16 < RECURRENT)
+      ((float*)weight_scales)[(warp * RECURRENT + g) * 16 + lane] = unscale[g / 2];
 #endif
 
   // steps of the longest sequence of the cluster

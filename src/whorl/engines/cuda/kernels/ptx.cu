@@ -81,7 +81,7 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 // planes.  With `most` the largest of those, a number is then off by 2^-11 of itself (two: 2^-22) or by 2^-39 of `most`,
 // whichever is more, so a product's sum by that of |weight| x |state or gradient| and of their largest: whatever their
 // size is, up to 2^90 for weights.  A not-a-number has no part in `most`, and stays one.
-//   weights           the largest of a unit in the depth of a warp
+//   weights           forward the largest of a row, as halve.cu looks for it; backward of a unit in the depth of a warp
 //   gradients         of a sequence and 16 units; where blocks exchange through L2, of those that a block multiplies, and
 //                     below 2^-24 of a block's others those of another are zero
 //   states            exact: of a sequence and 16 units, whatever they are.  Else of a cell whose states are in [-1, 1],

@@ -11,8 +11,8 @@
 // With WARPGROUPS the four warps of neighbouring groups multiply together (warpgroup.cu).
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
-// With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): a row of weights has a scale in the depth of each
-// warp, the states of a sequence have one for all steps but the first, or with options for all.  Where products are exact
+// With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): each row of weights has a scale, the states of a
+// sequence have one for all steps but the first, or with options for all.  Where products are exact
 // it does so as two, in two planes: of weights those of the first come before those of the second, of states they are
 // rows behind the others.  Tensor cores cut off what they add: so sums of the first planes' products go on in float32's
 // own registers every RUN x 16 units; those with a second plane are too small for it to matter.
@@ -54,7 +54,7 @@ constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 // With means between the stages registers are short, and what is the same at all steps stays in shared memory.
 constexpr int FIXED = ASIDE ? RECURRENT + GATES + VECTORS : 0;
-static_assert(4 * (WEIGHT_SCALES + WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALES + FIXED * SLICE) == SHARED,
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALES + FIXED * SLICE) == SHARED,
               "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
@@ -80,7 +80,7 @@ typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARP
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
-  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Weight* weights[2];   // [RECURRENT x UNITS, UNITS], with HALVES as halve.cu makes them
   const Element* bias[2];     // [RECURRENT x UNITS] or null
   const Element* x_bias[2];   // [GATES x UNITS] or null
   const Element* vectors[2][MOST(VECTORS)];
@@ -118,90 +118,54 @@ __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
-  uint4* const streamed = (uint4*)(memory + WEIGHT_SCALES);  // [warp, strip and depth, lane]
-  unsigned* const states = memory + WEIGHT_SCALES + WEIGHT_WORDS;
-  float* const partial = (float*)(states + STATE_WORDS);  // [split, sequence, SUM_STRIDE]
-  unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS);
-  float2* const weight_scales = (float2*)memory;  // of an even row and the odd one behind it
+  uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
+  unsigned* const states = memory + WEIGHT_WORDS;
+  float* const partial = (float*)(states + STATE_WORDS);             // [split, sequence, SUM_STRIDE]
+  float2* const weight_scales = (float2*)(partial + PARTIAL_WORDS);  // of an even row and the odd one behind it
+  unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS + WEIGHT_SCALES);
   float* const scales = (float*)(masks + MASK_WORDS);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
   const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
   const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
-  const Element* const weights = a.weights[direction];
+  const Weight* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
 #if HALVES
-  const auto load = [&](int s, int d, float2(&pairs)[4]) {  // the lane's of an operand: words of its even row and its odd
+  float unscale[(SHARE + 1) / 2];  // of 16 rows, two strips at a time; asked for before the weights
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const int m = (group * SHARE + s) * 16 + lane / 4 * 2 + odd, column = ((split * DEPTHS + d) * 8 + lane % 4) * 2;
-      int gate, unit;
-      place_of(m, gate, unit);
-      unit += rank * SLICE;
-      const Element* const at = weights + ((long long)gate * UNITS + unit) * UNITS + column;
-      const int left = m < RECURRENT * SLICE && unit < UNITS ? UNITS - column : 0;
-      pairs[odd] = load_wide_pair(at, left > 0, left > 1);
-      pairs[2 + odd] = load_wide_pair(at + 8, left > 8, left > 9);
-    }
-  };
-#pragma unroll 1
-  for (int s = 0; s < SHARE; ++s) {  // the largest of a row in this warp's depth decides
-    float most[2] = {};
-#pragma unroll 8
-    for (int d = 0; d < DEPTHS; ++d) {
-      float2 pairs[4];
-      load(s, d, pairs);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) most[i % 2] = fmaxf(most[i % 2], fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
-    }
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd)
-#pragma unroll
-      for (int apart = 1; apart < 4; apart *= 2)
-        most[odd] = fmaxf(most[odd], __shfl_xor_sync(0xffffffffu, most[odd], apart));
-    if (lane % 4 == 0) weight_scales[(warp * SHARE + s) * 8 + lane / 4] = {unscale_of(most[0]), unscale_of(most[1])};
+  for (int s = 0; s < SHARE; s += 2) {
+    const int m = (group * SHARE + s) * 16 + lane;
+    int gate, unit;
+    place_of(m, gate, unit);
+    unit += rank * SLICE;
+    const bool there = s + lane / 16 < SHARE && m < RECURRENT * SLICE && unit < UNITS;
+    unscale[s / 2] = there ? scales_behind(weights)[gate * UNITS + unit] : 0.f;
   }
-  __syncwarp();
-  bring_halves<Weights, PLANES * SHARE * DEPTHS, STREAMED, WARPS, 4 * WEIGHT_SCALES>(
-      memory + WEIGHT_SCALES, warp, lane,
-      [&](int i, float2(&pairs)[4]) { load(i % SHARE, i / SHARE % DEPTHS, pairs); },
-      [&](int i, float2(&pairs)[4]) {
-        const float2 its = weight_scales[(warp * SHARE + i % SHARE) * 8 + lane / 4];
-        const float even = scale_of(its.x), odd = scale_of(its.y);
-#pragma unroll
-        for (int p = 0; p < 4; ++p) pairs[p].x *= p % 2 ? odd : even, pairs[p].y *= p % 2 ? odd : even;
-        const Planes both = halves_of(pairs);
-        return i < SHARE * DEPTHS ? both.plane[0] : both.plane[PLANES - 1];
-      },
-      [&](int place, uint4 words) { resident[place] = words; },
-      [&](int place, uint4 words) {
-#if WARPGROUPS
-        unsigned* const to = (unsigned*)streamed + (warp / 4 * STREAMED + place) * TOGETHER * 128 + warp % 4 * 64 + lane;
-        if (warp % 4 >= TOGETHER) return;
-        to[0] = words.x, to[32] = words.y, to[TOGETHER * 64] = words.z, to[TOGETHER * 64 + 32] = words.w;
-#else
-        streamed[(warp * STREAMED + place) * 32 + lane] = words;
 #endif
-      });
-#else
   const auto ask = [&](int i, unsigned* to) {
-    const int m = (group * SHARE + i % SHARE) * 16 + row_of_chunk(lane);
-    const int column = (split * DEPTHS + i / SHARE) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
+    const int m = (group * SHARE + i % SHARE) * 16 + row_of_chunk(lane), plane = i / (SHARE * DEPTHS);
+    const int column = (split * DEPTHS + i / SHARE % DEPTHS) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
     int gate, unit;
     place_of(m, gate, unit);
     unit += rank * SLICE;
     const bool there = m < RECURRENT * SLICE && unit < UNITS;
-    bring(to, weights + ((long long)gate * UNITS + unit) * UNITS + column, there ? UNITS - column : 0);
+    const Weight* const row = weights + ((long long)(plane * RECURRENT + gate) * UNITS + unit) * WEIGHT_PITCH;
+    bring(to, row + column, there ? UNITS - column : 0);
   };
   const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
+  constexpr int OPERANDS = PLANES * SHARE * DEPTHS;
 #if WARPGROUPS
-  bring_resident<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
-  bring_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
+  bring_resident<Weights, Rows, OPERANDS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+  bring_squares<Weights, OPERANDS, STREAMED, TOGETHER>(memory, warp, lane, ask);
 #else
-  bring_operands<Weights, Rows, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+  bring_operands<Weights, Rows, OPERANDS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
 #endif
+#if HALVES
+#pragma unroll
+  for (int s = 0; s < SHARE; s += 2)
+    if (s + lane / 16 < SHARE) ((float*)weight_scales)[(warp * SHARE + s) * 16 + lane] = unscale[s / 2];
 #endif
   // steps of the longest of these sequences
   const int time = LENGTHS ? longest(a, row0, SUBS * ROWS) : (int)a.time;

@@ -8,10 +8,21 @@
 // those streamed before it, resident(i) of those not.
 
 constexpr int LEAST_ROOM = 12;  // operands of a warp that shared memory has room for at a time, as prepare.py says
-constexpr int ROW_BYTES = UNITS * ELEMENT_BYTES, IN_4_BYTES = 4 / ELEMENT_BYTES;
+
+#if HALVES  // as halve.cu makes them, two matrices where there are two planes; what their scales are the inverse of behind
+typedef unsigned short Weight;
+constexpr int WEIGHT_BYTES = 2, WEIGHT_PITCH = (UNITS + 7) / 8 * 8;  // elements from row to row
+__device__ __forceinline__ const float* scales_behind(const Weight* weights) {
+  return (const float*)(weights + (long long)PLANES * RECURRENT * UNITS * WEIGHT_PITCH);  // of each row
+}
+#else
+typedef Element Weight;
+constexpr int WEIGHT_BYTES = ELEMENT_BYTES, WEIGHT_PITCH = UNITS;
+#endif
+constexpr int ROW_BYTES = WEIGHT_PITCH * WEIGHT_BYTES, IN_4_BYTES = 4 / WEIGHT_BYTES;
 
 // 16 bytes of a row of the weights to shared memory, of which `left` elements are there, and zero for the others
-__device__ __forceinline__ void bring(unsigned* to, const Element* from, int left) {
+__device__ __forceinline__ void bring(unsigned* to, const Weight* from, int left) {
   const unsigned address = shared_address(to);
   if constexpr (ROW_BYTES % 16 == 0) {
     copy_16(address, from, left > 0);
@@ -30,7 +41,7 @@ __device__ __forceinline__ void bring(unsigned* to, const Element* from, int lef
   }
 }
 
-#if ELEMENT_BYTES == 2
+#if ELEMENT_BYTES == 2 || HALVES
 __device__ __forceinline__ unsigned as_operand(unsigned word) { return word; }
 #else
 __device__ __forceinline__ unsigned as_operand(unsigned word) { return operand(__uint_as_float(word)); }
@@ -50,14 +61,14 @@ struct Rows {
   }
 };
 
-// Backward, where the weights are transposed: lane l brings 16 bytes of the row of depth `l / ELEMENT_BYTES`, from element
-// `l % ELEMENT_BYTES * 4 * WORD_ELEMENTS` on; rows of the operand are even and odd as above.
-__device__ __forceinline__ int depth_of_chunk(int lane) { return lane / ELEMENT_BYTES; }
-__device__ __forceinline__ int unit_of_chunk(int lane) { return lane % ELEMENT_BYTES * 4 * WORD_ELEMENTS; }
+// Backward, where the weights are transposed: lane l brings 16 bytes of the row of depth `l / WEIGHT_BYTES`, from element
+// `l % WEIGHT_BYTES * 4 * WORD_ELEMENTS` on; rows of the operand are even and odd as above.
+__device__ __forceinline__ int depth_of_chunk(int lane) { return lane / WEIGHT_BYTES; }
+__device__ __forceinline__ int unit_of_chunk(int lane) { return lane % WEIGHT_BYTES * 4 * WORD_ELEMENTS; }
 struct Columns {
   // `apart`: words between the first half of the depth and the other
   __device__ __forceinline__ static uint4 taken(const unsigned* operand, int lane, int apart = 64) {
-#if ELEMENT_BYTES == 2
+#if ELEMENT_BYTES == 2 || HALVES
     const unsigned* const at = operand + lane % 4 * 16 + lane / 4;
     const unsigned upper = at[0], lower = at[8], far_upper = at[apart], far_lower = at[apart + 8];
     return {__byte_perm(upper, lower, 0x5410), __byte_perm(upper, lower, 0x7632),
@@ -159,13 +170,16 @@ __device__ __forceinline__ void bring_halves(unsigned* memory, int warp, int lan
 }
 #endif
 
-// Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].
-template <class KEPT, int COUNT, int STREAMED, class Ask>
+// Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].  Where
+// there are fewer, those of the first TOGETHER warps.
+template <class KEPT, int COUNT, int STREAMED, int TOGETHER = 4, class Ask>
 __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int lane, Ask ask) {
-  unsigned* const to = memory + warp / 4 * STREAMED * 512 + lane / 16 * 256 + warp % 4 * 64 + lane % 16 * 4;
+  constexpr int WORDS_OF_ONE = TOGETHER * 128;
+  unsigned* const to =
+      memory + warp / 4 * STREAMED * WORDS_OF_ONE + lane / 16 * (WORDS_OF_ONE / 2) + warp % 4 * 64 + lane % 16 * 4;
 #pragma unroll 1
   for (int i = 0; i < COUNT; ++i)
-    if (KEPT::streamed(i)) ask(i, to + KEPT::before(i) * 512);
+    if (KEPT::streamed(i) && warp % 4 < TOGETHER) ask(i, to + KEPT::before(i) * WORDS_OF_ONE);
   copies_done();
 }
 
