@@ -5,8 +5,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from whorl.engines.cuda import source, spreading, staging, tiling, tuned
+from whorl.engines.cuda import spreading, staging, tiling, tuned
 from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.source import Halving
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -156,20 +157,17 @@ def closer(tile: Tile | Spread, size: Size, chip: Chip, kind: str) -> str:
     return "one block holds it, and is estimated to take longer" if one_block else "no single block holds its weights"
 
 
-_AT_ONCE = source.HALVERS // 32  # rows of weights that a block makes float16 of
-
-
 class Grid:
     """Launches of one kernel for a batch.
 
     Args:
         size, kind: as the tile was chosen for.
-        halver: the kernel that makes of the weights what `kernel` takes in their place, where it does.
+        halver: where `kernel` takes weights as float16, how and by which kernel they are made so before it.
     """
 
     def __init__(
         self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str,
-        halver: Kernel | None = None,
+        halver: tuple[Halving, Kernel] | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
@@ -182,12 +180,9 @@ class Grid:
             self.beside = min(directions, at_once)  # directions in one launch
             self.each = at_once // self.beside  # groups of rows in one launch
         self.halver = halver
-        if halver is not None:  # behind the words through which blocks exchange lie those of each direction's weights
-            rows, pitch = size.recurrent * size.units, -(-size.units // 8) * 8
-            quads = -(-self.words // 4)
-            self._first, self._each = 16 * quads, -(-rows * (2 * tile.planes * pitch + 4) // 16) * 16
-            self._room = self._first + directions * self._each
-            self._halving = max(1, -(-rows // _AT_ONCE)), (quads, rows)
+        if halver is not None:  # behind the words through which blocks exchange lies what is made for each direction
+            self._quads = -(-self.words // 4)
+            self._room = 16 * self._quads + directions * halver[0].size
 
     @property
     def together(self) -> int:
@@ -213,12 +208,12 @@ class Grid:
         """
         tile, kernel, ring = self.tile, self.kernel, 0
         if self.halver is not None:
+            halving, make = self.halver
             space = like.new_empty(self._room, dtype=torch.uint8)
-            blocks, numbers = self._halving
             ring = space.data_ptr()
-            first = ring + self._first
-            made = first, first + self._each * (self.directions - 1)
-            self.halver(stream, blocks, self.directions, *values[2:4], *made, ring, *numbers)
+            first = ring + 16 * self._quads
+            made = first, first + (self.directions - 1) * halving.size
+            make(stream, halving.blocks, self.directions, *values[2:4], *made, ring, self._quads)
             values = *values[:2], *made, *values[4:]
         elif self.words:
             space = like.new_full((self.words,), -1, dtype=torch.int32)  # nothing has come yet

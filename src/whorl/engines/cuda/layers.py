@@ -14,7 +14,7 @@ from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
 from whorl.engines.cuda.options import Gradients, Options
-from whorl.engines.cuda.prepare import Numbers, halver, kernels, size_of
+from whorl.engines.cuda.prepare import Numbers, halver, halving, kernels, size_of
 from whorl.engines.cuda.products import better_together, each_product, product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
@@ -88,7 +88,8 @@ class Layers:
             numbers.append(Numbers(kind, self.cell, form.units, problem.dtype, tile, flag, features))
         with torch.cuda.device(self.index):
             made = kernels(numbers, self.chip, self.index)
-            halvers = [halver(own.kind, own.units, own.tile, self.chip, self.index) for own in numbers]
+            halvings = [halving(own) for own in numbers]
+            halvers = [own and (own, halver(own, self.chip, self.index)) for own in halvings]
         for one, size, own, kernel, before in zip(absent, sizes, numbers, made, halvers, strict=True):
             self._made[one] = Grid(kernel, own.tile, size, self.chip, problem.batch, form.directions, own.kind, before)
 

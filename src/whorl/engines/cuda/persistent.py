@@ -22,8 +22,8 @@ from whorl.engines.cuda.prepare import (
     Numbers,
     adding_code,
     codes,
-    halved,
     halver_code,
+    halving,
     norming_code,
     row_copier_code,
     size_of,
@@ -178,7 +178,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         assert tile is not None, "the obstacles say that it fits"
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
     made = codes(wanted, chip)
-    made += [halver_code(form.units, one.tile, chip) for one in wanted if halved(one.kind, one.tile)]
+    made += [halver_code(one, chip) for one in map(halving, wanted) if one is not None]
     if norm is not None:
         made += [norming_code(kind, norm, chip) for kind in ("forward", "backward")[: 1 + problem.gradient]]
     if problem.gradient and (form.bias or form.cell.vectors or norm is not None):

@@ -157,30 +157,27 @@ def splitter_code(chip: Chip) -> tuple[str, bytes]:
     return name, store.kernel(source.splitter(), name, chip.architecture)
 
 
-_HALVING = "7Q"  # the argument of kernels/halve.cu
+_HALVING = "6Q"  # the argument of kernels/halve.cu
 
 
-def halver(kind: str, units: int, tile: Tile | Spread, chip: Chip, index: int) -> Kernel | None:
-    """The kernel that makes float16 of the weights for a kernel with this tile, on a device; None where it takes them."""
-    if not halved(kind, tile):
-        return None
+def halver(made: source.Halving, chip: Chip, index: int) -> Kernel:
+    """A kernel that makes float16 of recurrent weights, on a device."""
 
     def make() -> Kernel:
-        name, code = halver_code(units, tile, chip)
-        return Kernel(code, name, index, source.HALVERS, 0, 1, _HALVING)
+        name, code = halver_code(made, chip)
+        return Kernel(code, name, index, made.threads, made.shared, 1, _HALVING)
 
-    return loaded((source.halver_name(units, tile), index), make)
+    return loaded(("halve", made, index), make)
 
 
-def halver_code(units: int, tile: Tile | Spread, chip: Chip) -> tuple[str, bytes]:
+def halver_code(made: source.Halving, chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
-    name = source.halver_name(units, tile)
-    return name, store.kernel(source.halver(units, tile), name, chip.architecture)
+    return made.name, store.kernel(source.halver(made), made.name, chip.architecture)
 
 
-def halved(kind: str, tile: Tile | Spread) -> bool:
-    """Whether a kernel takes its weights as float16 that another has made: backward each block makes its own."""
-    return kind == "forward" and tile.halves
+def halving(numbers: Numbers) -> source.Halving | None:
+    """How the weights of a kernel become float16 before it; None where it takes them as they are."""
+    return source.halving(numbers.kind, len(numbers.cell.recurrent), numbers.units, numbers.tile)
 
 
 def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:

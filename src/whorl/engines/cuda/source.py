@@ -428,25 +428,66 @@ def splitter() -> str:
     return _text("split.cu").replace(_MARK, "#define KERNEL split_float32\n", 1)
 
 
-HALVERS = 128
-"""Threads of a block of the kernel below, of which 32 make a row."""
+class Halving(NamedTuple):
+    """How a kernel of its own makes float16 of a layer's recurrent weights in float32."""
+
+    recurrent: int
+    """Gates."""
+    units: int
+    exact: bool
+    spread: bool
+    range: int
+    """Backward, of how many units the gates' rows have a scale together, in each column; 0: each row has one."""
+
+    @property
+    def name(self) -> str:
+        """In a profiler."""
+        planes = "_in_two" + "_spread" * self.spread if self.exact else ""
+        return f"halve_{self.recurrent}x{self.units}{planes}{f'_by_{self.range}' if self.range else ''}"
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 256 if self.range else 128
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: the largest of 16 columns that each warp found."""
+        return 64 * self.threads // 32 if self.range else 0
+
+    @property
+    def blocks(self) -> int:
+        """For each direction."""
+        if self.range:
+            return -(-self.units // 16) * -(-self.units // self.range)
+        return -(-self.recurrent * self.units // (self.threads // 32))
+
+    @property
+    def size(self) -> int:
+        """Bytes of what is made for each direction, up to whole 16."""
+        rows, pitch = self.recurrent * self.units, -(-self.units // 8) * 16
+        scales = -(-self.units // self.range) * self.units if self.range else rows
+        return rows * pitch * (1 + self.exact) + -(-scales // 4) * 16
 
 
-def halver(units: int, tile: Tile | Spread) -> str:
-    """The source of the kernel that makes of recurrent weights the float16 that a kernel with this tile multiplies."""
+def halving(kind: str, recurrent: int, units: int, tile: Tile | Spread) -> Halving | None:
+    """For a kernel of so many recurrent gates and units with a tile; None where it takes the weights themselves."""
+    if not tile.halves or not recurrent:
+        return None
+    together = tile.gathered * tile.slice if isinstance(tile, Spread) else tile.slice
+    return Halving(recurrent, units, tile.exact, isinstance(tile, Spread), together if kind == "backward" else 0)
+
+
+def halver(made: Halving) -> str:
+    """The source of that kernel."""
     words = [
-        *_of_elements(halver_name(units, tile), torch.float32, halves=True, exact=tile.exact),
-        f"#define SPREAD {int(tile.exact and isinstance(tile, Spread))}",
-        f"constexpr int UNITS = {units}, THREADS = {HALVERS};",
+        *_of_elements(made.name, torch.float32, not made.range, halves=True, exact=made.exact),
+        f"#define SPREAD {int(made.spread)}",
+        f"constexpr int UNITS = {made.units}, RECURRENT = {made.recurrent}, RANGE = {made.range or made.units};",
+        f"constexpr int THREADS = {made.threads};",
         _text("ptx.cu"),
     ]
     return _text("halve.cu").replace(_MARK, "\n".join(words) + "\n", 1)
-
-
-def halver_name(units: int, tile: Tile | Spread) -> str:
-    """Its name in a profiler: tiles of one name take one kernel."""
-    planes = "_in_two" if tile.exact else ""
-    return f"halve_{units}{planes}{'_spread' if planes and isinstance(tile, Spread) else ''}"
 
 
 def has_options(graph: Graph, features: Features) -> bool:

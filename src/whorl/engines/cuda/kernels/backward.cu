@@ -60,7 +60,7 @@ static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1), "no such sub-tile
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
-  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Weight* weights[2];   // [RECURRENT x UNITS, UNITS], with HALVES as halve.cu makes them
   const Element* vectors[2][MOST(VECTORS)];
   const Element* initial[STATES];  // [directions, batch, UNITS], all or null
   const Element* y;                // [time, batch, directions x UNITS]
@@ -107,60 +107,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   const int share = (batch + clusters - 1) / clusters, first_place = cluster * share;
   const int last_place = min(batch, first_place + share);
-  const Element* const weights = a.weights[direction];
+  const Weight* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
   Planes resident[MOST(RESIDENT)];
   float unscale[SHARE][2];  // what a sum is multiplied with, where what is multiplied was scaled
 #if HALVES
 #pragma unroll
-  for (int i = 0; i < SHARE * DEPTHS; ++i) {
-    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
-    const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
-    const auto pair_at = [&](int depth) {  // of two units, by a gradient of this block
-      const int own = rank * SLICE + depth % SLICE;
-      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
-      return load_pair(at, first && own < UNITS, second && own < UNITS);
-    };
-    if (i % DEPTHS == 0) {
-      float2 most = {0.f, 0.f};
-#pragma unroll 4
-      for (int depth = lane % 4; depth < DEPTHS * 16; depth += 4) {
-        const float2 pair = pair_at(depth);
-        most = {fmaxf(most.x, fabsf(pair.x)), fmaxf(most.y, fabsf(pair.y))};
-      }
-#pragma unroll
-      for (int apart = 1; apart < 4; apart *= 2)
-        most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, apart)),
-                fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, apart))};
-      unscale[i / DEPTHS][0] = unscale_of(most.x), unscale[i / DEPTHS][1] = unscale_of(most.y);
-    }
-    float2 parts[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * 2;
-      const float2 upper = pair_at(depth), lower = pair_at(depth + 1);
-      const float even = scale_of(unscale[i / DEPTHS][0]), odd = scale_of(unscale[i / DEPTHS][1]);
-      parts[2 * half] = {upper.x * even, lower.x * even}, parts[2 * half + 1] = {upper.y * odd, lower.y * odd};
-    }
-    const Planes words = halves_of(parts);
-#pragma unroll
-    for (int p = 0; p < PLANES; ++p)
-      if (i < RESIDENT)
-        resident[i < RESIDENT ? i : 0].plane[p] = words.plane[p];
-      else
-        streamed[((warp * STREAMED + i - RESIDENT) * PLANES + p) * 32 + lane] = words.plane[p];
+  for (int s = 0; s < SHARE; ++s) {
+    const int strip = warp * SHARE + s, column = strip * 16 + lane / 4 * 2;
+    const bool first = strip < STRIPS && rank * SLICE < UNITS && column < UNITS, second = first && column + 1 < UNITS;
+    const float2 its = load_wide_pair(scales_behind(weights) + rank * UNITS + column, first, second);
+    unscale[s][0] = its.x, unscale[s][1] = its.y;
   }
-#else
+#endif
   const auto ask = [&](int i, unsigned* to) {
-    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
-    const int depth = i % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
-    const Element* const row = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS;
+    const int plane = i % PLANES, strip = warp * SHARE + i / PLANES / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
+    const int depth = i / PLANES % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
+    const Weight* const row = weights + ((long long)(plane * RECURRENT + depth / SLICE) * UNITS + own) * WEIGHT_PITCH;
     bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
   };
-  bring_operands<First<RESIDENT>, Columns, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i].plane[0] = words; });
-#endif
+  bring_operands<First<RESIDENT * PLANES>, Columns, SHARE * DEPTHS * PLANES, STREAMED * PLANES, WARPS>(
+      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i / PLANES].plane[i % PLANES] = words; });
 
   if constexpr (GATEWISE)
     for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {

@@ -84,9 +84,6 @@ struct Operands {
   __device__ static constexpr int before(int i) { return i * STREAMED / COUNT; }  // streamed ones before this one
   __device__ static constexpr bool streamed(int i) { return before(i + 1) != before(i); }
   __device__ static constexpr int resident(int i) { return streamed(i) ? 0 : i - before(i); }  // its place in registers
-  // the operand at a place in registers, and the one that so many streamed ones come before
-  __device__ static constexpr int resident_at(int place) { return place * COUNT / MOST(COUNT - STREAMED); }
-  __device__ static constexpr int streamed_at(int place) { return ((place + 1) * COUNT - 1) / MOST(STREAMED); }
 };
 
 // Of COUNT operands in two planes, first those of the first: of the others as many as can be stay in registers, since what

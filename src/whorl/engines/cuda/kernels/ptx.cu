@@ -81,7 +81,7 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 // planes.  With `most` the largest of those, a number is then off by 2^-11 of itself (two: 2^-22) or by 2^-39 of `most`,
 // whichever is more, so a product's sum by that of |weight| x |state or gradient| and of their largest: whatever their
 // size is, up to 2^90 for weights.  A not-a-number has no part in `most`, and stays one.
-//   weights           forward the largest of a row, as halve.cu looks for it; backward of a unit in the depth of a warp
+//   weights           forward the largest of a row; backward of a unit, of those that a block multiplies
 //   gradients         of a sequence and 16 units; where blocks exchange through L2, of those that a block multiplies, and
 //                     below 2^-24 of a block's others those of another are zero
 //   states            exact: of a sequence and 16 units, whatever they are.  Else of a cell whose states are in [-1, 1],
@@ -133,15 +133,6 @@ __device__ __forceinline__ void split_halves(float first, float second, unsigned
   high = half_pair(first, second);
   if constexpr (PLANES > 1)
     low = half_pair((first - low_half(high)) * LOW_SCALE, (second - low_half(high >> 16)) * LOW_SCALE);
-}
-__device__ __forceinline__ Planes halves_of(const float2 (&words)[4]) {
-  unsigned made[2][4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) split_halves(words[i].x, words[i].y, made[0][i], made[1][i]);
-  Planes result;
-#pragma unroll
-  for (int p = 0; p < PLANES; ++p) result.plane[p] = {made[p][0], made[p][1], made[p][2], made[p][3]};
-  return result;
 }
 #endif
 

@@ -90,7 +90,7 @@ typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradi
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
-  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Weight* weights[2];   // [RECURRENT x UNITS, UNITS], with HALVES as halve.cu makes them
   const Element* vectors[2][MOST(VECTORS)];
   const Element* initial[STATES];  // [directions, batch, UNITS], all or null
   const Element* y;                // [time, batch, directions x UNITS]
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int rank = blockIdx.x % BLOCKS, source = rank / GATHERED, place = rank % GATHERED;
   const int direction = (int)a.first_direction + blockIdx.y, batch = (int)a.batch;
   const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
-  const Element* const weights = a.weights[direction];
+  const Weight* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
   const auto strip_of = [](int i) {  // of the warp's
@@ -159,55 +159,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   const auto unit_of_depth = [&](int depth) { return source * GATHERED * SLICE + depth / (RECURRENT * SLICE) * SLICE + depth % SLICE; };
   const auto row_of_depth = [&](int depth) {
-    return weights + ((long long)(depth / SLICE % RECURRENT) * UNITS + unit_of_depth(depth)) * UNITS;
+    return weights + ((long long)(depth / SLICE % RECURRENT) * UNITS + unit_of_depth(depth)) * WEIGHT_PITCH;
   };
 #if HALVES
   float unscale[SHARE][2];  // what a sum is multiplied with, since the weights of its unit were scaled
-  const auto look_at = [&](int strip, int d, float2(&pairs)[4]) {  // of two units, by 4 gradients
-    const int column = (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2;
-    const bool there = warp * SHARE + strip < STRIPS && column < UNITS;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int depth = d * 16 + lane % 4 * 2 + i / 2 * 8 + i % 2;
-      const bool first = there && unit_of_depth(depth) < UNITS;
-      pairs[i] = load_pair(row_of_depth(depth) + column, first, first && column + 1 < UNITS);
-    }
-  };
-#pragma unroll
-  for (int strip = 0; strip < SHARE; ++strip) {
-    float2 most = {0.f, 0.f};
-#pragma unroll 4
-    for (int d = 0; d < DEPTHS; ++d) {
-      float2 pairs[4];
-      look_at(strip, d, pairs);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) most = {fmaxf(most.x, fabsf(pairs[i].x)), fmaxf(most.y, fabsf(pairs[i].y))};
-    }
-#pragma unroll
-    for (int far = 1; far < 4; far *= 2)
-      most = {fmaxf(most.x, __shfl_xor_sync(0xffffffffu, most.x, far)),
-              fmaxf(most.y, __shfl_xor_sync(0xffffffffu, most.y, far))};
-    unscale[strip][0] = unscale_of(most.x), unscale[strip][1] = unscale_of(most.y);
+  for (int s = 0; s < SHARE; ++s) {
+    const int column = (place * STRIPS + warp * SHARE + s) * 16 + lane / 4 * 2;
+    const bool first = warp * SHARE + s < STRIPS && column < UNITS, second = first && column + 1 < UNITS;
+    const float2 its = load_wide_pair(scales_behind(weights) + source * UNITS + column, first, second);
+    unscale[s][0] = its.x, unscale[s][1] = its.y;
   }
-  const auto scaled = [&](int i, const float2(&pairs)[4]) {
-    float scales[2] = {scale_of(unscale[0][0]), scale_of(unscale[0][1])};
-#pragma unroll
-    for (int strip = 1; strip < SHARE; ++strip)
-      if (strip_of(i) == strip) scales[0] = scale_of(unscale[strip][0]), scales[1] = scale_of(unscale[strip][1]);
-    return uint4{half_pair(pairs[0].x * scales[0], pairs[1].x * scales[0]), half_pair(pairs[0].y * scales[1], pairs[1].y * scales[1]),
-                 half_pair(pairs[2].x * scales[0], pairs[3].x * scales[0]), half_pair(pairs[2].y * scales[1], pairs[3].y * scales[1])};
-  };
-  bring_halves<Weights, SHARE * DEPTHS, STREAMED, WARPS, 0>(
-      memory, warp, lane, [&](int i, float2(&pairs)[4]) { look_at(strip_of(i), depth_of(i), pairs); }, scaled,
-      [&](int place, uint4 words) { resident[place] = words; },
-      [&](int i, uint4 words) {
-#if WARPGROUPS
-        put_square(memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64, lane, words);
-#else
-        streamed[(warp * STREAMED + i) * 32 + lane] = words;
 #endif
-      });
-#else
   const auto ask = [&](int i, unsigned* to) {
     const int strip = warp * SHARE + strip_of(i), column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
     const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
@@ -219,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
 #else
   bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
-#endif
 #endif
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums

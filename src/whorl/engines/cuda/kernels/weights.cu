@@ -9,11 +9,11 @@
 
 constexpr int LEAST_ROOM = 12;  // operands of a warp that shared memory has room for at a time, as prepare.py says
 
-#if HALVES  // as halve.cu makes them, two matrices where there are two planes; what their scales are the inverse of behind
+#if HALVES  // as halve.cu makes them: two matrices where there are two planes, behind them what scales are the inverse of
 typedef unsigned short Weight;
 constexpr int WEIGHT_BYTES = 2, WEIGHT_PITCH = (UNITS + 7) / 8 * 8;  // elements from row to row
 __device__ __forceinline__ const float* scales_behind(const Weight* weights) {
-  return (const float*)(weights + (long long)PLANES * RECURRENT * UNITS * WEIGHT_PITCH);  // of each row
+  return (const float*)(weights + (long long)PLANES * RECURRENT * UNITS * WEIGHT_PITCH);
 }
 #else
 typedef Element Weight;
@@ -128,48 +128,6 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
   }
 }
 
-#if HALVES
-// Float32 that is multiplied as float16.  A lane asks for its own 4 words of an operand as pairs of float32, of several
-// operands at a time, and makes words of them.  Those that stay in registers pass through shared memory all the same, so
-// that asking is a loop here too.
-//
-//   memory  what is free of the block's shared memory from its begin on, SHARED - `TAKEN` bytes
-//   ask     (i, pairs): the 4 pairs of operand i
-//   make    (i, pairs): words of them
-//   keep    (place, words): the lane's of an operand that stays in registers
-//   stream  (place, words): of one that is streamed
-template <class At, class Ask, class Make, class To>  // operand at(i), for i from `first` on, as words to(i, words)
-__device__ __forceinline__ void make_halves(int first, int last, At at, Ask ask, Make make, To to) {
-  constexpr int AT_ONCE = 8;
-#pragma unroll 1
-  for (int i = first; i < last; i += AT_ONCE) {
-    float2 pairs[AT_ONCE][4];
-#pragma unroll
-    for (int e = 0; e < AT_ONCE; ++e) ask(at(min(i + e, last - 1)), pairs[e]);
-#pragma unroll
-    for (int e = 0; e < AT_ONCE; ++e)
-      if (i + e < last) to(i + e, make(at(i + e), pairs[e]));
-  }
-}
-template <class KEPT, int COUNT, int STREAMED, int WARPS, int TAKEN, class Ask, class Make, class Keep, class Stream>
-__device__ __forceinline__ void bring_halves(unsigned* memory, int warp, int lane, Ask ask, Make make, Keep keep, Stream stream) {
-  constexpr int RESIDENT = COUNT - STREAMED, HELD = (SHARED - TAKEN) / (512 * WARPS);
-  constexpr int LEAST = LEAST_ROOM - (TAKEN + 512 * WARPS - 1) / (512 * WARPS), ROOM = HELD > LEAST ? HELD : LEAST;
-  static_assert(LEAST > 0, "no room for weights on their way");
-  uint4* const room = (uint4*)memory + warp * ROOM * 32 + lane;
-#pragma unroll
-  for (int first = 0; first < RESIDENT; first += ROOM) {
-    make_halves(first, first + ROOM < RESIDENT ? first + ROOM : RESIDENT, [](int place) { return KEPT::resident_at(place); },
-                ask, make, [&](int place, uint4 words) { room[(place - first) * 32] = words; });
-#pragma unroll
-    for (int place = first; place < first + ROOM && place < RESIDENT; ++place) keep(place, room[(place - first) * 32]);
-  }
-  __syncthreads();
-  if constexpr (STREAMED > 0)
-    make_halves(0, STREAMED, [](int place) { return KEPT::streamed_at(place); }, ask, make, stream);
-}
-#endif
-
 // Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].  Where
 // there are fewer, those of the first TOGETHER warps.
 template <class KEPT, int COUNT, int STREAMED, int TOGETHER = 4, class Ask>
@@ -183,11 +141,6 @@ __device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int la
   copies_done();
 }
 
-// a lane's words of one warp's 16 rows
-__device__ __forceinline__ void put_square(unsigned* rows, int lane, uint4 words) {
-  rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
-}
-
 // The same of what `Columns` takes: each warp turns its own 16 rows.
 template <class KEPT, int COUNT, int STREAMED, class Ask>
 __device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp, int lane, Ask ask) {
@@ -198,7 +151,7 @@ __device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp,
     unsigned* const rows = memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64;
     const uint4 words = Columns::taken(rows, lane, 256);
     __syncwarp();
-    put_square(rows, lane, words);
+    rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
   }
 }
 
