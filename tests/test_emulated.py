@@ -20,7 +20,7 @@ from comparison import broken, error, flat, weighted
 from emulation import CHIP, H200, Kernel, compiled, emulated
 from option_draws import Drawn, drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
-from whorl.engines.cuda import aligned, entering, grid, options, source, spreading, store, tiling
+from whorl.engines.cuda import aligned, entering, grid, options, prepare, source, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -136,6 +136,46 @@ def test_forward_and_backward_are_compiled_side_by_side_and_once(folder: Path) -
         asked.clear()
         layer(torch.randn(7, 1, 3))[0].sum().backward()
         assert [names for names in asked if names] == []
+
+
+def test_a_pass_loads_nothing_and_makes_float16_of_weights_just_before_it_multiplies_them(folder: Path) -> None:
+    """All is loaded with a plan, backward too: a capture of a CUDA graph can load nothing."""
+    layer, x, done = whorl.GRU(3, 20, bidirectional=True, engine="persistent"), torch.randn(2, 9, 3), []
+
+    class Noted(Kernel):
+        def __init__(self, code: bytes, name: str, *rest: Any) -> None:
+            super().__init__(code, name, *rest)
+            done.append(f"load {name}")
+
+        def __call__(self, *given: Any) -> None:
+            done.append(self.name)
+            super().__call__(*given)
+
+    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "Kernel", Noted)
+        layer(x)[0].sum().backward()
+    launched = next(at for at, what in enumerate(done) if not what.startswith("load"))
+    assert not any(what.startswith("load") for what in done[launched:])
+    halves, back, *rest = done[launched:]
+    assert (halves, back.split("_")[1]) == ("halve_3x20_in_two", "forward")
+    assert (rest[0], rest[1].split("_")[1]) == ("halve_3x20_in_two_by_16", "backward")
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("units", [33, 40])
+def test_both_directions_of_float32_where_blocks_exchange(
+    units: int, tf32: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has float16 weights of its own, which all launches of a pass read."""
+    spread_thinly(monkeypatch, 2)
+    torch.manual_seed(1)
+    layer, x = whorl.LSTM(6, units, bidirectional=True), torch.randn(3, 17, 6)
+    truth = outcome(layer, x, torch.float64, "reference", folder)
+    rival = torch.nn.LSTM(6, units, bidirectional=True)
+    rival.load_state_dict(layer.float().state_dict())
+    plain = with_gradients(PlainLoop(rival, to_tf32 if tf32 else None), x.clone().requires_grad_())
+    got = outcome(layer, x, torch.float32, "persistent", folder, tf32)
+    assert_near(got, plain, truth, TF32_EPS if tf32 else 2.0**-23)
 
 
 @pytest.mark.parametrize("tf32", [False, True])

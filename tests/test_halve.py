@@ -51,7 +51,7 @@ def with_all_sizes(rows: int, units: int, at_a_time: int) -> Tensor:
 
 
 def scale_for(most: Tensor) -> Tensor:
-    """The power of two that brings the largest to 2^14 or more, below 2^15; as that of the next power where it is none."""
+    """The power of two that brings the largest to 2^14 or more, below 2^15, and zeros and the least no further."""
     exponent = torch.where(most.isinf(), 128, most.double().frexp().exponent - 1)
     exponent = torch.where(most == 0, -112, exponent).clamp(min=-112)
     return 2.0 ** (14 - exponent.double())
@@ -91,8 +91,9 @@ def test_each_row_has_a_scale(recurrent: int, units: int, exact: bool, spread: b
 
 @pytest.mark.parametrize("exact, spread", PRODUCTS)
 @pytest.mark.parametrize(
-    "recurrent, units, together", [(4, 1, 16), (3, 5, 16), (4, 33, 16), (1, 66, 32), (4, 40, 48), (3, 70, 64), (4, 300, 288)]
-)  # fmt: skip
+    "recurrent, units, together",
+    [(4, 1, 16), (3, 5, 16), (4, 33, 16), (1, 66, 32), (4, 40, 48), (3, 70, 64), (4, 300, 288)],
+)
 def test_each_column_has_a_scale_for_the_rows_of_some_units(
     recurrent: int, units: int, together: int, exact: bool, spread: bool, folder: Path
 ) -> None:
