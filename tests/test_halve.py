@@ -1,5 +1,6 @@
 """The kernel that makes float16 of recurrent weights, run on the host by `emulation`: every bit of what it writes."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import torch
 from torch import Tensor
 
 from emulation import Kernel, compiled
+from test_machine_code import listed, nvdisasm
 from whorl.engines.cuda import source
+from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.source import Halving
+from whorl.engines.cuda.tiling import Chip
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def made(halving: Halving, weights: list[Tensor], ring: int, folder: Path) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -71,6 +75,7 @@ def largest(values: Tensor, dim: int) -> Tensor:
 PRODUCTS = [(False, False), (True, False), (True, True)]
 
 
+@needs_compiler
 @pytest.mark.parametrize("exact, spread", PRODUCTS)
 @pytest.mark.parametrize("recurrent, units", [(4, 1), (3, 5), (4, 33), (1, 66), (4, 40), (1, 2103), (1, 2184)])
 def test_each_row_has_a_scale(recurrent: int, units: int, exact: bool, spread: bool, folder: Path) -> None:
@@ -89,6 +94,7 @@ def test_each_row_has_a_scale(recurrent: int, units: int, exact: bool, spread: b
             assert (plane[:, units:] == 0).all()
 
 
+@needs_compiler
 @pytest.mark.parametrize("exact, spread", PRODUCTS)
 @pytest.mark.parametrize(
     "recurrent, units, together",
@@ -112,3 +118,28 @@ def test_each_column_has_a_scale_for_the_rows_of_some_units(
         for plane, wanted in zip(planes, expected(weight, scale, halving), strict=True):
             torch.testing.assert_close(plane[:, :units], wanted, rtol=0, atol=0, equal_nan=True)
             assert (plane[:, units:] == 0).all()
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])
+@pytest.mark.parametrize(
+    "halving, reads",
+    [
+        (Halving(4, 512, False, False, 0), 4),
+        (Halving(4, 1500, True, True, 0), 12),
+        (Halving(4, 512, True, False, 32), 2),
+        (Halving(3, 1024, False, True, 128), 6),
+    ],
+)
+def test_all_of_a_row_or_column_is_asked_for_at_once(
+    halving: Halving, reads: int, capability: tuple[int, int], tmp_path: Path
+) -> None:
+    """16 bytes at a time, and nothing is spilled."""
+    code = cubin(source.halver(halving), halving.name, Chip(capability, 132).architecture)
+    assert halving.name.encode() in code
+    if nvdisasm():
+        lines = listed(code, tmp_path / "halve.cubin")
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in lines)
+        loads = [at for at, line in enumerate(lines) if re.search(r"\bLDG\b", line)]
+        assert len(loads) == sum("LDG.E.128" in line for line in lines) == reads
+        assert not any(re.search(r"\bFMNMX\b", line) for line in lines[: loads[-1]])  # none waits for another
