@@ -23,8 +23,9 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
     return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
-_LEAST_ROOM = 12 * 512
-"""Bytes of shared memory through which weights come to a warp: 12 operands at a time, as kernels/weights.cu has it."""
+_LEAST_ROOM, _LEAST_SHARED = 12 * 512, 96 << 10
+"""Bytes of shared memory through which weights come: to a warp at least 12 operands at a time, and forward to a block all
+that stay in registers where these are enough, as kernels/weights.cu has it."""
 
 
 @lru_cache(maxsize=256)
@@ -79,6 +80,9 @@ def _load(numbers: Numbers, name: str, machine_code: bytes, index: int) -> Kerne
         fields += options.layout(states, len(cell.inputs))
     fields += "4Q" * together
     shared = max(tile.shared, tile.warps * _LEAST_ROOM)
+    if kind == "forward":
+        operands = tile.resident * (1 if together else len(cell.recurrent) * tile.planes)
+        shared = max(shared, min(_LEAST_SHARED, tile.shared + operands * tile.warps * 512))
     return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
 
 

@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const Weight* const row = weights + ((long long)(plane * RECURRENT + depth / SLICE) * UNITS + own) * WEIGHT_PITCH;
     bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
   };
-  bring_operands<First<RESIDENT * PLANES>, Columns, SHARE * DEPTHS * PLANES, STREAMED * PLANES, WARPS>(
+  bring_operands<First<RESIDENT * PLANES>, SHARE * DEPTHS * PLANES, STREAMED * PLANES, WARPS>(
       memory, warp, lane, ask, [&](int i, uint4 words) { resident[i / PLANES].plane[i % PLANES] = words; });
 
   if constexpr (GATEWISE)

@@ -119,18 +119,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     unscale[g / 2] = gate < RECURRENT && own < UNITS ? scales_behind(weights)[gate * UNITS + own] : 0.f;
   }
 #endif
-  const auto ask = [&](int i, unsigned* to) {
-    const int own = rank * SLICE + group * 16 + row_of_chunk(lane), plane = i % PLANES, gate = i / PLANES % RECURRENT;
-    const int column = (split * DEPTHS + i / PLANES / RECURRENT) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
-    const Weight* const row = weights + ((long long)(plane * RECURRENT + gate) * UNITS + own) * WEIGHT_PITCH;
-    bring(to, row + column, own < UNITS ? UNITS - column : 0);
-  };
   constexpr int OPERANDS = RECURRENT * PLANES;  // of a depth
+  const int first_column = split * DEPTHS * 8 * WORD_ELEMENTS;
+  const auto weights_of = [&](int s, int m) {
+    const int own = rank * SLICE + group * 16 + m, gate = s / PLANES, plane = s % PLANES;
+    const Weight* const at = weights + ((long long)(plane * RECURRENT + gate) * UNITS + own) * WEIGHT_PITCH;
+    return WeightRow{at + first_column, own < UNITS ? UNITS - first_column : 0};
+  };
   if (multiplies)
-    bring_operands<First<RESIDENT * OPERANDS>, Rows, DEPTHS * OPERANDS, STREAMED * OPERANDS, MULTIPLYING>(
-        memory, warp, lane, ask, [&](int i, uint4 words) {
-          resident[i / OPERANDS][i / PLANES % RECURRENT].plane[i % PLANES] = words;
-        });
+    bring_rows<First<RESIDENT * OPERANDS>, OPERANDS, DEPTHS, STREAMED * OPERANDS, MULTIPLYING, 4 * WEIGHT_WORDS>(
+        memory, warp, lane, [](int s, int depth) { return depth * OPERANDS + s; }, weights_of,
+        [&](int i, uint4 words) { resident[i / OPERANDS][i / PLANES % RECURRENT].plane[i % PLANES] = words; },
+        [&](int i, uint4 words) { streamed[(warp * STREAMED * OPERANDS + i) * 32 + lane] = words; });
   else
     __syncthreads();  // as it does
 #if HALVES

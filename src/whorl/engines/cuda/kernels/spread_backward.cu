@@ -178,10 +178,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
 #if WARPGROUPS
-  bring_resident<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
-  bring_turned_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
+  bring_resident<Weights, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+  bring_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
 #else
-  bring_operands<Weights, Columns, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+  bring_operands<Weights, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
 #endif
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums

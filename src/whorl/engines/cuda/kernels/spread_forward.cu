@@ -144,24 +144,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     unscale[s / 2] = there ? scales_behind(weights)[gate * UNITS + unit] : 0.f;
   }
 #endif
-  const auto ask = [&](int i, unsigned* to) {
-    const int m = (group * SHARE + i % SHARE) * 16 + row_of_chunk(lane), plane = i / (SHARE * DEPTHS);
-    const int column = (split * DEPTHS + i / SHARE % DEPTHS) * 8 * WORD_ELEMENTS + column_of_chunk(lane);
+  const int first_column = split * DEPTHS * 8 * WORD_ELEMENTS;
+  const auto weights_of = [&](int s, int m) {
     int gate, unit;
+    m += (group * SHARE + s % SHARE) * 16;
     place_of(m, gate, unit);
     unit += rank * SLICE;
     const bool there = m < RECURRENT * SLICE && unit < UNITS;
-    const Weight* const row = weights + ((long long)(plane * RECURRENT + gate) * UNITS + unit) * WEIGHT_PITCH;
-    bring(to, row + column, there ? UNITS - column : 0);
+    const Weight* const at = weights + ((long long)(s / SHARE * RECURRENT + gate) * UNITS + unit) * WEIGHT_PITCH;
+    return WeightRow{at + first_column, there ? UNITS - first_column : 0};
   };
-  const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
-  constexpr int OPERANDS = PLANES * SHARE * DEPTHS;
+  bring_rows<Weights, PLANES * SHARE, DEPTHS, STREAMED, WARPS, 4 * WEIGHT_WORDS>(
+      memory, warp, lane, [](int s, int depth) { return (s / SHARE * DEPTHS + depth) * SHARE + s % SHARE; }, weights_of,
+      [&](int i, uint4 words) { resident[i] = words; },
+      [&](int i, uint4 words) {
 #if WARPGROUPS
-  bring_resident<Weights, Rows, OPERANDS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
-  bring_squares<Weights, OPERANDS, STREAMED, TOGETHER>(memory, warp, lane, ask);
+        if (warp % 4 < TOGETHER)
+          put_square<TOGETHER * 128>(memory + (warp / 4 * STREAMED + i) * TOGETHER * 128 + warp % 4 * 64, lane, words);
 #else
-  bring_operands<Weights, Rows, OPERANDS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+        streamed[(warp * STREAMED + i) * 32 + lane] = words;
 #endif
+      });
 #if HALVES
 #pragma unroll
   for (int s = 0; s < SHARE; s += 2)

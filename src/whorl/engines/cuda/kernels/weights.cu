@@ -3,11 +3,13 @@
 // memory past the registers; then each takes its own words from there.  The asking is a loop and not unrolled, since code
 // that runs once takes longer to arrive than the weights that it asks for.
 //
-// Some operands stay in registers, which take turns in shared memory that is used for other things later; the others are
-// streamed at each step from where they lie in it for good, [operand, lane].  KEPT says which: streamed(i), before(i) of
-// those streamed before it, resident(i) of those not.
+// Some operands stay in registers; the others are streamed at each step from where they lie in shared memory for good,
+// [operand, lane].  KEPT says which: streamed(i), before(i) of those streamed before it, resident(i) of those not.  On their
+// way they take turns in shared memory that is used for other things later.
 
-constexpr int LEAST_ROOM = 12;  // operands of a warp that shared memory has room for at a time, as prepare.py says
+// Operands of a warp that shared memory has room for at a time, and bytes of a block in which it has it for all that stay
+// in registers, as prepare.py says.
+constexpr int LEAST_ROOM = 12, LEAST_SHARED = 96 << 10;
 
 #if HALVES  // as halve.cu makes them: two matrices where there are two planes, behind them what scales are the inverse of
 typedef unsigned short Weight;
@@ -50,16 +52,69 @@ __device__ __forceinline__ uint4 as_operand(uint4 words) {
   return {as_operand(words.x), as_operand(words.y), as_operand(words.z), as_operand(words.w)};
 }
 
-// Forward: lane l brings 16 bytes of row `l % 8 * 2 + l / 8 % 2` from word `l / 16 * 4` on, so that rows 0 to 7 of the
-// operand are the even ones and rows 8 to 15 the odd: a thread has two neighbours.
-__device__ __forceinline__ int row_of_chunk(int lane) { return lane % 8 * 2 + lane / 8 % 2; }
-__device__ __forceinline__ int column_of_chunk(int lane) { return lane / 16 * 4 * WORD_ELEMENTS; }
-struct Rows {
-  __device__ __forceinline__ static uint4 taken(const unsigned* operand, int lane) {
-    const unsigned* const at = operand + lane;
-    return as_operand(uint4{at[0], at[32], at[64], at[96]});
-  }
+// Forward.  128 bytes of each of 4 rows come at a time: 256 KB of a block took 5.4 us so, by 32 bytes of 16 rows 13.1 (one
+// H200).  So EACH operands of neighbouring depths make a square of 16 rows, in which the n-th 16 bytes of row m change
+// places, so that neither who writes rows nor who takes operands meets others in a bank.
+template <int EACH>
+__device__ __forceinline__ int square_at(int m, int n) {
+  return (m * 2 * EACH + (n ^ (m / 2 % (2 * EACH)))) * 4;
+}
+struct WeightRow {
+  const Weight* from;
+  int left;  // elements that are there
 };
+// All operands of a warp: of STRIPS x DEPTHS, each of the rows of a strip, of which the even ones are rows 0 to 7 of the
+// operand, so that a thread has two neighbours.
+//
+//   memory  all of the block's shared memory, at whose begin streamed operands stay, in TAKEN bytes
+//   index   (strip, depth): the operand's number
+//   row     (strip, m): of the weights, from the warp's first depth on
+//   keep    (place, words): the lane's of an operand that stays in registers
+//   stream  (place, words): of one that is streamed
+//
+// All threads of the block have to come; after it, memory behind the streamed operands may be written.
+template <class KEPT, int STRIPS, int DEPTHS, int STREAMED, int WARPS, int TAKEN, class Index, class Of, class Keep, class Stream>
+__device__ __forceinline__ void bring_rows(unsigned* memory, int warp, int lane, Index index, Of row, Keep keep, Stream stream) {
+  constexpr int ALL = SHARED + (STRIPS * DEPTHS - STREAMED) * WARPS * 512, LEAST = ALL < LEAST_SHARED ? ALL : LEAST_SHARED;
+  constexpr int FREE = ((SHARED > LEAST ? SHARED : LEAST) - TAKEN) / WARPS;
+  constexpr int EACH = FREE >= 2048 && DEPTHS > 2 ? 4 : FREE >= 1024 && DEPTHS > 1 ? 2 : 1, ROOM = FREE / (512 * EACH);
+  constexpr int ALONG = (DEPTHS + EACH - 1) / EACH, SQUARES = STRIPS * ALONG, ACROSS = 2 * EACH, DOWN = 32 / ACROSS;
+  static_assert(ROOM > 0, "no room for weights on their way");
+  unsigned* const room = memory + TAKEN / 4 + warp * ROOM * EACH * 128;
+#pragma unroll
+  for (int first = 0; first < SQUARES; first += ROOM) {
+    WeightRow rows[16 / DOWN];
+#pragma unroll 1
+    for (int q = first; q < first + ROOM && q < SQUARES; ++q) {
+      const int depth = q % ALONG * EACH, column = (depth * 2 + lane % ACROSS) * 4 * WORD_ELEMENTS;
+      if (q == first || depth == 0)
+#pragma unroll
+        for (int j = 0; j < 16 / DOWN; ++j) rows[j] = row(q / ALONG, j * DOWN + lane / ACROSS);
+      if (depth + lane % ACROSS / 2 < DEPTHS)
+#pragma unroll
+        for (int j = 0; j < 16 / DOWN; ++j)
+          bring(room + (q - first) * EACH * 128 + square_at<EACH>(j * DOWN + lane / ACROSS, lane % ACROSS),
+                rows[j].from + column, rows[j].left - column);
+    }
+    copies_done();
+    __syncwarp();
+#pragma unroll
+    for (int q = first; q < first + ROOM && q < SQUARES; ++q)
+#pragma unroll
+      for (int e = 0; e < EACH && q % ALONG * EACH + e < DEPTHS; ++e) {
+        const int i = index(q / ALONG, q % ALONG * EACH + e);
+        const unsigned* const square = room + (q - first) * EACH * 128 + lane % 4;
+        const auto at = [&](int odd, int half) { return square[square_at<EACH>(lane / 4 * 2 + odd, e * 2 + half)]; };
+        const uint4 words = as_operand(uint4{at(0, 0), at(1, 0), at(0, 1), at(1, 1)});
+        if (KEPT::streamed(i))
+          stream(KEPT::before(i), words);
+        else
+          keep(KEPT::resident(i), words);
+      }
+    __syncwarp();
+  }
+  __syncthreads();
+}
 
 // Backward, where the weights are transposed: lane l brings 16 bytes of the row of depth `l / WEIGHT_BYTES`, from element
 // `l % WEIGHT_BYTES * 4 * WORD_ELEMENTS` on; rows of the operand are even and odd as above.
@@ -80,14 +135,14 @@ struct Columns {
   }
 };
 
-// All operands of a warp.
+// All operands of a warp, where they are `Columns`.
 //
 //   memory  all of the block's shared memory, at whose begin the streamed ones of each warp stay
 //   ask     (i, to): the lane's 16 bytes of operand i to `to`
 //   keep    (i, words): operand i is one that stays in registers
 //
 // All threads of the block have to come; after it, memory behind the streamed operands may be written.
-template <class KEPT, class LAYOUT, int COUNT, int STREAMED, int WARPS, class Ask, class Keep>
+template <class KEPT, int COUNT, int STREAMED, int WARPS, class Ask, class Keep>
 __device__ __forceinline__ void bring_resident(unsigned* memory, int warp, int lane, Ask ask, Keep keep) {
   constexpr int RESIDENT = COUNT - STREAMED, HELD = SHARED / (512 * WARPS);
   constexpr int ROOM = HELD > LEAST_ROOM ? HELD : LEAST_ROOM;
@@ -104,16 +159,16 @@ __device__ __forceinline__ void bring_resident(unsigned* memory, int warp, int l
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
       if (!KEPT::streamed(i) && KEPT::resident(i) >= first && KEPT::resident(i) < first + ROOM)
-        keep(i, LAYOUT::taken(room + (KEPT::resident(i) - first) * 128, lane));
+        keep(i, Columns::taken(room + (KEPT::resident(i) - first) * 128, lane));
     __syncwarp();
   }
   __syncthreads();
 }
 
 // and those that are streamed
-template <class KEPT, class LAYOUT, int COUNT, int STREAMED, int WARPS, class Ask, class Keep>
+template <class KEPT, int COUNT, int STREAMED, int WARPS, class Ask, class Keep>
 __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int lane, Ask ask, Keep keep) {
-  bring_resident<KEPT, LAYOUT, COUNT, STREAMED, WARPS>(memory, warp, lane, ask, keep);
+  bring_resident<KEPT, COUNT, STREAMED, WARPS>(memory, warp, lane, ask, keep);
   unsigned* const streamed = memory + warp * STREAMED * 128;
 #pragma unroll 1
   for (int i = 0; i < COUNT; ++i)
@@ -122,36 +177,34 @@ __device__ __forceinline__ void bring_operands(unsigned* memory, int warp, int l
   __syncwarp();
 #pragma unroll 1
   for (int i = 0; i < STREAMED; ++i) {
-    const uint4 words = LAYOUT::taken(streamed + i * 128, lane);
+    const uint4 words = Columns::taken(streamed + i * 128, lane);
     __syncwarp();
     *(uint4*)(streamed + i * 128 + lane * 4) = words;
   }
 }
 
-// Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].  Where
-// there are fewer, those of the first TOGETHER warps.
-template <class KEPT, int COUNT, int STREAMED, int TOGETHER = 4, class Ask>
-__device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int lane, Ask ask) {
-  constexpr int WORDS_OF_ONE = TOGETHER * 128;
-  unsigned* const to =
-      memory + warp / 4 * STREAMED * WORDS_OF_ONE + lane / 16 * (WORDS_OF_ONE / 2) + warp % 4 * 64 + lane % 16 * 4;
-#pragma unroll 1
-  for (int i = 0; i < COUNT; ++i)
-    if (KEPT::streamed(i) && warp % 4 < TOGETHER) ask(i, to + KEPT::before(i) * WORDS_OF_ONE);
-  copies_done();
+// Of an operand of so many WORDS of 64 rows or fewer, [16 bytes of depth, row], a lane's words of one warp's 16 rows.
+template <int WORDS>
+__device__ __forceinline__ void put_square(unsigned* rows, int lane, uint4 words) {
+  rows[lane] = words.x, rows[32 + lane] = words.y;
+  rows[WORDS / 2 + lane] = words.z, rows[WORDS / 2 + 32 + lane] = words.w;
 }
 
-// The same of what `Columns` takes: each warp turns its own 16 rows.
+// Streamed operands of four warps together, where a product reads them itself: 64 rows, [16 bytes of depth, row].  Each warp
+// turns its own 16 rows.
 template <class KEPT, int COUNT, int STREAMED, class Ask>
-__device__ __forceinline__ void bring_turned_squares(unsigned* memory, int warp, int lane, Ask ask) {
-  bring_squares<KEPT, COUNT, STREAMED>(memory, warp, lane, ask);
+__device__ __forceinline__ void bring_squares(unsigned* memory, int warp, int lane, Ask ask) {
+  unsigned* const own = memory + warp / 4 * STREAMED * 512 + warp % 4 * 64;
+#pragma unroll 1
+  for (int i = 0; i < COUNT; ++i)
+    if (KEPT::streamed(i)) ask(i, own + KEPT::before(i) * 512 + lane / 16 * 256 + lane % 16 * 4);
+  copies_done();
   __syncwarp();
 #pragma unroll 1
   for (int i = 0; i < STREAMED; ++i) {
-    unsigned* const rows = memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64;
-    const uint4 words = Columns::taken(rows, lane, 256);
+    const uint4 words = Columns::taken(own + i * 512, lane, 256);
     __syncwarp();
-    rows[lane] = words.x, rows[32 + lane] = words.y, rows[256 + lane] = words.z, rows[288 + lane] = words.w;
+    put_square<512>(own + i * 512, lane, words);
   }
 }
 
