@@ -24,8 +24,8 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
 
 
 _LEAST_ROOM, _LEAST_SHARED = 12 * 512, 96 << 10
-"""Bytes of shared memory through which weights come: to a warp at least 12 operands at a time, and forward to a block all
-that stay in registers where these are enough, as kernels/weights.cu has it."""
+"""Bytes of shared memory through which weights come: to a warp at least 12 operands at a time, and forward to a block
+all that stay in registers where these are enough, as kernels/weights.cu has it."""
 
 
 @lru_cache(maxsize=256)

@@ -115,30 +115,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
   uint4 resident[MOST(RESIDENT)];
-#pragma unroll
-  for (int i = 0; i < SHARE * DEPTHS; ++i) {
-    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + lane / 4 * 2;
-    uint4 word = {0, 0, 0, 0};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int depth = (i % DEPTHS * 8 + lane % 4 + 4 * half) * WORD_ELEMENTS, own = rank * SLICE + depth % SLICE;
-      const Element* const at = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS + column;
-      const bool first = column < UNITS && strip < STRIPS, second = column + 1 < UNITS && strip < STRIPS;
-      const Pair upper = load_pair(at, first && own < UNITS, second && own < UNITS);
-#if ELEMENT_BYTES == 2
-      const Pair lower = load_pair(at + UNITS, first && own + 1 < UNITS, second && own + 1 < UNITS);
-      const unsigned even = __byte_perm(upper, lower, 0x5410), odd = __byte_perm(upper, lower, 0x7632);
-#else
-      const unsigned even = operand(upper.x), odd = operand(upper.y);
-#endif
-      if (half == 0) word.x = even, word.y = odd;
-      if (half == 1) word.z = even, word.w = odd;
-    }
-    if (i < RESIDENT)
-      resident[i < RESIDENT ? i : 0] = word;
-    else
-      streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane] = word;
-  }
+  const auto ask = [&](int i, unsigned* to) {
+    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
+    const int depth = i % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
+    const Element* const row = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS;
+    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+  };
+  bring_operands<First<RESIDENT>, SHARE * DEPTHS, STREAMED, WARPS>(
+      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i] = words; });
 
   for (int i = threadIdx.x; i < VECTOR_WORDS; i += THREADS) {
     const int own = rank * SLICE + i % SLICE;

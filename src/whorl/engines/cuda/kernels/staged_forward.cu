@@ -69,16 +69,6 @@ struct Arguments {
 #endif
 };
 
-// one word of the weights of unit `row`, from element `column` on; zero outside
-__device__ __forceinline__ unsigned weight_word(const Element* weights, int gate, int row, int column) {
-  const Element* at = weights + ((long long)gate * UNITS + row) * UNITS + column;
-#if ELEMENT_BYTES == 2
-  return row < UNITS ? load_pair(at, column < UNITS, column + 1 < UNITS) : 0u;
-#else
-  return row < UNITS && column < UNITS ? operand(*at) : 0u;
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, lane]
@@ -100,19 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
   uint4 resident[MOST(RESIDENT)][MOST(RECURRENT)];
-#pragma unroll
-  for (int d = 0; d < DEPTHS; ++d)
-#pragma unroll
-    for (int g = 0; g < RECURRENT; ++g) {
-      if (ELEMENT_BYTES == 4) asm volatile("" ::: "memory");  // else the addresses of all are made first, and spilled
-      const int column = ((split * DEPTHS + d) * 8 + lane % 4) * WORD_ELEMENTS, next = column + 4 * WORD_ELEMENTS;
-      const uint4 word = {weight_word(weights, g, unit, column), weight_word(weights, g, unit + 1, column),
-                          weight_word(weights, g, unit, next), weight_word(weights, g, unit + 1, next)};
-      if (d < RESIDENT)
-        resident[d < RESIDENT ? d : 0][g] = word;
-      else
-        streamed[((warp * STREAMED + d - RESIDENT) * RECURRENT + g) * 32 + lane] = word;
-    }
+  const int first_column = split * DEPTHS * 8 * WORD_ELEMENTS;
+  bring_rows<First<RESIDENT * RECURRENT>, RECURRENT, DEPTHS, STREAMED * RECURRENT, WARPS, 4 * WEIGHT_WORDS>(
+      memory, warp, lane, [](int gate, int depth) { return depth * RECURRENT + gate; },
+      [&](int gate, int m) {
+        const int own = rank * SLICE + group * 16 + m;
+        const Element* const at = weights + ((long long)gate * UNITS + own) * UNITS;
+        return WeightRow{at + first_column, own < UNITS ? UNITS - first_column : 0};
+      },
+      [&](int i, uint4 words) { resident[i / MOST(RECURRENT)][i % MOST(RECURRENT)] = words; },
+      [&](int i, uint4 words) { streamed[(warp * STREAMED * RECURRENT + i) * 32 + lane] = words; });
 
   // steps of the longest sequence of the cluster
   const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time;
