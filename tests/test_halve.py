@@ -64,7 +64,7 @@ def scale_for(most: Tensor) -> Tensor:
 def expected(values: Tensor, scale: Tensor, halving: Halving) -> list[Tensor]:
     scaled = (values.double() * scale).float()
     high = scaled.half()
-    low = 2048.0 if halving.spread else 1.0
+    low = 2048.0 if halving.apart else 1.0
     return [high, ((scaled - high.float()) * low).half()][: 1 + halving.exact]
 
 
@@ -76,11 +76,11 @@ PRODUCTS = [(False, False), (True, False), (True, True)]
 
 
 @needs_compiler
-@pytest.mark.parametrize("exact, spread", PRODUCTS)
+@pytest.mark.parametrize("exact, apart", PRODUCTS)
 @pytest.mark.parametrize("recurrent, units", [(4, 1), (3, 5), (4, 33), (1, 66), (4, 40), (1, 2103), (1, 2184)])
-def test_each_row_has_a_scale(recurrent: int, units: int, exact: bool, spread: bool, folder: Path) -> None:
+def test_each_row_has_a_scale(recurrent: int, units: int, exact: bool, apart: bool, folder: Path) -> None:
     torch.manual_seed(1)
-    halving, rows = Halving(recurrent, units, exact, spread, 0), min(recurrent * units, 40)
+    halving, rows = Halving(recurrent, units, exact, apart, 0), min(recurrent * units, 40)
     weights = [torch.zeros(recurrent * units, units) for _ in range(2)]
     for weight in weights:
         weight[:rows] = with_all_sizes(rows, units, 1)
@@ -95,16 +95,16 @@ def test_each_row_has_a_scale(recurrent: int, units: int, exact: bool, spread: b
 
 
 @needs_compiler
-@pytest.mark.parametrize("exact, spread", PRODUCTS)
+@pytest.mark.parametrize("exact, apart", PRODUCTS)
 @pytest.mark.parametrize(
     "recurrent, units, together",
     [(4, 1, 16), (3, 5, 16), (4, 33, 16), (1, 66, 32), (4, 40, 48), (3, 70, 64), (4, 300, 288)],
 )
 def test_each_column_has_a_scale_for_the_rows_of_some_units(
-    recurrent: int, units: int, together: int, exact: bool, spread: bool, folder: Path
+    recurrent: int, units: int, together: int, exact: bool, apart: bool, folder: Path
 ) -> None:
     torch.manual_seed(1)
-    halving, rows = Halving(recurrent, units, exact, spread, together), recurrent * units
+    halving, rows = Halving(recurrent, units, exact, apart, together), recurrent * units
     weights = [with_all_sizes(rows, units, together) for _ in range(2)]
     ring, found, scales = made(halving, weights, 1000, folder)
     assert (ring == 0xFF).all()
@@ -128,7 +128,7 @@ def test_each_column_has_a_scale_for_the_rows_of_some_units(
         (Halving(4, 512, False, False, 0), 4),
         (Halving(4, 1500, True, True, 0), 12),
         (Halving(4, 512, True, False, 32), 2),
-        (Halving(3, 1024, False, True, 128), 6),
+        (Halving(3, 1024, False, False, 128), 6),
     ],
 )
 def test_all_of_a_row_or_column_is_asked_for_at_once(

@@ -435,14 +435,16 @@ class Halving(NamedTuple):
     """Gates."""
     units: int
     exact: bool
-    spread: bool
+    """In two planes."""
+    apart: bool
+    """The second has a power of two of its own, as where blocks exchange through L2."""
     range: int
     """Backward, of how many units the gates' rows have a scale together, in each column; 0: each row has one."""
 
     @property
     def name(self) -> str:
         """In a profiler."""
-        planes = "_in_two" + "_spread" * self.spread if self.exact else ""
+        planes = "_in_two" * self.exact + "_spread" * self.apart
         return f"halve_{self.recurrent}x{self.units}{planes}{f'_by_{self.range}' if self.range else ''}"
 
     @property
@@ -475,14 +477,15 @@ def halving(kind: str, recurrent: int, units: int, tile: Tile | Spread) -> Halvi
     if not tile.halves or not recurrent:
         return None
     together = tile.gathered * tile.slice if isinstance(tile, Spread) else tile.slice
-    return Halving(recurrent, units, tile.exact, isinstance(tile, Spread), together if kind == "backward" else 0)
+    apart = tile.exact and isinstance(tile, Spread)
+    return Halving(recurrent, units, tile.exact, apart, together if kind == "backward" else 0)
 
 
 def halver(made: Halving) -> str:
     """The source of that kernel."""
     words = [
         *_of_elements(made.name, torch.float32, not made.range, halves=True, exact=made.exact),
-        f"#define SPREAD {int(made.spread)}",
+        f"#define SPREAD {int(made.apart)}",
         f"constexpr int UNITS = {made.units}, RECURRENT = {made.recurrent}, RANGE = {made.range or made.units};",
         f"constexpr int THREADS = {made.threads};",
         _text("ptx.cu"),
