@@ -501,6 +501,9 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         again = 0.4 * (tile.parts - 1) * (planes - 1)
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         part += 0.4 * (tile.tiles - 1) * (planes - 1)  # GRU with 512 units at batch 128 took 3.66 us
+        even = tile.groups == 2 and strips % 2 == 0 and tile.resident == share * tile.depths
+        if planes == 1 and tile.tiles == 2 and tile.blocks > 48 and even:
+            part -= 0.35  # LSTM at batch 32 took 2.13 us with 896 units, 2.11 with 1,024, TF32 2.25 and 2.27
         if tile.subs > 3 and tile.blocks > 64:  # 2,048 units at batch 64 took 17.9 us, GRU 11.1
             part *= 0.75
         return launches(chip, batch, directions, tile) * (0.88 + tile.subs * (0.2 + part + again))
