@@ -12,7 +12,7 @@ from whorl.engines.cuda.launch import Kernel, is_loaded, loaded
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import staged
-from whorl.engines.cuda.tiling import Chip, Size, Tile
+from whorl.engines.cuda.tiling import SHARED, Chip, Size, Tile
 
 
 def flags(tile: Tile | Spread) -> tuple[str, ...]:
@@ -23,9 +23,10 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
     return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
-_LEAST_ROOM, _LEAST_SHARED = 12 * 512, 96 << 10
-"""Bytes of shared memory through which weights come: to a warp at least 12 operands at a time, and forward to a block
-all that stay in registers where these are enough, as kernels/weights.cu has it."""
+_LEAST_SHARED, _MOST_SHARED = 96 << 10, 227 << 10
+"""Bytes of a block's shared memory through which weights come, with room for all that stay in registers where these are
+enough, as kernels/weights.cu has it: forward, and backward where no machine code is for more."""
+_ROOMY = {Chip(capability, 1).architecture for capability, most in SHARED.items() if most << 10 >= _MOST_SHARED}
 
 
 @lru_cache(maxsize=256)
@@ -65,11 +66,11 @@ def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
     keys = [(*numbers, index) for numbers in wanted]
     absent = [(key, numbers) for key, numbers in zip(keys, wanted, strict=True) if not is_loaded(key)]
     found = codes([numbers for _, numbers in absent], chip) if absent else []  # what is compiled is so side by side
-    make = {key: partial(_load, numbers, *code, index) for (key, numbers), code in zip(absent, found, strict=True)}
+    make = {key: partial(_load, numbers, *code, chip.architecture, index) for (key, numbers), code in zip(absent, found, strict=True)}
     return [loaded(key, make.get(key)) for key in keys]
 
 
-def _load(numbers: Numbers, name: str, machine_code: bytes, index: int) -> Kernel:
+def _load(numbers: Numbers, name: str, machine_code: bytes, architecture: str, index: int) -> Kernel:
     kind, cell, tile, features = numbers.kind, numbers.cell, numbers.tile, numbers.features
     vectors, states = max(1, len(cell.vectors)), len(cell.states)
     together = isinstance(tile, Spread)
@@ -79,11 +80,17 @@ def _load(numbers: Numbers, name: str, machine_code: bytes, index: int) -> Kerne
     if source.has_options(cell, features):
         fields += options.layout(states, len(cell.inputs))
     fields += "4Q" * together
-    shared = max(tile.shared, tile.warps * _LEAST_ROOM)
-    if kind == "forward":
-        operands = tile.resident * (1 if together else len(cell.recurrent) * tile.planes)
-        shared = max(shared, min(_LEAST_SHARED, tile.shared + operands * tile.warps * 512))
+    shared = shared_bytes(kind, cell, tile, architecture)
     return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together)
+
+
+def shared_bytes(kind: str, cell: Graph, tile: Tile | Spread, architecture: str) -> int:
+    """Shared memory of a block of a kernel for an architecture, with what weights take on their way."""
+    most = _MOST_SHARED if kind == "backward" and architecture in _ROOMY else _LEAST_SHARED
+    operands = tile.resident * tile.warps
+    if isinstance(tile, Tile):
+        operands *= tile.planes * (len(cell.recurrent) if kind == "forward" else 1)
+    return max(tile.shared, min(most, tile.shared + operands * 512))
 
 
 _ADDING = "14Q64s"  # the argument of kernels/sums.cu

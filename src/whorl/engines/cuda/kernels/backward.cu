@@ -121,14 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     unscale[s][0] = its.x, unscale[s][1] = its.y;
   }
 #endif
-  const auto ask = [&](int i, unsigned* to) {
-    const int plane = i % PLANES, strip = warp * SHARE + i / PLANES / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
-    const int depth = i / PLANES % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
-    const Weight* const row = weights + ((long long)(plane * RECURRENT + depth / SLICE) * UNITS + own) * WEIGHT_PITCH;
-    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+  const auto weights_of = [&](int depth) {  // of all gates, and of the second plane behind the first
+    const int own = rank * SLICE + depth % SLICE;
+    return WeightRow{weights + ((long long)(depth / SLICE) * UNITS + own) * WEIGHT_PITCH, UNITS - own};
   };
-  bring_operands<First<RESIDENT * PLANES>, SHARE * DEPTHS * PLANES, STREAMED * PLANES, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i / PLANES].plane[i % PLANES] = words; });
+  bring_columns<First<RESIDENT * PLANES>, STRIPS, SHARE, DEPTHS * PLANES, STREAMED * PLANES, WARPS, 4 * WEIGHT_WORDS, SLICE>(
+      memory, warp, lane, UNITS, [](int s, int d) { return (s * DEPTHS + d % DEPTHS) * PLANES + d / DEPTHS; }, weights_of,
+      [&](int i, uint4 words) { resident[i / PLANES].plane[i % PLANES] = words; },
+      [&](int i, uint4 words) { streamed[(warp * STREAMED * PLANES + i) * 32 + lane] = words; });
 
   if constexpr (GATEWISE)
     for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {

@@ -149,18 +149,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Weight* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
-  const auto strip_of = [](int i) {  // of the warp's
-    const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
-    return chunk + (i - chunk * DEPTHS) % min(CHUNK, SHARE - chunk);
-  };
-  const auto depth_of = [](int i) {
-    const int chunk = i / (CHUNK * DEPTHS) * CHUNK;
-    return (i - chunk * DEPTHS) / min(CHUNK, SHARE - chunk);
-  };
-  const auto unit_of_depth = [&](int depth) { return source * GATHERED * SLICE + depth / (RECURRENT * SLICE) * SLICE + depth % SLICE; };
-  const auto row_of_depth = [&](int depth) {
-    return weights + ((long long)(depth / SLICE % RECURRENT) * UNITS + unit_of_depth(depth)) * WEIGHT_PITCH;
-  };
 #if HALVES
   float unscale[SHARE][2];  // what a sum is multiplied with, since the weights of its unit were scaled
 #pragma unroll
@@ -171,18 +159,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     unscale[s][0] = its.x, unscale[s][1] = its.y;
   }
 #endif
-  const auto ask = [&](int i, unsigned* to) {
-    const int strip = warp * SHARE + strip_of(i), column = (place * STRIPS + strip) * 16 + unit_of_chunk(lane);
-    const int depth = depth_of(i) * 8 * WORD_ELEMENTS + depth_of_chunk(lane);
-    bring(to, row_of_depth(depth) + column, strip < STRIPS && unit_of_depth(depth) < UNITS ? UNITS - column : 0);
+  const auto number_of = [](int strip, int depth) {  // of an operand of the warp
+    const int chunk = strip / CHUNK * CHUNK;
+    return chunk * DEPTHS + depth * min(CHUNK, SHARE - chunk) + strip - chunk;
   };
-  const auto hold = [&](int i, uint4 words) { resident[Weights::resident(i)] = words; };
+  const int first_column = place * STRIPS * 16;
+  const auto weights_of = [&](int depth) {
+    const int own = (source * GATHERED + depth / (RECURRENT * SLICE)) * SLICE + depth % SLICE;
+    const Weight* const at = weights + ((long long)(depth / SLICE % RECURRENT) * UNITS + own) * WEIGHT_PITCH;
+    return WeightRow{at + first_column, UNITS - own};
+  };
+  bring_columns<Weights, STRIPS, SHARE, DEPTHS, STREAMED, WARPS, 4 * WEIGHT_WORDS, SLICE>(
+      memory, warp, lane, UNITS - first_column, number_of, weights_of,
+      [&](int i, uint4 words) { resident[i] = words; },
+      [&](int i, uint4 words) {
 #if WARPGROUPS
-  bring_resident<Weights, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
-  bring_squares<Weights, SHARE * DEPTHS, STREAMED>(memory, warp, lane, ask);
+        put_square<512>(memory + (warp / 4 * STREAMED + i) * 512 + warp % 4 * 64, lane, words);
 #else
-  bring_operands<Weights, SHARE * DEPTHS, STREAMED, WARPS>(memory, warp, lane, ask, hold);
+        streamed[(warp * STREAMED + i) * 32 + lane] = words;
 #endif
+      });
 
   // of two neighbouring units of two neighbouring sequences of this part, as a thread has its sums
   const auto mask_of = [&](int gate, int sub, int strip, int n, int e) {

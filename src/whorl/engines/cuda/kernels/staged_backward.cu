@@ -115,14 +115,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
   uint4 resident[MOST(RESIDENT)];
-  const auto ask = [&](int i, unsigned* to) {
-    const int strip = warp * SHARE + i / DEPTHS, column = strip * 16 + unit_of_chunk(lane);
-    const int depth = i % DEPTHS * 8 * WORD_ELEMENTS + depth_of_chunk(lane), own = rank * SLICE + depth % SLICE;
-    const Element* const row = weights + ((long long)(depth / SLICE) * UNITS + own) * UNITS;
-    bring(to, row + column, strip < STRIPS && own < UNITS ? UNITS - column : 0);
+  const auto weights_of = [&](int depth) {
+    const int own = (int)rank * SLICE + depth % SLICE;
+    return WeightRow{weights + ((long long)(depth / SLICE) * UNITS + own) * WEIGHT_PITCH, UNITS - own};
   };
-  bring_operands<First<RESIDENT>, SHARE * DEPTHS, STREAMED, WARPS>(
-      memory, warp, lane, ask, [&](int i, uint4 words) { resident[i] = words; });
+  bring_columns<First<RESIDENT>, STRIPS, SHARE, DEPTHS, STREAMED, WARPS, 4 * WEIGHT_WORDS, SLICE>(
+      memory, warp, lane, UNITS, [](int s, int d) { return s * DEPTHS + d; }, weights_of,
+      [&](int i, uint4 words) { resident[i] = words; },
+      [&](int i, uint4 words) { streamed[(warp * STREAMED + i) * 32 + lane] = words; });
 
   for (int i = threadIdx.x; i < VECTOR_WORDS; i += THREADS) {
     const int own = rank * SLICE + i % SLICE;
