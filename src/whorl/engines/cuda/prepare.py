@@ -66,7 +66,8 @@ def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
     keys = [(*numbers, index) for numbers in wanted]
     absent = [(key, numbers) for key, numbers in zip(keys, wanted, strict=True) if not is_loaded(key)]
     found = codes([numbers for _, numbers in absent], chip) if absent else []  # what is compiled is so side by side
-    make = {key: partial(_load, numbers, *code, chip.architecture, index) for (key, numbers), code in zip(absent, found, strict=True)}
+    where = chip.architecture, index
+    make = {key: partial(_load, numbers, *code, *where) for (key, numbers), code in zip(absent, found, strict=True)}
     return [loaded(key, make.get(key)) for key in keys]
 
 
