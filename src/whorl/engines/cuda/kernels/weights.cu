@@ -1,6 +1,6 @@
 // How the recurrent weights come to a warp, as operands of the tensor cores: 16 rows x 8 words of depth each, of which a
 // thread has 4 words.  All threads first ask for everything there is room for, 16 bytes at a time, and it goes to shared
-// memory past the registers; then each takes its own words from there.  The asking is a loop and not unrolled, since code
+// memory past the registers; then each takes its own words from there.  Little of the asking is unrolled, since code
 // that runs once takes longer to arrive than the weights that it asks for.
 //
 // Some operands stay in registers; the others are streamed at each step from where they lie in shared memory for good,
@@ -175,10 +175,10 @@ __device__ constexpr int power_in(int count, int most) {  // the largest power o
 template <class KEPT, int STRIPS, int SHARE, int DEPTHS, int STREAMED, int WARPS, int TAKEN, int RUN, class Index, class Of, class Keep, class Stream>
 __device__ __forceinline__ void bring_columns(unsigned* memory, int warp, int lane, int columns, Index index, Of row, Keep keep, Stream stream) {
   constexpr int FREE = (shared_bytes((SHARE * DEPTHS - STREAMED) * WARPS, MOST_SHARED) - TAKEN) / 512;
-  static_assert(FREE > 0, "no room for weights on their way");
+  static_assert(FREE > 0 || DEPTHS == 0, "no room for weights on their way");
   // strips and depths of a round: some of the strips where not even one depth of all has room
-  constexpr int WIDE = FREE < STRIPS ? FREE : STRIPS, ROUNDS = (DEPTHS - 1) / (FREE > STRIPS ? FREE / STRIPS : 1) + 1;
-  constexpr int DEEP = (DEPTHS - 1) / ROUNDS + 1;
+  constexpr int WIDE = FREE < 1 ? 1 : FREE < STRIPS ? FREE : STRIPS, MOST_DEEP = FREE < STRIPS ? 1 : FREE / STRIPS;
+  constexpr int ROUNDS = (DEPTHS + MOST_DEEP - 1) / MOST_DEEP, DEEP = (DEPTHS + ROUNDS - 1) / MOST(ROUNDS);
   constexpr int PIECES = WIDE * 16 / PIECE_ELEMENTS, ACROSS = PIECES < 32 ? power_from(PIECES) : 32;  // lanes of a row
   constexpr int TIMES = (PIECES - 1) / ACROSS + 1, DOWN = 32 / ACROSS;          // rows of a warp at a time
   constexpr int BESIDE = power_in(WARPS, DEPTH_ROWS / DOWN), EACH = DEPTH_ROWS / (DOWN * BESIDE);  // warps of a depth
