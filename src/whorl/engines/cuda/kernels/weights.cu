@@ -172,8 +172,10 @@ __device__ constexpr int power_in(int count, int most) {  // the largest power o
 //   stream   (place, words): of one that is streamed
 //
 // All threads of the block have to come; after it, memory behind the streamed operands may be written.
-template <class KEPT, int STRIPS, int SHARE, int DEPTHS, int STREAMED, int WARPS, int TAKEN, int RUN, class Index, class Of, class Keep, class Stream>
-__device__ __forceinline__ void bring_columns(unsigned* memory, int warp, int lane, int columns, Index index, Of row, Keep keep, Stream stream) {
+template <class KEPT, int STRIPS, int SHARE, int DEPTHS, int STREAMED, int WARPS, int TAKEN, int RUN, class Index, class Of,
+          class Keep, class Stream>
+__device__ __forceinline__ void bring_columns(unsigned* memory, int warp, int lane, int columns, Index index, Of row,
+                                              Keep keep, Stream stream) {
   constexpr int FREE = (shared_bytes((SHARE * DEPTHS - STREAMED) * WARPS, MOST_SHARED) - TAKEN) / 512;
   static_assert(FREE > 0 || DEPTHS == 0, "no room for weights on their way");
   // strips and depths of a round: some of the strips where not even one depth of all has room
