@@ -11,7 +11,7 @@ import torch
 
 from cells_for_tests import CELLS
 from host_library import built
-from whorl.engines.cuda import grid, source
+from whorl.engines.cuda import grid, source, spreading
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import AT_RANDOM, Features
@@ -50,3 +50,13 @@ def test_weights_have_room_on_their_way_where_shared_memory_is_shortest() -> Non
     assert tile is not None
     text = source.forward(cell, 200, torch.float32, tile, True, features)
     assert cubin(text, "kernel", "sm_86", flags(tile))
+
+
+@pytest.mark.skipif(missing() is not None, reason="pip install cuda-bindings nvidia-cuda-nvrtc")
+def test_weights_have_room_where_none_stay_in_registers_and_a_step_takes_little() -> None:
+    """Of a layer of few units, where blocks exchange: one whose room beside its weights is no operand of each warp."""
+    cell, chip, features = CELLS["lstm"].graph, Chip((8, 0), 108), Features(lengths=True)
+    candidates = spreading.candidates(size_of(cell, 2, 4, features, exact=True), chip, "forward")
+    tile = min(candidates, key=lambda one: (one.resident, one.shared - 512 * one.warps * one.depths, -one.groups))
+    text = source.forward(cell, 2, torch.float32, tile, True, features)
+    assert cubin(text, "kernel", chip.architecture, flags(tile))

@@ -23,9 +23,10 @@ def flags(tile: Tile | Spread) -> tuple[str, ...]:
     return ("--prec-div=false",) if tile.exact else ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
 
 
-_LEAST_SHARED, _MOST_SHARED = 96 << 10, 227 << 10
+_LEAST_SHARED, _MOST_SHARED, _LEAST_OPERANDS = 96 << 10, 227 << 10, 16
 """Bytes of a block's shared memory through which weights come, with room for all that stay in registers where these are
-enough, as kernels/weights.cu has it: forward, and backward where no machine code is for more."""
+enough, as kernels/weights.cu has it: forward, and backward where no machine code is for more.  And for how many
+operands there is room where fewer stay: one of each warp."""
 _ROOMY = {Chip(capability, 1).architecture for capability, most in SHARED.items() if most << 10 >= _MOST_SHARED}
 
 
@@ -91,7 +92,7 @@ def shared_bytes(kind: str, cell: Graph, tile: Tile | Spread, architecture: str)
     operands = tile.resident * tile.warps
     if isinstance(tile, Tile):
         operands *= tile.planes * (len(cell.recurrent) if kind == "forward" else 1)
-    return max(tile.shared, min(most, tile.shared + operands * 512))
+    return max(tile.shared, min(most, tile.shared + max(operands, _LEAST_OPERANDS) * 512))
 
 
 _ADDING = "14Q64s"  # the argument of kernels/sums.cu

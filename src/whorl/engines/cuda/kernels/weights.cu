@@ -7,16 +7,16 @@
 // [operand, lane].  KEPT says which: streamed(i), before(i) of those streamed before it, resident(i) of those not.  On their
 // way they take turns in shared memory that is used for other things later.
 
-// Bytes of a block's shared memory in which weights come, with room for all that stay in registers where these are enough.
-// As prepare.py has it, which says it to the launch.
-constexpr int LEAST_SHARED = 96 << 10;
+// Bytes of a block's shared memory in which weights come, with room for all that stay in registers where these are enough,
+// and for one operand of each warp where none stays.  As prepare.py has it, which says it to the launch.
+constexpr int LEAST_SHARED = 96 << 10, LEAST_OPERANDS = 16;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
 constexpr int MOST_SHARED = 227 << 10;
 #else
 constexpr int MOST_SHARED = LEAST_SHARED;
 #endif
 __device__ constexpr int shared_bytes(int resident, int most) {  // of so many operands of all warps
-  const int all = SHARED + resident * 512, enough = all < most ? all : most;
+  const int all = SHARED + (resident > LEAST_OPERANDS ? resident : LEAST_OPERANDS) * 512, enough = all < most ? all : most;
   return SHARED > enough ? SHARED : enough;
 }
 
