@@ -433,11 +433,13 @@ static void enter() {
   host::yield();
 }
 
-extern "C" int launch(unsigned grid, unsigned second, unsigned block, unsigned cluster, const Arguments* arguments) {
+// `shared`: bytes of a block's shared memory.  0: all is well, 1: threads wait for each other, 2: who has less wrote to more.
+extern "C" int launch(
+    unsigned grid, unsigned second, unsigned block, unsigned cluster, unsigned shared, const Arguments* arguments) {
   arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block, host::in_cluster = cluster;
   const unsigned all = block * cluster;
   unsigned char* const stacks = (unsigned char*)malloc(host::STACK * all);  // most of it is never touched
-  bool over = true;
+  bool over = true, within = true;
   for (unsigned y = 0; over && y < second; ++y)
     for (unsigned first = 0; over && first < grid; first += cluster) {
       host::blocks = (host::Block*)calloc(cluster, sizeof(host::Block));
@@ -463,9 +465,11 @@ extern "C" int launch(unsigned grid, unsigned second, unsigned block, unsigned c
         }
       }
       over = left == 0;  // else they wait for each other
+      for (unsigned rank = 0; rank < cluster; ++rank)
+        for (unsigned i = shared; i < host::SHARED; ++i) within &= host::blocks[rank].shared[i] == 0xff;
       for (unsigned i = 0; i < all; ++i) free(fibers[i].copies.items), free(fibers[i].products.items);
       free(fibers), free(host::blocks);
     }
   free(stacks);
-  return over ? 0 : 1;
+  return !over ? 1 : !within ? 2 : 0;
 }

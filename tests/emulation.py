@@ -74,19 +74,22 @@ class Kernel:
     ) -> None:  # fmt: skip
         assert shared <= 232448
         self.name, self._layout, self._together = name, struct.Struct(layout), together
-        self._block, self._cluster = block, cluster
+        self._block, self._cluster, self._shared = block, cluster, shared
         self._function = ctypes.CDLL(code.decode()).launch
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
         cluster = grid if self._together else self._cluster
-        status = self._function(grid, second, self._block, cluster, self._layout.pack(*values))
-        assert status == 0, f"the threads of {self.name} wait for each other"
+        status = self._function(grid, second, self._block, cluster, self._shared, self._layout.pack(*values))
+        assert status != 1, f"the threads of {self.name} wait for each other"
+        assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
 
 
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
     text = _HOST.read_text().replace("//: kernel", on_host(source))
     defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16|HALVES) (\d)$", source, re.M)
+    if found := re.match(r"sm_(\d+)", architecture):
+        defines.append(("__CUDA_ARCH__", f"{found[1]}0"))
     text = "".join(f"#define {key} {value}\n" for key, value in defines) + text
     return str(built(text, folder, FLAGS, "g++")).encode()
 

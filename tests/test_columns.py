@@ -69,7 +69,9 @@ def _run(
         element=dtype.itemsize, units=units, gates=gates, slice=slice_, shared=taken + shared, strips=strips,
         share=share, depths=depths, resident=resident, warps=warps, files=files,
     )  # fmt: skip
-    kernel = Kernel(compiled(text, "columns", "", folder=folder), "columns", 0, 32 * warps, 0, 1, "3P")
+    kept = max(resident * warps, prepare._LEAST_OPERANDS) * 512
+    room = max(taken + shared, min(prepare._LEAST_SHARED, taken + shared + kept))
+    kernel = Kernel(compiled(text, "columns", "", folder=folder), "columns", 0, 32 * warps, room, 1, "3P")
     weights = torch.randint(-128, 128, (gates * units, units), generator=torch.Generator().manual_seed(1)).to(dtype)
     out = torch.full((blocks, warps, share, depths, 32, 16 // dtype.itemsize), torch.nan, dtype=dtype)
     places = torch.full((8, 32 // dtype.itemsize, dtype.itemsize), -1, dtype=torch.int32)
@@ -152,6 +154,7 @@ def test_the_launch_has_the_room_that_kernels_count_on() -> None:
     text = _text("weights.cu")
     found = [int(size) << 10 for size in re.findall(r"(?:LEAST|MOST)_SHARED = (\d+) << 10", text)]
     assert found == [prepare._LEAST_SHARED, prepare._MOST_SHARED]
+    assert f"LEAST_OPERANDS = {prepare._LEAST_OPERANDS};" in text
     (low, high) = re.findall(r"__CUDA_ARCH__ (?:>=|<) (\d+)", text)
     roomy = {name for name in _ARCHITECTURES if int(low) <= 10 * int(name.strip("sm_a")) < int(high)}
     assert roomy == prepare._ROOMY

@@ -21,7 +21,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 def made(halving: Halving, weights: list[Tensor], ring: int, folder: Path) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The ring, and of each direction the planes and what scales are the inverse of; nothing else is written."""
     name, room = halving.name, 16 * ring + len(weights) * halving.size
-    kernel = Kernel(compiled(source.halver(halving), name, "", folder=folder), name, 0, halving.threads, 0, 1, "6Q")
+    code = compiled(source.halver(halving), name, "", folder=folder)
+    kernel = Kernel(code, name, 0, halving.threads, halving.shared, 1, "6Q")
     space = torch.full((room + 64,), 0x5A, dtype=torch.uint8)
     first = space.data_ptr() + 16 * ring
     assert first % 16 == 0
