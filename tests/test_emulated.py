@@ -101,10 +101,21 @@ def test_threads_that_wait_for_each_other_are_found(what: str, folder: Path) -> 
     text = "struct Arguments { unsigned* words; };\n"
     text += f"static void start_and_expect() {{ {begin} }}\n"
     text += f"static void KERNEL(const Arguments& a) {{ {WAITS[what]} }}\n"
-    kernel, words = Kernel(compiled(text, "kernel", "", folder=folder), "kernel", 0, 32, 0, 1, "P"), torch.zeros(4)
+    kernel, words = Kernel(compiled(text, "kernel", "", folder=folder), "kernel", 0, 32, 16, 1, "P"), torch.zeros(4)
     finds = nullcontext() if what == "for nothing" else pytest.raises(AssertionError, match="wait for each other")
     with finds:
         kernel(0, 1, 1, words.data_ptr())
+
+
+@pytest.mark.parametrize("words, enough", [(4, True), (3, False)])
+def test_who_writes_to_more_shared_memory_than_the_launch_asks_for_is_found(
+    words: int, enough: bool, folder: Path
+) -> None:
+    text = "struct Arguments { long long none; };\nstatic void KERNEL(const Arguments& a) {\n"
+    text += "  extern __shared__ unsigned memory[];\n  if (threadIdx.x < 4) memory[threadIdx.x] = 0;\n}\n"
+    kernel = Kernel(compiled(text, "kernel", "", folder=folder), "kernel", 0, 32, 4 * words, 1, "q")
+    with nullcontext() if enough else pytest.raises(AssertionError, match="more shared memory than the 12 bytes"):
+        kernel(0, 1, 1, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
