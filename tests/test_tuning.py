@@ -2,19 +2,22 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import whorl
-from emulation import H200, emulated
+from emulation import H200, Kernel, emulated
 from whorl import settings
 from whorl.cells import library
-from whorl.engines.cuda import grid, source, tuned, tuning
+from whorl.cells.cell import Graph
+from whorl.engines.cuda import grid, prepare, source, tuned, tuning
 from whorl.engines.cuda.grid import described
 from whorl.engines.cuda.layers import Layers
-from whorl.engines.cuda.prepare import size_of
-from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.prepare import shared_bytes, size_of
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.engines.cuda.tuning import Choice, tune
 from whorl.plan import decide
 from whorl.problem import Call, Form, Problem
@@ -23,6 +26,10 @@ CHIP = Chip((9, 0), 132)
 SIZE = size_of(library.lstm.graph, 512, 2)
 WHERE = (SIZE, CHIP, 32, 1, "forward")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def _described(tile: Tile | Spread, cell: Graph = library.lstm.graph) -> str:
+    return described(tile, shared_bytes("forward", cell, tile, CHIP.architecture))
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +126,7 @@ def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(
     assert [ahead.kind, back.kind] == ["forward", "backward"]
     assert list(ahead.times) == [made._tiles["forward"] for kind, made in seen if kind == "forward"]
     assert grid.choose(*WHERE) == ahead.best == list(ahead.times)[3] != grid.estimated(*WHERE)
-    assert f"forward: {described(ahead.best)}, as `whorl tune` measured" in text
+    assert f"forward: {_described(ahead.best)}, as `whorl tune` measured" in text
 
 
 @needs_compiler
@@ -127,11 +134,35 @@ def test_the_tile_that_was_kept_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer, x = whorl.RNN(3, 20, engine="persistent").bfloat16(), torch.randn(2, 3, 3).bfloat16()
     size = size_of(library.rnn_tanh.graph, 20, 2)
-    tile = next(tile for tile in grid.likely(size, CHIP, 3, 1, "forward") if "2 blocks that" in described(tile))
+    cell = library.rnn_tanh.graph
+    tile = next(tile for tile in grid.likely(size, CHIP, 3, 1, "forward") if "2 blocks that" in _described(tile, cell))
     tuned.keep(tile, size, CHIP, 3, 1, "forward")
     with emulated(tmp_path), torch.no_grad():
         told, (y, _) = str(whorl.explain(layer, x)), layer(x)
-    assert described(tile) in told
+    assert _described(tile, cell) in told
     assert len(list(tmp_path.glob("*.so"))) == 1
     layer.engine = "reference"
     torch.testing.assert_close(y, layer(x)[0], atol=0.02, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, halved", [(torch.bfloat16, 0), (torch.float32, 2)])
+def test_what_is_told_of_a_kernel_is_what_its_launch_asks_for(dtype: torch.dtype, halved: int, tmp_path: Path) -> None:
+    asked: dict[str, int] = {}
+
+    class Noted(Kernel):
+        def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, *rest: Any) -> None:
+            super().__init__(code, name, device, block, shared, *rest)
+            asked[name] = shared
+
+    layer, x = whorl.GRU(3, 40, engine="persistent").to(dtype), torch.randn(2, 3, 3, dtype=dtype)
+    with emulated(tmp_path), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "Kernel", Noted)
+        told = str(whorl.explain(layer, x)).splitlines()
+        layer(x)
+    assert sum(name.startswith("halve_") for name in asked) == halved
+    for kind in ("forward", "backward"):
+        (line,) = (line for line in told if line.strip().startswith(f"{kind}: "))
+        (shared,) = (size for name, size in asked.items() if name.startswith(f"gru_{kind}_"))
+        assert f", {shared / 1024:.0f} KiB of shared memory)" in line
+        assert ("become float16 in a kernel of its own" in line) == bool(halved)

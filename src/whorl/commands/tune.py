@@ -6,6 +6,7 @@ import torch
 
 from whorl.commands.warm import CELLS, DTYPES, count, own_gpu
 from whorl.engines.cuda.grid import described
+from whorl.engines.cuda.prepare import shared_bytes
 from whorl.engines.cuda.tuning import tune
 from whorl.errors import InputError, KernelError
 from whorl.plan import decide
@@ -50,9 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
                 try:
                     for choice in tune(decide(problem, "persistent"), device):
                         first, best = next(iter(choice.times)), choice.best
-                        print(f"  {choice.kind:8} {choice.times[first]:8.1f} us as estimated, {described(first)}")
+                        told = {
+                            tile: described(tile, shared_bytes(choice.kind, form.cell, tile, gpu.chip.architecture))
+                            for tile in (first, best)
+                        }
+                        print(f"  {choice.kind:8} {choice.times[first]:8.1f} us as estimated, {told[first]}")
                         if best != first:
-                            print(f"  {'':8} {choice.times[best]:8.1f} us at best, {described(best)}")
+                            print(f"  {'':8} {choice.times[best]:8.1f} us at best, {told[best]}")
                 except KernelError as error:
                     raise InputError(str(error)) from error
     print(f"what is fastest is kept in {settings.cache}")

@@ -136,9 +136,13 @@ def likely(
     return [*found, *spreading.likely(*where)[:each]]
 
 
-def described(tile: Tile | Spread) -> str:
-    """A tile in words: who holds the weights for which sequences, and what of a multiprocessor a block takes."""
-    room = f"{tile.warps} warps, up to {tiling.registers(tile.warps)} registers a thread, {tile.shared / 1024:.0f} KiB"
+def described(tile: Tile | Spread, shared: int) -> str:
+    """A tile in words: who holds the weights for which sequences, and what of a multiprocessor a block takes.
+
+    Args:
+        shared: bytes of shared memory of a block, with those through which weights come to registers.
+    """
+    room = f"{tile.warps} warps, up to {tiling.registers(tile.warps)} registers a thread, {shared / 1024:.0f} KiB"
     if isinstance(tile, Spread):
         who = f"{tile.blocks} blocks that exchange through L2"
     else:

@@ -26,6 +26,7 @@ from whorl.engines.cuda.prepare import (
     halving,
     norming_code,
     row_copier_code,
+    shared_bytes,
     size_of,
     splitter_code,
 )
@@ -126,7 +127,10 @@ class Persistent(Engine):
             assert tile is not None, "the obstacles say that it fits"
             how = "" if tile == grid.estimated(*where) else ", as `whorl tune` measured"
             reason = grid.closer(tile, size, chip, kind)
-            lines.append(f"{kind}: {grid.described(tile)}{how}{'; ' * bool(reason)}{reason}")
+            text = grid.described(tile, shared_bytes(kind, form.cell, tile, chip.architecture))
+            lines.append(f"{kind}: {text}{how}{'; ' * bool(reason)}{reason}")
+            if halving(Numbers(kind, form.cell, form.units, problem.dtype, tile, False, features)) is not None:
+                lines[-1] += "; its weights become float16 in a kernel of its own before it"
         return lines
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
