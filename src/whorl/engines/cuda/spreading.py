@@ -545,4 +545,4 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
 
 LEAST = {"forward": 1.08, "backward": 0.65}
 """Microseconds of a step in two bytes that the estimate above never falls below."""
-_BEGIN = 1.0  # a launch loads its weights anew: about 30 us, over 30 steps
+_BEGIN = 1.0  # a launch loads its weights anew: 30 us as this was fitted, over 30 steps

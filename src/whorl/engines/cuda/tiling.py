@@ -363,7 +363,7 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     """
     taken = rounds(chip, batch, directions, tile)
     share = -(-batch // parts(chip, batch, directions, tile, kind))
-    begin = 0.3 * (taken - 1)  # each round loads its weights anew: about 20 us, over 60 steps or so
+    begin = 0.3 * (taken - 1)  # each round loads its weights anew: 20 us as this was fitted, over 60 steps
     groups, words, planes = tile.slice // 16, _words(size, tile.halves), tile.planes
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
