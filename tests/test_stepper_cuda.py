@@ -38,11 +38,11 @@ class HostKernel:
     """What `launch.Kernel` is, for stream.cu among the fibers of emulation.cpp."""
 
     def __init__(self, code: bytes, name: str, device: int, block: int, *rest: Any, **more: Any) -> None:
-        self._block, self._layout = block, struct.Struct(rest[2])
+        self._block, self._shared, self._layout = block, rest[0], struct.Struct(rest[2])
         self._launch = ctypes.CDLL(code.decode()).launch
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
-        assert self._launch(grid, second, self._block, 1, self._layout.pack(*values)) == 0
+        assert self._launch(grid, second, self._block, 1, self._shared, self._layout.pack(*values)) == 0
 
 
 def on_host(source: str, folder: Path) -> bytes:
