@@ -372,13 +372,15 @@ def test_backward_moves_nothing_that_it_has_just_asked_for(option: str, units: i
 @pytest.mark.parametrize("units, items", [(256, 1), (512, 3)])
 @pytest.mark.parametrize(
     "option, kind, most",
-    [("zoneout", "forward", 22), ("step", "forward", 30), ("gate", "forward", 180), ("zoneout", "backward", 60)],
+    [("zoneout", "forward", 22), ("step", "forward", 30), ("gate", "forward", 180), ("zoneout", "backward", 36)],
 )
 def test_an_option_costs_a_step_few_instructions(
     option: str, kind: str, most: int, units: int, items: int, tmp_path: Path
 ) -> None:
     """Of each item: where a pair's bits lie is not computed anew at each step."""
     plain, mine = (loop_with(name, kind, units, torch.bfloat16, tmp_path / name) for name in ("plain", option))
+    if (kind, units) == ("backward", 256):  # where the plain loop has 637, 31 fewer than it had, and zoneout's 8 fewer
+        most += 24
     assert len(mine) - len(plain) <= most * (items if kind == "forward" else 1)
 
 
