@@ -106,6 +106,30 @@ def test_nothing_is_spilled_backward_where_blocks_exchange(
 
 
 @needs_tools
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
+@pytest.mark.parametrize(
+    "name, units, batch, kind",
+    [
+        ("lstm", 512, 128, "backward"),
+        ("gru", 512, 128, "backward"),
+        ("lstm", 384, 128, "backward"),
+        ("gru", 256, 256, "backward"),
+        ("gru", 1024, 128, "forward"),
+        ("gru", 512, 32, "forward"),
+    ],
+)
+def test_nothing_is_spilled_where_plain_layers_have_more_weights_in_registers(
+    name: str, units: int, batch: int, kind: str, precision: str, tmp_path: Path
+) -> None:
+    cell, dtype = CELLS[name].graph, torch.bfloat16 if precision == "bfloat16" else torch.float32
+    tile = grid.estimated(size_of(cell, units, dtype.itemsize), H200, batch, 1, kind)
+    assert tile is not None
+    text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert [line for line in loop if re.search(r"(LDL|STL)", line)] == []
+
+
+@needs_tools
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_masks_by_gate_add_no_product(name: str, kind: str, tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
         return tile
     # of a ragged batch what all of it takes: what of one is spread was not measured
     taken = tiling.full_time(*where, tile) if size.staged is None else staging.step_time(size.staged, *where, tile)
+    if _measured(size) and size.element == 2 and kind == "backward":
+        taken += _READ * tiling.streamed(size, tile, kind) - _NOT_READ
     worth = taken / much
     if size.masks or worth <= spreading.LEAST[kind]:
         return tile  # without a look at what is spread, of which there are hundreds of candidates
@@ -62,6 +64,8 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
     if size.element == 2 and size.staged is None:
         if kind == "forward":
             return 1.0
+        if _measured(size):
+            return _MUCH_BACK_FEW if size.recurrent < 4 and size.units >= 576 else 1.0
         return _MUCH_BACK_OPTIONS if optional else _MUCH_BACK[size.recurrent > 3]
     if size.element == 2:
         return _MUCH_STAGED_STREAMED if kind == "backward" and tile.shared > 200 << 10 else 1.0
@@ -73,7 +77,14 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
         return _MUCH_STAGED_TF32[kind]
     if optional:
         return _MUCH_TF32_OPTIONS[kind]
-    return (_MUCH_TF32 if tile.halves else _MUCH_TF32_ITSELF) if kind == "forward" else None
+    if kind == "backward":
+        return _MUCH_TF32_BACK if _measured(size) else None
+    return (_MUCH_TF32 if _measured(size) else 1.0) if tile.halves else _MUCH_TF32_ITSELF
+
+
+def _measured(size: Size) -> bool:
+    """LSTM and GRU without options, with so many units that both ways were measured."""
+    return size.bare and size.recurrent > 2 and size.units >= 256
 
 
 _MUCH_BACK = {True: 1.0, False: 1.6}
@@ -87,10 +98,24 @@ _MUCH_BACK_OPTIONS = 0.98
 """LSTM with zoneout, recurrent dropout by step, by gate, and all options: 2.13 and 1.82, 1.85 and 1.70, 1.65 and
 1.74, 2.43 and 1.83 us with 256 units at batch 128, 3.30 and 3.36, 3.46 and 3.01, 3.75 and 3.20, 3.99 and 3.23 with
 512."""
-_MUCH_TF32, _MUCH_TF32_ITSELF = 1.0, 1.5
+_READ, _NOT_READ = 0.02, 0.3
+"""Microseconds by which, backward in two bytes without options, a step in a cluster takes longer than estimated for
+each operand of a warp that is read from shared memory, and by which it takes less: LSTM and GRU, 256 to 1,024 units
+at batch 16 to 512, both ways on an H200 (40 steps, 2026-11-22). In a cluster and spread LSTM took 2.89 and 2.75 us
+with 650 units at batch 20, 2.53 and 2.31 with 512 at 64, 2.57 and 2.97 at 96, 3.18 and 2.86 at 128, 1.55 and 1.72
+with 256 at 128; GRU 2.81 and 2.37 with 512 at 128, 2.43 and 2.02 with 384 at 128, 1.26 and 1.64 with 256 at 128."""
+_MUCH_BACK_FEW = 1.28
+"""The same for cells with fewer than four gates from 576 units on, whose clusters are estimated too high: GRU with
+650 units 2.86 and 3.51 us at batch 64 (6 percent less estimated), 6.48 and 5.03 at 128 (40), with 576 2.89 and 3.44
+at 96 (2), 5.75 and 4.26 at 128 (31), with 768 15.8 and 17.3 at 512 (26), 6.36 and 5.43 at 128 (43)."""
+_MUCH_TF32_BACK = 0.975
+"""With TF32 products, of the same sizes: LSTM 3.47 and 3.12 us with 512 at 128, 7.32 and 5.74 at 256, 2.61 and 3.12
+at 96, 2.04 and 1.82 with 256 at 128; GRU 3.06 and 2.79 with 512 at 128, 8.34 and 5.34 at 256, 4.32 and 3.52 with 640
+at 64, 4.38 and 4.53 with 768 at 64."""
+_MUCH_TF32, _MUCH_TF32_ITSELF = 1.06, 1.5
 """With TF32 products forward, where a cluster multiplies scaled float16 too, and TF32 itself: LSTM 2.87 and 2.48 us
 with 512 units at batch 128, 1.60 and 1.64 at 32, 3.42 and 2.89 with 256 at 512; GRU 3.09 and 2.20, 1.48 and 1.55,
-3.35 and 2.37.  Backward what is spread is as fast at most."""
+3.35 and 2.37; LSTM with 256 at 512, whose cluster has ten depths of its weights in registers since, 2.47 and 2.97."""
 _MUCH_TF32_OPTIONS = {"forward": 0.8, "backward": 0.85}
 """LSTM with options: zoneout 1.81 and 1.70 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and
 2.72, 3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.79 and 1.67, 2.50 and

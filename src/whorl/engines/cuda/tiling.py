@@ -83,6 +83,11 @@ class Size(NamedTuple):
     drawn: bool = False
     """Of options the layer has dropout and zoneout alone, nothing of which is given."""
 
+    @property
+    def bare(self) -> bool:
+        """Neither options nor vectors nor means nor exact products: measured with more weights in registers."""
+        return not (self.ahead or self.back or self.vectors or self.masks or self.bits or self.staged or self.exact)
+
     def scaled(self, kind: str) -> bool:
         """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
         return self.halves and (kind == "backward" or self.exact or self.bounded)
@@ -160,6 +165,8 @@ def forward(
         used += -(-2 * tiles // splits) * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
         used += 2 * size.recurrent * (1 + halves * size.exact) + 2 * size.vectors + 8 * bool(size.ahead)
     used += extra(size, _POINTWISE_EXTRA if pointwise else _FORWARD_EXTRA, part, halves)
+    if size.bare and size.element == 4:
+        used -= _TOO_MANY if halves and groups == 8 and size.recurrent > 3 else 12 if pointwise and not halves else 0
     most = _TRADED if pointwise and subs > 1 and warps == 12 and groups * splits == 8 else registers(warps)
     room = _room(size, most, used, halves)
     if room is None:
@@ -207,6 +214,8 @@ def backward(
         used += own * size.back + 8 * bool(size.back)
     used += 4 * chunk * part * (size.recurrent - 1) * (size.bits and halves and chunk * part <= 3)
     used += 4 * (tiles == 1 and size.element == 2)  # of what is computed ahead
+    if size.bare and tiles == 1 and groups == 8:
+        used -= _TOO_MANY
     room = _room(size, registers(warps), used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
     if room is None:
         return None
@@ -224,6 +233,12 @@ def backward(
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 _POINTWISE_EXTRA = 32  # of addresses alone; with fewer the compiler adds up one chain of products after another
+_TOO_MANY = 32
+"""What the estimates above are too many by where a block has 128 units, of a layer without options, vectors and
+means. With 256 units at batch 512 a step of backward took 2.79 us and takes 2.72, GRU 2.20 and 2.07, with TF32
+products 3.79 and 3.65, GRU 3.12 and 3.02, forward of LSTM 2.63 and 2.47 (H200; two words are spilled in bfloat16, 7
+and 15 with TF32). Where warps compute the cell alone and TF32 itself is multiplied, 12: GRU with 512 units 1.23 and
+1.18 at batch 1, 1.45 and 1.42 at 32, with 256 at 128 1.55 and 1.50."""
 _TRADED = 192
 """Registers of a thread of 8 warps that multiply where 4 compute the cell alone, with 120: 1.81 us a step on an H200,
 2.00 with 168 each and weights in shared memory (LSTM, bfloat16, 512 units, batch 128); without sub-tiles as many."""
@@ -367,7 +382,7 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     groups, words, planes = tile.slice // 16, _words(size, tile.halves), tile.planes
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
-    read = tile.warps * _streamed(size, tile, kind) * planes / 2
+    read = tile.warps * streamed(size, tile, kind) * planes / 2
     if size.element == 4 and not tile.halves:
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
@@ -418,7 +433,7 @@ weights read from shared memory.  Fitted to LSTM and GRU on an H200, 128 to 512 
 do not spill, to 5 percent of their times in the mean (exact backward 9); it chose one within a tenth of the fastest."""
 
 
-def _streamed(size: Size, tile: Tile, kind: str) -> int:
+def streamed(size: Size, tile: Tile, kind: str) -> int:
     """Pieces of 512 bytes of the weights that one warp reads from shared memory at every step."""
     if kind == "forward":
         return (tile.depths - tile.resident) * size.recurrent
