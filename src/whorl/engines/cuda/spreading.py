@@ -185,9 +185,8 @@ def backward(
     if aside and own > 1:
         return None
     fits = (registers(warps) - live) // 4 + spilled
-    if size.bare and not wide and tiles == subs == 1 and warps == 8 and operand(size, "backward") == 2:
-        most = 38 if halves else 40
-        fits = max(fits, min(most, fits + (_BARE_BACK if gathered == 1 else _BARE_GATHERED) + 2 * halves))
+    if not (wide or size.staged) and tiles == subs == 1 and warps == 8 and operand(size, "backward") == 2:
+        fits = max(fits, min(38 if halves else 40, fits + _more(size, gathered)))
     resident = min(share * depths, max(0, fits)) if resident is None else resident
     if wide:
         gradients = (depths * 2 + _behind(scales) // 4) * (rows * 4 + 4)
@@ -224,13 +223,19 @@ def _behind(scales: int) -> int:
 
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 60, 72  # registers of addresses and of the cell itself: what compiles without spills
-_BARE_BACK, _BARE_GATHERED = 6, 4
-"""Operands that stay in registers beyond those that these leave, backward, where one warp multiplies 8 sequences of a
-layer without options, vectors and means, and where it does so with gradients of several blocks; two more with TF32
-products. Nothing is spilled. On an H200 a step of LSTM with 512 units at batch 128 took 2.89 us and takes 2.70, GRU
-2.75 (in a cluster) and 2.30, with TF32 products 3.42 (in a cluster) and 3.02, 2.92 (in a cluster) and 2.70."""
 _FORWARD_TWO = {False: 88, True: 60}
 """The same of what is multiplied as two float16, by one warp and by four together, which load none of the states."""
+
+
+def _more(size: Size, gathered: int) -> int:
+    """Operands that stay in registers beyond those that the estimate leaves, backward, where one warp multiplies.
+
+    Nothing is spilled.  On an H200 a step of LSTM with 512 units at batch 128 took 2.89 us and takes 2.70, GRU 2.75 (in
+    a cluster) and 2.30, with TF32 products 3.42 (in a cluster) and 3.02, 2.92 (in a cluster) and 2.70.
+    """
+    if gathered > 1:
+        return (4 + 2 * (size.element == 4)) * size.bare
+    return (6 if size.bare else 2 if size.bits or size.masks else 4) + 2 * (size.element == 4)
 
 
 def _extra(size: Size, base: int, tiles: int) -> int:
