@@ -38,8 +38,10 @@ def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
             return _Transformed.apply(made, call.layout, *call.marks, *call.tensors)[: _count_outputs(made)]
         forward_mode = torch.autograd.forward_ad._current_level >= 0
         if forward_mode or recompute or (made.problem.gradient and not engine.recorded):
+            # Kernels run by the time that torch has made the operation, which takes the host as long as some of them.
+            outcome = None if forward_mode else _unrecorded(made, call)
             # What Function.apply does outside torch.func, without its 33 us of binding a signature.
-            return super(torch.autograd.Function, _Eager).apply(made, call, *call.tensors)
+            return super(torch.autograd.Function, _Eager).apply(made, call, outcome, *call.tensors)
     return engine.forward(made, call).outputs
 
 
@@ -58,12 +60,22 @@ def backward(made: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: 
     return engine.backward(made, call, y, saved, grads)
 
 
+def _unrecorded(made: Plan, call: Call) -> Outcome:
+    """What forward gives, nothing of which autograd records; `torch.no_grad` does the same in 2 us more."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return forward(made, call)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 class _Eager(torch.autograd.Function):
-    """The operation outside transforms."""
+    """The operation outside transforms; of what has tangents the outcome is computed inside, where they do not flow."""
 
     @staticmethod
-    def forward(ctx: Any, made: Plan, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outcome = forward(made, call)
+    def forward(ctx: Any, made: Plan, call: Call, outcome: Outcome | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outcome = outcome or forward(made, call)
         ctx.structure, ctx.context = (made, call.layout), copy_context()
         ctx.set_materialize_grads(False)
         # Not the final states: users change them in place before backward, as torch lets them.
@@ -74,13 +86,13 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *_backward(ctx, grads))
+        return (None, None, None, *_backward(ctx, grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         marks, tensors = ctx.saved_tensors[:_MARKS], ctx.saved_tensors[_MARKS:]
         made, layout = ctx.structure
-        return _push(_outputs(made, layout, marks), tensors, tangents[2:])
+        return _push(_outputs(made, layout, marks), tensors, tangents[3:])
 
 
 class _Transformed(torch.autograd.Function):
