@@ -137,7 +137,7 @@ class Layers:
                 if source.has_options(cell, features):
                     extra = options.argument(layer, ahead.together, before=before, sequences=sequences)
             ahead(
-                stream, x,
+                stream,
                 *pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), *self._inside(spaces, rows), time, batch, *extra,
@@ -200,7 +200,7 @@ class Layers:
                 if source.has_options(cell, features):
                     extra = found.argument(layer, back.together, features, before, operands, grad_sequences)
             back(
-                stream, x,
+                stream,
                 *pair([gate.data_ptr() for gate in kept[:directions]]),
                 *pair([address(own.hh) for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),

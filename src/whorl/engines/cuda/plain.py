@@ -5,6 +5,7 @@ backward lies in one room, as does what a pass needs meanwhile, and products are
 fills in addresses.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +16,13 @@ from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, address, pair, plain
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
 from whorl.problem import Call, Outcome, Plan, Problem
-from whorl.weights import kinds
+from whorl.weights import kinds, shapes
 
 
 class Kept(NamedTuple):
@@ -68,18 +70,22 @@ class Plain(Layers):
     def __init__(self, plan: Plan, device: torch.device) -> None:
         super().__init__(plan, device)
         form, (units, batch, time, directions) = self.form, self.sizes
-        self._output, self._state = (time, batch, directions * units), (form.layers * directions, batch, units)
+        self._output = laid_out((time, batch, directions * units), self.problem.dtype)
+        self._state = laid_out((form.layers * directions, batch, units), self.problem.dtype)
+        self._input = laid_out((time, batch, form.inputs), self.problem.dtype)
+        self._weights_laid = [laid_out(shape, self.problem.dtype) for shape in shapes(form)]
         self._every = len(kinds(form))
         self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
         features = self._features()
         self._ready(features, features)
         self._ahead = self._kernel("forward", features)
-        self._kept, self._room = self._laid_out()
+        self._kept, size = self._laid_out()
+        self._room = laid_out((size,), torch.uint8)
         self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
-            self._meanwhile = room.size
+            self._meanwhile = laid_out((room.size,), torch.uint8)
 
     def _features(self) -> Features:
         """Of its kernels."""
@@ -166,27 +172,26 @@ class Plain(Layers):
 
     def _output_in(self, room: Tensor, layer: int) -> Tensor:
         """What a layer that is not the last gave."""
-        time, batch, width = self._output
-        first, dtype = self._kept[layer].output, self.problem.dtype
-        return from_bytes(room[first : first + time * batch * width * dtype.itemsize], self._output, dtype)
+        shape, first, dtype = self._output.shape, self._kept[layer].output, self.problem.dtype
+        return from_bytes(room[first : first + math.prod(shape) * dtype.itemsize], shape, dtype)
 
     def forward(self, call: Call) -> Outcome:
         _, batch, time, _ = self.sizes
         dtype, last = self.problem.dtype, self.form.layers - 1
         x, (_alive, at) = call.x.contiguous(), self._weights(call)
-        room = x.new_empty(self._room, dtype=torch.uint8)
+        room = empty(*self._room)
         base, entered = room.data_ptr(), x.data_ptr()
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         options = self._options(call, stream)
         starts = [_own(state, dtype) for state in call.states]
-        y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
+        y, finals = empty(*self._output), [empty(*self._state) for _ in self.cell.states]
         for layer, kept in enumerate(self._kept):
             if layer:
                 self._project(layer, blas, entered, at, base)
             entered = base + kept.output if layer < last else y.data_ptr()
             self._ahead(
-                stream, x, *pair([base + place for place in kept.gates]),
+                stream, *pair([base + place for place in kept.gates]),
                 *[at[place] for place in self._reads[layer]], 0, 0,
                 *self._places(starts, layer), *self._places(finals, layer), entered,
                 *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
@@ -220,10 +225,10 @@ class Plain(Layers):
         if options is not None:
             x = options.cleaned(x)
         starts = [_own(state, dtype) for state in call.states]
-        grad_starts, grad_x = [torch.empty_like(start) for start in starts], None
+        grad_starts, grad_x = [empty(*self._state) for _ in starts], None
         made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
-        meanwhile = x.new_empty(self._meanwhile, dtype=torch.uint8)
+        meanwhile = empty(*self._meanwhile)
         base, here = room.data_ptr(), meanwhile.data_ptr()
         to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
         sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
@@ -233,7 +238,7 @@ class Plain(Layers):
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
             target, entered = to_below, below
             self._back(
-                stream, x, *pair([base + place for place in kept.gates]), *[at[place] for place in reads[:2]], 0, 0,
+                stream, *pair([base + place for place in kept.gates]), *[at[place] for place in reads[:2]], 0, 0,
                 *self._places(starts, layer), output,
                 *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
                 ending, *self._places(grad_finals, layer), *pair(to_gates), *pair(to_apart),
@@ -241,10 +246,10 @@ class Plain(Layers):
             )  # fmt: skip
             _alive, whole = self._whole(options, layer, room, buffers)
             for place in range(first, first + directions * self._every):  # while the kernel runs
-                made[place] = torch.empty_like(weights[place])
+                made[place] = empty(*self._weights_laid[place])
                 into[place] = made[place].data_ptr()
             if not layer:
-                grad_x = None if "x" in constants else torch.empty_like(x)
+                grad_x = None if "x" in constants else empty(*self._input)
                 target = address(grad_x)
             elif call.dropout:
                 dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
@@ -266,7 +271,7 @@ class Plain(Layers):
                     self._multiply_recurrent(blas, direction, *of_gates, output, start, made[own + 1])
             if call.dropout and layer:
                 first_byte = self._to_below
-                to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], self._output, dtype)
+                to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], y.shape, dtype)
                 if "dropout" not in constants:
                     grad_dropout[layer - 1] = to_dropped * self._output_in(room, layer - 1)
                 to_dropped *= call.dropout[layer - 1]
