@@ -218,23 +218,24 @@ def _count_outputs(made: Plan) -> int:
 
 
 def _call(layout: Layout, row: Sequence[Any]) -> Call:
-    """The call of a row of its marks and its tensors."""
+    """The call of a row that begins with its marks and its tensors."""
     return Call.of(row[_MARKS:], layout, row[:_MARKS])
 
 
 def _kept(layout: Layout, row: Row) -> tuple[Call, Tensor, Sequence[Tensor]]:
     """The call, its output and what else forward saved, from the row in which all are kept for backward."""
     first = _MARKS + 1 + sum(layout)
-    return _call(layout, row[:first]), row[first], row[first + 1 :]
+    return _call(layout, row), row[first], row[first + 1 :]
 
 
 def _backward(ctx: Any, grads: Row) -> Row:
     """The gradient of each of the call's tensors; differentiable where grad mode is on, as create_graph has it."""
     (made, layout), row = ctx.structure, ctx.saved_tensors
     call, y, saved = _kept(layout, row)
-    if all(grad is None for grad in grads):
+    batched = [torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if grad is not None]
+    if not batched:
         return [None] * len(call.tensors)
-    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+    if True in batched:
         # torch.autograd.grad(is_grads_batched=True): many gradients in one tensor, which has no memory to read.
         title = f"the backward of {made.problem.form.cell.name} runs on `reference` for batched gradients"
         ctx.context.run(announce, made, title)
