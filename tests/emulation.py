@@ -35,6 +35,7 @@ from whorl.engines.cuda import (
     prepare,
     products,
     projected,
+    split,
     store,
 )
 from whorl.engines.cuda.tiling import Chip
@@ -169,7 +170,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(products, "cublas", lambda: library)
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)
-        for module in (grid, plain):
+        for module in (aligned, grid, plain, split):
             patch.setattr(module, "empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
         patch.setattr(layers, "product", product)
         patch.setattr(aligned, "product", product)

@@ -56,9 +56,7 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
-        self._product = Products(
-            self.chip, device, self.index, problem.dtype.itemsize, *largest(problem), exact(problem)
-        )
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize, *largest(problem), exact(problem))
         self._sums = Sums(form, problem.dtype, self.chip, self.index) if problem.gradient else None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
