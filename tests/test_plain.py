@@ -11,6 +11,7 @@ import whorl
 from comparison import assert_agrees, draw, make
 from whorl import run
 from whorl.engines.cuda import aligned, layers, prepare
+from whorl.engines.cuda.memory import laid_out
 from whorl.engines.cuda.plain import Plain
 from whorl.engines.cuda.products import Product
 
@@ -85,6 +86,13 @@ def test_inference_keeps_nothing_and_gives_the_same() -> None:
         torch.testing.assert_close(got, truth, rtol=0, atol=0)
     (_, training), (_, inference) = layers._prepared.values()
     assert inference._room.shape[0] < training._room.shape[0] / 2
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 5, 6), (1, 3, 1)])
+def test_memory_that_is_laid_out_lies_in_one_piece(shape: tuple[int, ...]) -> None:
+    made = torch._C._dynamo.guards._empty_strided_cpu(*laid_out(shape, torch.bfloat16))  # the sibling of `memory.empty`
+    wanted = torch.empty(shape, dtype=torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
 
 
 @pytest.mark.parametrize("recording", [True, False])
