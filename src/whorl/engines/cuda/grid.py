@@ -178,11 +178,18 @@ class Grid:
         self.parts, self.words = -(-batch // tile.rows), 0
         if isinstance(tile, Tile) and (size.staged is None or kind == "forward"):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
+        self._launches: list[tuple[int, int, tuple[int, ...]]] = [(self.parts * tile.cluster, directions, ())]
+        """Of each: blocks, directions, and of blocks that exchange the first row and direction, and all directions."""
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)
             at_once = tile.at_once(chip)
-            self.beside = min(directions, at_once)  # directions in one launch
-            self.each = at_once // self.beside  # groups of rows in one launch
+            beside = min(directions, at_once)  # directions in one launch
+            each = at_once // beside  # groups of rows in one launch
+            self._launches = [
+                (min(each, self.parts - part) * tile.blocks, beside, (part * tile.rows, direction, directions))
+                for direction in range(0, directions, beside)
+                for part in range(0, self.parts, each)
+            ]
         self.halver = halver
         room = 4 * self.words
         if halver is not None:  # behind the words through which blocks exchange lies what is made for each direction
@@ -211,7 +218,7 @@ class Grid:
         Args:
             values: of which the third and the fourth are the addresses of each direction's weights.
         """
-        tile, kernel, ring = self.tile, self.kernel, 0
+        ring = 0
         if self.halver is not None:
             halving, make = self.halver
             space = empty(*self._room)
@@ -223,11 +230,8 @@ class Grid:
         elif self.words:
             space = empty(*self._room)
             ring = space.data_ptr()
-            kernel.fill(stream, ring, self.words)  # nothing has come yet
-        if not isinstance(tile, Spread):
-            kernel(stream, self.parts * tile.cluster, self.directions, *values)
-            return
-        for direction in range(0, self.directions, self.beside):
-            for part in range(0, self.parts, self.each):
-                blocks, row = min(self.each, self.parts - part) * tile.blocks, part * tile.rows
-                kernel(stream, blocks, self.beside, *values, ring, row, direction, self.directions)
+            self.kernel.fill(stream, ring, self.words)  # nothing has come yet
+        if isinstance(self.tile, Spread):
+            values = *values, ring
+        for blocks, directions, where in self._launches:
+            self.kernel(stream, blocks, directions, *values, *where)
