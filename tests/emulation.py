@@ -26,13 +26,16 @@ from whorl.bench.baseline import to_tf32
 from whorl.engines.cuda import (
     aligned,
     entering,
+    grid,
     launch,
     layers,
     options,
     persistent,
+    plain,
     prepare,
     products,
     projected,
+    split,
     store,
 )
 from whorl.engines.cuda.tiling import Chip
@@ -82,6 +85,9 @@ class Kernel:
         status = self._function(grid, second, self._block, cluster, self._shared, self._layout.pack(*values))
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
+
+    def fill(self, stream: int, place: int, words: int) -> None:
+        ctypes.memset(place, 255, 4 * words)
 
 
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
@@ -154,6 +160,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(persistent, "missing", lambda: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: chip)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch.cuda, "device", lambda _: nullcontext())
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda: 0, raising=False)
@@ -163,6 +170,8 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(products, "cublas", lambda: library)
         patch.setattr(torch, "mm", mm)
         patch.setattr(torch, "addmm", addmm)
+        for module in (aligned, grid, plain, split):
+            patch.setattr(module, "empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
         patch.setattr(layers, "product", product)
         patch.setattr(aligned, "product", product)
         patch.setattr(entering, "product", product)

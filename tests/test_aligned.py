@@ -27,14 +27,11 @@ def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-HOST = torch.device("cpu")
-
-
 def ready(sizes: tuple[int, int, int], turned: tuple[int, int] = (0, 0)) -> Product | Copied:
     """A product in bfloat16 of matrices that lie without gaps."""
     rows, depth, columns = sizes
     steps = rows if turned[0] else depth, depth if turned[1] else columns, columns
-    return Products(CHIP, HOST, 0, 2, [1], 10_000).ready(torch.bfloat16, sizes, turned, steps)
+    return Products(CHIP, 0, 2, [1], 10_000).ready(torch.bfloat16, sizes, turned, steps)
 
 
 LAYOUTS = {
@@ -63,7 +60,7 @@ def multiplied(host: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 @pytest.mark.parametrize("right", LAYOUTS)
 @pytest.mark.parametrize("left", LAYOUTS)
 def test_it_is_the_product(left: str, right: str, dtype: torch.dtype, wide: bool, multiplied: list) -> None:
-    made, each = Products(CHIP, HOST, 0, dtype.itemsize, [1], 1), 16 // dtype.itemsize
+    made, each = Products(CHIP, 0, dtype.itemsize, [1], 1), 16 // dtype.itemsize
     for rows, depth, columns in ((9, 13, 6), (8, 16, 24), (5, 7, 10), (12, 30, 3)):
         a = LAYOUTS[left](torch.randn(rows, depth).to(dtype))
         b = LAYOUTS[right](torch.randn(depth, columns).to(dtype))
@@ -103,5 +100,5 @@ def test_copies_are_made_ready_where_they_may_be_needed(
     monkeypatch.setattr(aligned, "LEAST", 100)
     made: list[int] = []
     monkeypatch.setattr(aligned, "row_copier", lambda word, *_: made.append(word))
-    Products(CHIP, HOST, 0, 2, sizes, most)
+    Products(CHIP, 0, 2, sizes, most)
     assert bool(made) == needed

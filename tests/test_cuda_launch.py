@@ -19,7 +19,7 @@ class Listener:
 
     def __init__(self, size: int) -> None:
         self.size, self.launches, self.attributes, self.status = size, [], {}, 0
-        self.cuLaunchKernelEx, self.contexts = self._launch, []
+        self.cuLaunchKernelEx, self.contexts, self.filled = self._launch, [], []
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
         return 0
@@ -35,6 +35,11 @@ class Listener:
         self.contexts.append(context.value)
         self.status = 0
         return 0
+
+    def cuMemsetD32Async(self, place: int, value: int, words: int, stream: int) -> int:
+        if not self.status:
+            self.filled.append((place, value, words, stream))
+        return self.status
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         self.attributes[attribute] = value
@@ -109,6 +114,27 @@ def test_nothing_is_loaded_during_a_capture(listener: Listener, monkeypatch: pyt
         make()
 
 
+def test_memory_is_filled_on_a_stream(listener: Listener) -> None:
+    kernel = make()
+    kernel.fill(0x7000, 1 << 40, 12)
+    assert listener.filled == [(1 << 40, 0xFFFFFFFF, 12, 0x7000)]
+    listener.status = 701
+    with pytest.raises(KernelError, match=r"cannot fill memory for twice: too many resources requested \(701\)"):
+        kernel.fill(0x7000, 1 << 40, 12)
+
+
+@pytest.mark.parametrize("what", ["launch", "fill"])
+def test_a_thread_that_asked_cuda_for_nothing_takes_the_context(what: str, listener: Listener) -> None:
+    kernel = make()
+    listener.status = 201
+    if what == "fill":
+        kernel.fill(0, 1 << 40, 12)
+    else:
+        kernel(0, 1, 1, 0, 0, 0, 0.0)
+    assert listener.contexts == [77]
+    assert len(listener.filled if what == "fill" else listener.launches[1:]) == 1
+
+
 def test_a_launch_within_a_launch_has_its_own_argument(listener: Listener) -> None:
     """As a finalizer may, that the driver's call lets run: each launch must still hand over its own numbers."""
     kernel, plain = make(), listener.cuLaunchKernelEx
@@ -173,6 +199,9 @@ def test_launches_on_streams_in_threads_and_graphs() -> None:
     major, minor = torch.cuda.get_device_capability()
     code = compile.cubin(SOURCE, "twice", f"sm_{major}{minor}")
     kernel = launch.Kernel(code, "twice", torch.cuda.current_device(), 32, 0, 1, "Qqif")
+    words = torch.zeros(13, dtype=torch.int32, device="cuda")
+    kernel.fill(torch.cuda.current_stream().cuda_stream, words.data_ptr() + 4, 11)
+    assert words.tolist() == [0, *[-1] * 11, 0]
     wanted = 2.0 * torch.arange(32.0, device="cuda").repeat(6) + 7
     outs = [torch.full((192,), torch.nan, device="cuda") for _ in range(8)]
 

@@ -81,7 +81,7 @@ def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -
     entered: list[int] = []
     with emulated(folder), pytest.MonkeyPatch.context() as patch:
         layer(x)
-        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
         patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
         layer(x)[0].sum().backward()
     assert entered == [0, 0]

@@ -9,7 +9,9 @@ from torch import Tensor
 
 import whorl
 from comparison import assert_agrees, draw, make
+from whorl import run
 from whorl.engines.cuda import aligned, layers, prepare
+from whorl.engines.cuda.memory import laid_out
 from whorl.engines.cuda.plain import Plain
 from whorl.engines.cuda.products import Product
 
@@ -83,7 +85,38 @@ def test_inference_keeps_nothing_and_gives_the_same() -> None:
     for got, truth in zip((y, *finals), (wanted, *states), strict=True):
         torch.testing.assert_close(got, truth, rtol=0, atol=0)
     (_, training), (_, inference) = layers._prepared.values()
-    assert inference._room < training._room / 2
+    assert inference._room.shape[0] < training._room.shape[0] / 2
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 5, 6), (1, 3, 1)])
+def test_memory_that_is_laid_out_lies_in_one_piece(shape: tuple[int, ...]) -> None:
+    made = torch._C._dynamo.guards._empty_strided_cpu(*laid_out(shape, torch.bfloat16))  # the sibling of `memory.empty`
+    wanted = torch.empty(shape, dtype=torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+
+
+@pytest.mark.parametrize("recording", [True, False])
+def test_kernels_run_before_torch_makes_the_operation(recording: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *given: seen.append((name, torch.is_grad_enabled())) or function(*given)
+
+    monkeypatch.setattr(Plain, "forward", noted("kernels", Plain.forward))
+    monkeypatch.setattr(run._Eager, "forward", staticmethod(noted("operation", run._Eager.forward)))
+    layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
+    with torch.set_grad_enabled(recording):
+        y, _ = layer(torch.randn(4, 5, 6, dtype=torch.bfloat16).transpose(0, 1).contiguous().transpose(0, 1))
+        assert torch.is_grad_enabled() == y.requires_grad == recording
+    assert seen == [("kernels", False), ("operation", False)][: 1 + recording]
+
+
+def test_grad_mode_is_as_before_where_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Plain, "forward", lambda *given: pytest.fail("no memory", pytrace=False))
+    layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
+    with pytest.raises(pytest.fail.Exception, match="no memory"):
+        layer(torch.randn(4, 5, 6, dtype=torch.bfloat16))
+    assert torch.is_grad_enabled()
 
 
 def test_backward_may_run_again() -> None:

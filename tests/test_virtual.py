@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import whorl
+from whorl.problem import kind_of
 
 TIME, BATCH, INPUTS, UNITS = 3, 3, 4, 5
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -35,6 +36,12 @@ def drawn() -> Tensor:
 def assert_same(found: Tensor, wanted: Tensor) -> None:
     assert wanted.norm() > 0
     assert (found - wanted).norm() <= 1e-12 * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps", "xpu", "meta"])
+def test_the_kind_of_a_device_is_read_of_fake_tensors_too(kind: str) -> None:
+    with FakeTensorMode():
+        assert kind_of(torch.empty(1, device=kind)) == kind
 
 
 @layers

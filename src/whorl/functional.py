@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whorl import compiled
 from whorl.plan import plan
-from whorl.problem import Call, Facts, Plan, autocast_is_on, constants, facts, wants_gradient
+from whorl.problem import Call, Facts, Plan, autocast_is_on, constants, facts, kind_of, wants_gradient
 from whorl.run import run
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,4 +136,4 @@ def _batch(x: Tensor, sizes: Tensor | None) -> int | None:
 
 def autocasts(*tensors: Tensor) -> bool:
     """Whether autocast is on and casts each of these: as in torch, it leaves float64 and what is not real alone."""
-    return autocast_is_on(tensors[0].device.type) and all(tensor.dtype in _CAST for tensor in tensors)
+    return autocast_is_on(kind_of(tensors[0])) and all(tensor.dtype in _CAST for tensor in tensors)

@@ -38,8 +38,10 @@ def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
             return _Transformed.apply(made, call.layout, *call.marks, *call.tensors)[: _count_outputs(made)]
         forward_mode = torch.autograd.forward_ad._current_level >= 0
         if forward_mode or recompute or (made.problem.gradient and not engine.recorded):
+            # Kernels run by the time that torch has made the operation, which takes the host as long as some of them.
+            outcome = None if forward_mode else _unrecorded(made, call)
             # What Function.apply does outside torch.func, without its 33 us of binding a signature.
-            return super(torch.autograd.Function, _Eager).apply(made, call, *call.tensors)
+            return super(torch.autograd.Function, _Eager).apply(made, call, outcome, *call.tensors)
     return engine.forward(made, call).outputs
 
 
@@ -58,12 +60,22 @@ def backward(made: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: 
     return engine.backward(made, call, y, saved, grads)
 
 
+def _unrecorded(made: Plan, call: Call) -> Outcome:
+    """What forward gives, nothing of which autograd records; `torch.no_grad` does the same in 2 us more."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        return forward(made, call)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
 class _Eager(torch.autograd.Function):
-    """The operation outside transforms."""
+    """The operation outside transforms; of what has tangents the outcome is computed inside, where they do not flow."""
 
     @staticmethod
-    def forward(ctx: Any, made: Plan, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outcome = forward(made, call)
+    def forward(ctx: Any, made: Plan, call: Call, outcome: Outcome | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outcome = outcome or forward(made, call)
         ctx.structure, ctx.context = (made, call.layout), copy_context()
         ctx.set_materialize_grads(False)
         # Not the final states: users change them in place before backward, as torch lets them.
@@ -74,13 +86,13 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *_backward(ctx, grads))
+        return (None, None, None, *_backward(ctx, grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         marks, tensors = ctx.saved_tensors[:_MARKS], ctx.saved_tensors[_MARKS:]
         made, layout = ctx.structure
-        return _push(_outputs(made, layout, marks), tensors, tangents[2:])
+        return _push(_outputs(made, layout, marks), tensors, tangents[3:])
 
 
 class _Transformed(torch.autograd.Function):
@@ -206,23 +218,24 @@ def _count_outputs(made: Plan) -> int:
 
 
 def _call(layout: Layout, row: Sequence[Any]) -> Call:
-    """The call of a row of its marks and its tensors."""
+    """The call of a row that begins with its marks and its tensors."""
     return Call.of(row[_MARKS:], layout, row[:_MARKS])
 
 
 def _kept(layout: Layout, row: Row) -> tuple[Call, Tensor, Sequence[Tensor]]:
     """The call, its output and what else forward saved, from the row in which all are kept for backward."""
     first = _MARKS + 1 + sum(layout)
-    return _call(layout, row[:first]), row[first], row[first + 1 :]
+    return _call(layout, row), row[first], row[first + 1 :]
 
 
 def _backward(ctx: Any, grads: Row) -> Row:
     """The gradient of each of the call's tensors; differentiable where grad mode is on, as create_graph has it."""
     (made, layout), row = ctx.structure, ctx.saved_tensors
     call, y, saved = _kept(layout, row)
-    if all(grad is None for grad in grads):
+    batched = [torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads if grad is not None]
+    if not batched:
         return [None] * len(call.tensors)
-    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+    if True in batched:
         # torch.autograd.grad(is_grads_batched=True): many gradients in one tensor, which has no memory to read.
         title = f"the backward of {made.problem.form.cell.name} runs on `reference` for batched gradients"
         ctx.context.run(announce, made, title)

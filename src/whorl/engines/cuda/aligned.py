@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whorl.engines.cuda import split
 from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.prepare import row_copier, splitter
 from whorl.engines.cuda.products import Product, handle, laid, product
 from whorl.engines.cuda.split import Split
@@ -40,12 +41,12 @@ class Products:
     """
 
     def __init__(
-        self, chip: Chip, device: torch.device, index: int, element: int, sizes: Iterable[int], most: int,
+        self, chip: Chip, index: int, element: int, sizes: Iterable[int], most: int,
         exact: bool = False,
     ) -> None:  # fmt: skip
         self._splitter = splitter(chip, index) if split.needed(exact, most, chip) else None
         self._copiers = {word: row_copier(word, chip, index) for word in words(element, sizes, most)}
-        self._device, self._index = device, index
+        self._index = index
 
     def ready(
         self, dtype: torch.dtype, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
@@ -75,7 +76,7 @@ class Products:
                 copies[place] = _Copy(self._copiers, element, *((given, made) if place < 2 else (made, given)))
         own = [made.step if copy else given.step for (given, made), copy in zip(pairs, copied, strict=True)]
         aligned = Product(dtype, (tall, deep, wide), turned, (own[0], own[1], own[2]), tf32, out)
-        return Copied(bare, aligned, copies, tall * wide * (out or dtype).itemsize, self._device, self._index)
+        return Copied(bare, aligned, copies, tall * wide * (out or dtype).itemsize, self._index)
 
     def _of_parts(
         self, splitter: Kernel, bare: Product, sizes: tuple[int, int, int], turned: tuple[int, int],
@@ -85,10 +86,10 @@ class Products:
         rows, _, columns = sizes
         tall, wide = _rounded(rows, 4) if turned[0] else rows, _rounded(columns, 4)
         if (tall, wide) == (rows, columns) or not self._copiers:
-            return Split(sizes, turned, steps, (rows, columns), splitter, self._device, self._index)
-        own = Split(sizes, turned, (*steps[:2], wide), (tall, wide), splitter, self._device, self._index)
+            return Split(sizes, turned, steps, (rows, columns), splitter, self._index)
+        own = Split(sizes, turned, (*steps[:2], wide), (tall, wide), splitter, self._index)
         copy = _Copy(self._copiers, 4, _lies(tall, wide, 0), _lies(rows, columns, 0, steps[2]))
-        return Copied(bare, own, [None, None, copy], 4 * tall * wide, self._device, self._index)
+        return Copied(bare, own, [None, None, copy], 4 * tall * wide, self._index)
 
     def __call__(
         self, a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
@@ -118,15 +119,15 @@ class Copied:
     """
 
     def __init__(
-        self, bare: Product, aligned: Product | Split, copies: Sequence["_Copy | None"], made: int,
-        device: torch.device, index: int,
-    ) -> None:  # fmt: skip
-        self._bare, self._aligned, self._device, self._index = bare, aligned, device, index
+        self, bare: Product, aligned: Product | Split, copies: Sequence["_Copy | None"], made: int, index: int
+    ) -> None:
+        self._bare, self._aligned, self._index = bare, aligned, index
         self._of_a, self._of_b, self._of_result = copies
-        self._places, self._room = [], 0
+        self._places, whole = [], 0
         for size in (*(0 if copy is None else copy.size for copy in copies[:2]), made if copies[2] else 0):
-            self._places.append(self._room)
-            self._room += _rounded(size, _ALIGNED)
+            self._places.append(whole)
+            whole += _rounded(size, _ALIGNED)
+        self._room = laid_out((whole,), torch.uint8)
 
     def __call__(self, handle: int, a: int, b: int, out: int, add: bool = False) -> None:
         """Multiply what lies at two addresses, into a third or (`add`) to what is there.
@@ -137,7 +138,7 @@ class Copied:
         if add:
             self._bare(handle, a, b, out, add)
             return
-        room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+        room = empty(*self._room)
         base, stream, result = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index), out
         at_a, at_b, at_result = (base + place for place in self._places)
         if self._of_a is not None:

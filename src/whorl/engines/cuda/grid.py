@@ -3,10 +3,10 @@
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from whorl.engines.cuda import spreading, staging, tiling, tuned
 from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.source import Halving
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
@@ -203,15 +203,24 @@ class Grid:
         self.parts, self.words = -(-batch // tile.rows), 0
         if isinstance(tile, Tile) and (size.staged is None or kind == "forward"):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
+        self._launches: list[tuple[int, int, tuple[int, ...]]] = [(self.parts * tile.cluster, directions, ())]
+        """Of each: blocks, directions, and of blocks that exchange the first row and direction, and all directions."""
         if isinstance(tile, Spread):
             self.words = spreading.words(size, tile, batch, directions, kind)
             at_once = tile.at_once(chip)
-            self.beside = min(directions, at_once)  # directions in one launch
-            self.each = at_once // self.beside  # groups of rows in one launch
+            beside = min(directions, at_once)  # directions in one launch
+            each = at_once // beside  # groups of rows in one launch
+            self._launches = [
+                (min(each, self.parts - part) * tile.blocks, beside, (part * tile.rows, direction, directions))
+                for direction in range(0, directions, beside)
+                for part in range(0, self.parts, each)
+            ]
         self.halver = halver
+        room = 4 * self.words
         if halver is not None:  # behind the words through which blocks exchange lies what is made for each direction
             self._quads = -(-self.words // 4)
-            self._room = 16 * self._quads + directions * halver[0].size
+            room = 16 * self._quads + directions * halver[0].size
+        self._room = laid_out((room,), torch.uint8)
 
     @property
     def together(self) -> int:
@@ -228,29 +237,26 @@ class Grid:
         """Rows of the sums over the batch that backward leaves."""
         return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.tiles * max(1, self.tile.splits)
 
-    def __call__(self, stream: int, like: Tensor, *values: int | float) -> None:
-        """Launch with the fields of the kernel's argument that do not depend on the launch.
+    def __call__(self, stream: int, *values: int | float) -> None:
+        """Launch on the current device with the fields of the kernel's argument that do not depend on the launch.
 
         Args:
-            like: a tensor on the device.
             values: of which the third and the fourth are the addresses of each direction's weights.
         """
-        tile, kernel, ring = self.tile, self.kernel, 0
+        ring = 0
         if self.halver is not None:
             halving, make = self.halver
-            space = like.new_empty(self._room, dtype=torch.uint8)
+            space = empty(*self._room)
             ring = space.data_ptr()
             first = ring + 16 * self._quads
             made = first, first + (self.directions - 1) * halving.size
             make(stream, halving.blocks, self.directions, *values[2:4], *made, ring, self._quads)
             values = *values[:2], *made, *values[4:]
         elif self.words:
-            space = like.new_full((self.words,), -1, dtype=torch.int32)  # nothing has come yet
+            space = empty(*self._room)
             ring = space.data_ptr()
-        if not isinstance(tile, Spread):
-            kernel(stream, self.parts * tile.cluster, self.directions, *values)
-            return
-        for direction in range(0, self.directions, self.beside):
-            for part in range(0, self.parts, self.each):
-                blocks, row = min(self.each, self.parts - part) * tile.blocks, part * tile.rows
-                kernel(stream, blocks, self.beside, *values, ring, row, direction, self.directions)
+            self.kernel.fill(stream, ring, self.words)  # nothing has come yet
+        if isinstance(self.tile, Spread):
+            values = *values, ring
+        for blocks, directions, where in self._launches:
+            self.kernel(stream, blocks, directions, *values, *where)

@@ -19,6 +19,7 @@ _CLUSTER_DIMENSION, _COOPERATIVE, _PROGRAMMATIC = 4, 2, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _REGISTERS, _LOCAL = 4, 3
 _INVALID_CONTEXT = 201
+_ALL_BITS = 2**32 - 1
 
 
 class _Attribute(ctypes.Structure):
@@ -98,6 +99,7 @@ class Kernel:
                 if value:
                     check(library.cuFuncSetAttribute(function, attribute, value), f"prepare {name}")
         self._function, self._launch, self._context = function, library.cuLaunchKernelEx, context
+        self._fill = library.cuMemsetD32Async
         self._frames: list[_Frame] = []
 
     def __call__(self, stream: int, grid: int, second: int, *values: int | float | bytes) -> None:
@@ -113,12 +115,29 @@ class Kernel:
         self.layout.pack_into(frame.values, 0, *values)
         frame.grid[0], frame.grid[1], frame.config.stream = grid, second, stream
         status = self._launch(frame.reference, self._function, frame.arguments, None)
-        if status == _INVALID_CONTEXT:  # the first that this thread asks of CUDA, as autograd's own thread may
-            check(driver().cuCtxSetCurrent(self._context), "take its context")
+        if status == _INVALID_CONTEXT:
+            self._take_context()
             status = self._launch(frame.reference, self._function, frame.arguments, None)
         self._frames.append(frame)
         if status:
             check(status, f"launch {self.name}")
+
+    def fill(self, stream: int, place: int, words: int) -> None:
+        """Set every bit of so many words of 4 bytes on a stream; `Tensor.fill_` takes 6 us more, with cold caches 20.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
+        status = self._fill(place, _ALL_BITS, words, stream)
+        if status == _INVALID_CONTEXT:
+            self._take_context()
+            status = self._fill(place, _ALL_BITS, words, stream)
+        if status:
+            check(status, f"fill memory for {self.name}")
+
+    def _take_context(self) -> None:
+        """For the first that a thread asks of CUDA, as autograd's own thread may."""
+        check(driver().cuCtxSetCurrent(self._context), "take its context")
 
     def resources(self) -> dict[str, int]:
         """Registers and bytes of local memory of a thread (what was spilled), and clusters resident at once."""
@@ -179,4 +198,5 @@ def driver() -> ctypes.CDLL:
     except OSError as error:
         raise KernelError(f"NVIDIA's driver is not here ({name}): `whorl doctor` says what to do.") from error
     library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    library.cuMemsetD32Async.argtypes = [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
     return library

@@ -56,9 +56,7 @@ class Layers:
         self.optional = bool(problem.additions or problem.packed)
         self._tiles = tiles
         self._made: dict[tuple[str, Features], Grid] = {}
-        self._product = Products(
-            self.chip, device, self.index, problem.dtype.itemsize, *largest(problem), exact(problem)
-        )
+        self._product = Products(self.chip, self.index, problem.dtype.itemsize, *largest(problem), exact(problem))
         self._sums = Sums(form, problem.dtype, self.chip, self.index) if problem.gradient else None
         if not self.optional:
             self._ready(PLAIN, PLAIN)
@@ -137,7 +135,7 @@ class Layers:
                 if source.has_options(cell, features):
                     extra = options.argument(layer, ahead.together, before=before, sequences=sequences)
             ahead(
-                stream, x,
+                stream,
                 *pair([gate.data_ptr() for gate in gates]), *_recurrent(weights), *self._vectors(weights),
                 *self._places(starts, layer), *self._places(finals, layer), y.data_ptr(),
                 *self._spaces(spaces, rows), *self._inside(spaces, rows), time, batch, *extra,
@@ -200,7 +198,7 @@ class Layers:
                 if source.has_options(cell, features):
                     extra = found.argument(layer, back.together, features, before, operands, grad_sequences)
             back(
-                stream, x,
+                stream,
                 *pair([gate.data_ptr() for gate in kept[:directions]]),
                 *pair([address(own.hh) for own in weights]),
                 *self._vectors(weights), *self._places(starts, layer), out.data_ptr(), *self._spaces(spaces, rows),

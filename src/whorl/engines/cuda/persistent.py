@@ -135,14 +135,14 @@ class Persistent(Engine):
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device, _made)
-        if torch.cuda.current_device() == made.index:
+        if torch._C._cuda_getDevice() == made.index:
             return made.forward(call)
         with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
             return made.forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         made = layers(plan, call.x.device, _made)
-        if torch.cuda.current_device() == made.index:
+        if torch._C._cuda_getDevice() == made.index:
             return made.backward(call, y, saved, grads)
         with torch.cuda.device(made.index):
             return made.backward(call, y, saved, grads)

@@ -2,10 +2,12 @@
 
 A small layer takes the GPU less time than Python takes for tensors that look at others' memory.  So what is kept for
 backward lies in one room, as does what a pass needs meanwhile, and products are made ready when the plan is: a call
-fills in addresses.
+fills in addresses.  It lists all that it has, and from there each kernel takes its own.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +17,13 @@ from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, address, pair, plain
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
 from whorl.problem import Call, Outcome, Plan, Problem
-from whorl.weights import kinds
+from whorl.weights import kinds, shapes
 
 
 class Kept(NamedTuple):
@@ -68,18 +71,23 @@ class Plain(Layers):
     def __init__(self, plan: Plan, device: torch.device) -> None:
         super().__init__(plan, device)
         form, (units, batch, time, directions) = self.form, self.sizes
-        self._output, self._state = (time, batch, directions * units), (form.layers * directions, batch, units)
+        self._output = laid_out((time, batch, directions * units), self.problem.dtype)
+        self._state = laid_out((form.layers * directions, batch, units), self.problem.dtype)
+        self._input = laid_out((time, batch, form.inputs), self.problem.dtype)
+        self._weights_laid = [laid_out(shape, self.problem.dtype) for shape in shapes(form)]
         self._every = len(kinds(form))
         self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
         features = self._features()
         self._ready(features, features)
         self._ahead = self._kernel("forward", features)
-        self._kept, self._room = self._laid_out()
+        self._kept, size = self._laid_out()
+        self._room = laid_out((size,), torch.uint8)
         self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
-            self._meanwhile = room.size
+            self._meanwhile = laid_out((room.size,), torch.uint8)
+        self._make_ready_to_launch()
 
     def _features(self) -> Features:
         """Of its kernels."""
@@ -128,6 +136,42 @@ class Plain(Layers):
         sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
         return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
 
+    def _make_ready_to_launch(self) -> None:
+        """Names what a pass lists, in the order of `forward` and `backward`, and what of it each kernel takes."""
+        units, batch, _, directions = self.sizes
+        layers, initial, last = range(self.form.layers), self.problem.initial, self.form.layers - 1
+        self._far = [layer * directions * batch * units * self.problem.dtype.itemsize for layer in layers]
+        known = [*(f"weight {place}" for place in range(len(self._weights_laid))), "nothing"]
+        self._in_room: list[int] = []
+        for layer, kept in enumerate(self._kept):
+            for what, places in {"gates": kept.gates, "apart": kept.apart, "states": kept.states}.items():
+                known += _both(what, layer)[:directions]
+                self._in_room += places
+            known.append(f"output {layer}")
+            self._in_room.append(kept.output)
+        starts, finals = self._of_states("start", layers) * initial, self._of_states("final", layers)
+        ahead, self._takes_ahead = [*known, "y", *finals, *starts], []
+        for layer, reads in enumerate(self._reads):
+            output = "y" if layer == last else f"output {layer}"
+            taken = [*_both("gates", layer), *[f"weight {place}" for place in reads], "nothing", "nothing"]
+            taken += [*self._of_states("start", [layer]), *self._of_states("final", [layer]), output]
+            self._takes_ahead.append(_taking([*taken, *_both("apart", layer), *_both("states", layer)], ahead))
+        if not self.problem.gradient:
+            return
+        self._in_meanwhile = [*self._to_gates, *self._to_apart, *self._summed, self._to_below]
+        known += [name for what in ("to_gates", "to_apart", "sums") for name in _both(what, 0)[:directions]]
+        known += ["to_below", "y", "to_y", *starts, *self._of_states("to_start", layers) * initial]
+        back, self._takes_back = [*known, *self._of_states("to_final", layers)], []
+        for layer, reads in enumerate(self._reads):
+            output, ending = ("y", "to_y") if layer == last else (f"output {layer}", "to_below")
+            taken = [*_both("gates", layer), *[f"weight {place}" for place in reads[:2]], "nothing", "nothing"]
+            taken += [*self._of_states("start", [layer]), output, *_both("apart", layer), *_both("states", layer)]
+            taken += [ending, *self._of_states("to_final", [layer]), *_both("to_gates", 0), *_both("to_apart", 0)]
+            self._takes_back.append(_taking([*taken, *self._of_states("to_start", [layer]), *_both("sums", 0)], back))
+
+    def _of_states(self, what: str, layers: Sequence[int]) -> list[str]:
+        return [f"{what} {state} {layer}" for state in self.cell.states for layer in layers]
+
     def _make_ready_for_backward(self, room: "Room") -> None:
         """
         Args:
@@ -166,32 +210,29 @@ class Plain(Layers):
 
     def _output_in(self, room: Tensor, layer: int) -> Tensor:
         """What a layer that is not the last gave."""
-        time, batch, width = self._output
-        first, dtype = self._kept[layer].output, self.problem.dtype
-        return from_bytes(room[first : first + time * batch * width * dtype.itemsize], self._output, dtype)
+        shape, first, dtype = self._output.shape, self._kept[layer].output, self.problem.dtype
+        return from_bytes(room[first : first + math.prod(shape) * dtype.itemsize], shape, dtype)
 
     def forward(self, call: Call) -> Outcome:
         _, batch, time, _ = self.sizes
         dtype, last = self.problem.dtype, self.form.layers - 1
         x, (_alive, at) = call.x.contiguous(), self._weights(call)
-        room = x.new_empty(self._room, dtype=torch.uint8)
+        room = empty(*self._room)
         base, entered = room.data_ptr(), x.data_ptr()
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         options = self._options(call, stream)
         starts = [_own(state, dtype) for state in call.states]
-        y, finals = x.new_empty(self._output), [x.new_empty(self._state) for _ in self.cell.states]
+        y, finals = empty(*self._output), [empty(*self._state) for _ in self.cell.states]
+        places = [
+            *at, *[base + place for place in self._in_room], y.data_ptr(),
+            *[state.data_ptr() + far for state in (*finals, *starts) for far in self._far],
+        ]  # fmt: skip
         for layer, kept in enumerate(self._kept):
             if layer:
                 self._project(layer, blas, entered, at, base)
-            entered = base + kept.output if layer < last else y.data_ptr()
-            self._ahead(
-                stream, x, *pair([base + place for place in kept.gates]),
-                *[at[place] for place in self._reads[layer]], 0, 0,
-                *self._places(starts, layer), *self._places(finals, layer), entered,
-                *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
-                time, batch, *self._argument(options, layer, base),
-            )  # fmt: skip
+            self._ahead(stream, *self._takes_ahead[layer](places), time, batch, *self._argument(options, layer, base))
+            entered = base + kept.output
             if call.dropout and layer < last:
                 dropped = self._output_in(room, layer) * call.dropout[layer]
                 entered = dropped.data_ptr()
@@ -220,31 +261,31 @@ class Plain(Layers):
         if options is not None:
             x = options.cleaned(x)
         starts = [_own(state, dtype) for state in call.states]
-        grad_starts, grad_x = [torch.empty_like(start) for start in starts], None
+        grad_starts, grad_x = [empty(*self._state) for _ in starts], None
         made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
-        meanwhile = x.new_empty(self._meanwhile, dtype=torch.uint8)
+        meanwhile = empty(*self._meanwhile)
         base, here = room.data_ptr(), meanwhile.data_ptr()
         to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
         sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
-        output, ending, buffers = y.data_ptr(), address(grad_y), [here + place for place in self._entered]
+        output, buffers, far = y.data_ptr(), [here + place for place in self._entered], self._far
+        places = [
+            *at, *[base + place for place in self._in_room], *[here + place for place in self._in_meanwhile],
+            output, address(grad_y), *[state.data_ptr() + away for state in (*starts, *grad_starts) for away in far],
+            *[0 if grad is None else grad.data_ptr() + away for grad in grad_finals for away in far],
+        ]  # fmt: skip
         for layer in reversed(range(self.form.layers)):
-            kept, reads, first = self._kept[layer], self._reads[layer], layer * directions * self._every
+            reads, first = self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
             target, entered = to_below, below
-            self._back(
-                stream, x, *pair([base + place for place in kept.gates]), *[at[place] for place in reads[:2]], 0, 0,
-                *self._places(starts, layer), output,
-                *pair([base + place for place in kept.apart]), *pair([base + place for place in kept.states]),
-                ending, *self._places(grad_finals, layer), *pair(to_gates), *pair(to_apart),
-                *self._places(grad_starts, layer), *sums, time, batch, *self._argument(options, layer, base, buffers),
-            )  # fmt: skip
+            extra = self._argument(options, layer, base, buffers)
+            self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
             _alive, whole = self._whole(options, layer, room, buffers)
             for place in range(first, first + directions * self._every):  # while the kernel runs
-                made[place] = torch.empty_like(weights[place])
+                made[place] = empty(*self._weights_laid[place])
                 into[place] = made[place].data_ptr()
             if not layer:
-                grad_x = None if "x" in constants else torch.empty_like(x)
+                grad_x = None if "x" in constants else empty(*self._input)
                 target = address(grad_x)
             elif call.dropout:
                 dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
@@ -262,15 +303,15 @@ class Plain(Layers):
                 if whole:
                     self._multiply_whole(blas, *of_gates, whole[direction], into[own + 1])
                 else:
-                    start = self._places(starts[:1], layer)[0]
+                    start = starts[0].data_ptr() + far[layer] if starts else 0
                     self._multiply_recurrent(blas, direction, *of_gates, output, start, made[own + 1])
             if call.dropout and layer:
                 first_byte = self._to_below
-                to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], self._output, dtype)
+                to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], y.shape, dtype)
                 if "dropout" not in constants:
                     grad_dropout[layer - 1] = to_dropped * self._output_in(room, layer - 1)
                 to_dropped *= call.dropout[layer - 1]
-            output, ending = below, target
+            output = below
         return [grad_x, *grad_starts, *made, *grad_dropout, *[None] * len(call.noise)]
 
     def _whole(
@@ -303,6 +344,17 @@ class Plain(Layers):
                 some.over(blas, gradients + after * some.step, entered, made + some.into)
             if start:
                 some.start(blas, gradients + of_start * some.step, start, made + some.into, add=True)
+
+
+def _both(what: str, layer: int) -> list[str]:
+    """Its names in each direction, whether or not there are two."""
+    return [f"{what} {layer} {direction}" for direction in range(2)]
+
+
+def _taking(wanted: Sequence[str], known: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """What takes from a list of addresses what is `wanted`; in the place of what is not `known`, that of nothing."""
+    places = {name: place for place, name in enumerate(known)}
+    return itemgetter(*[places.get(name, places["nothing"]) for name in wanted])
 
 
 def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:

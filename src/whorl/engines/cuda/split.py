@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from whorl.engines.cuda.launch import Kernel
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.products import Product
 from whorl.engines.cuda.tiling import Chip
 
@@ -87,10 +88,10 @@ class Split:
 
     def __init__(
         self, sizes: tuple[int, int, int], turned: tuple[int, int], steps: tuple[int, int, int],
-        made: tuple[int, int], splitter: Kernel, device: torch.device, index: int,
+        made: tuple[int, int], splitter: Kernel, index: int,
     ) -> None:  # fmt: skip
         (rows, depth, columns), (tall, wide) = sizes, made
-        self._split, self._device, self._index = splitter, device, index
+        self._split, self._index = splitter, index
         groups = -(-depth // min(DEEPEST, max(_SHALLOWEST, ROOM // (_BYTES * (wide + _FEWEST)))))
         each = _rounded(-(-depth // groups), 4)
         groups = -(-depth // each)
@@ -123,7 +124,7 @@ class Split:
                 pieces.append(_Piece(of_a, 4 * row * steps[2], product, first > 0))
             self._pieces.append((of_b, pieces))
         self._for_a = _rounded(_BYTES * together * each * _rounded(high, 4), 256)
-        self._room = self._for_a + _BYTES * together * each * _rounded(wide, 4)
+        self._room = laid_out((self._for_a + _BYTES * together * each * _rounded(wide, 4),), torch.uint8)
 
     def __call__(self, handle: int, a: int, b: int, out: int, add: bool = False) -> None:
         """Multiply what lies at two addresses, into a third or (`add`) to what is there.
@@ -131,7 +132,7 @@ class Split:
         Raises:
             KernelError: cuBLAS or the driver refuses.
         """
-        room = torch.empty(self._room, dtype=torch.uint8, device=self._device)
+        room = empty(*self._room)
         stream, for_a = torch._C._cuda_getCurrentRawStream(self._index), room.data_ptr()
         for_b = for_a + self._for_a
         for of_b, pieces in self._pieces:
