@@ -108,7 +108,8 @@ static bool pack_columns_in_parts(const Outer& o, int64_t begin, int64_t first, 
 }
 
 // Adds what tiles made, [columns of b, columns of a], to the rows of `out` from `first` on.
-INLINE void add_turned(const real (&made)[16][WIDE_TILE], const Operand& to, int64_t first, int64_t last, int64_t column, bool add) {
+INLINE void add_turned(
+    const real (&made)[16][WIDE_TILE], const Operand& to, int64_t first, int64_t last, int64_t column, bool add) {
   alignas(64) real turned[16][WIDE_TILE];
   transpose(made[0], WIDE_TILE, (packed_t*)turned, WIDE_TILE);
   const int64_t count = last - first < 16 ? last - first : 16;
@@ -121,7 +122,8 @@ INLINE void add_turned(const real (&made)[16][WIDE_TILE], const Operand& to, int
 }
 
 // Columns of `a` from `first` to before `last` in a block of rows, of which both are packed.
-static void multiply_block(const Outer& o, int64_t begin, int64_t first, int64_t last, const char* rows, const char* columns) {
+static void multiply_block(
+    const Outer& o, int64_t begin, int64_t first, int64_t last, const char* rows, const char* columns) {
   alignas(64) real sums[4][16][WIDE_TILE];
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
@@ -137,7 +139,8 @@ static void multiply_block(const Outer& o, int64_t begin, int64_t first, int64_t
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        tiles_of_two_blocks(a, a + (tall - 1) * InParts::BLOCK, one, one + (wide - 1) * InParts::BLOCK, InParts::DEEP, [] {});
+        const char *b = a + (tall - 1) * InParts::BLOCK, *other = one + (wide - 1) * InParts::BLOCK;
+        tiles_of_two_blocks(a, b, one, other, InParts::DEEP, [] {});
         _tile_stored(0, sums[0], 64);
         _tile_stored(1, sums[1], 64);
         _tile_stored(2, sums[2], 64);

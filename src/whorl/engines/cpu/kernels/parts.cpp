@@ -247,7 +247,8 @@ static void product_of_parts(
   alignas(64) real sums[4][16][WIDE_TILE];
   Kind kind[2][16];
   const int64_t blocks = (rows + 15) / 16, tall = (rows + blocks - 1) / blocks, deep = up(k, DEEP_TILE);
-  const int64_t pairs = (last - first + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE), passes = (blocks + 1) / 2 * pairs * deep / DEEP_TILE;
+  const int64_t pairs = (last - first + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE);
+  const int64_t passes = (blocks + 1) / 2 * pairs * deep / DEEP_TILE;
   const int64_t lines = fetch ? fetch->lines() / passes + 1 : 0;
   auto beside = [&]() ALWAYS {
     if (lines) fetch->some(lines);
@@ -260,7 +261,8 @@ static void product_of_parts(
     return;
   }
   for (int64_t begin = 0; begin < rows; begin += 2 * tall) {
-    const int64_t left = rows - begin, count[2] = {left < tall ? left : tall, left <= tall ? 0 : left < 2 * tall ? left - tall : tall};
+    const int64_t left = rows - begin;
+    const int64_t count[2] = {left < tall ? left : tall, left <= tall ? 0 : left < 2 * tall ? left - tall : tall};
     configure(tall, count[1] ? OF_TWO_BLOCKS : OF_ONE_BLOCK);
     for (int64_t k0 = 0; k0 < k; k0 += MOST) {
       const int64_t some = k - k0 < MOST ? k - k0 : MOST;
@@ -335,7 +337,10 @@ INLINE int32_t* all_apart(const Packed& b) { return (int32_t*)((char*)b.data + b
 
 // The shares in which several pack or multiply: blocks of two tiles, or panels.
 INLINE int64_t shares(const Packed& b) { return b.in_parts ? (b.n + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE) : b.panels(); }
-INLINE int64_t whole(int64_t n, int64_t share) { return up(n, WIDE_TILE) < share * 2 * WIDE_TILE ? up(n, WIDE_TILE) : share * 2 * WIDE_TILE; }
+INLINE int64_t whole(int64_t n, int64_t share) {
+  const int64_t column = share * 2 * WIDE_TILE, every = up(n, WIDE_TILE);
+  return column < every ? column : every;
+}
 
 // Of a matrix of these sizes that the rows of so many sequences meet.
 INLINE Packed unpacked(int64_t n, int64_t k, int64_t batch) { return {n, k, nullptr, nullptr, in_parts(n, k, batch)}; }
