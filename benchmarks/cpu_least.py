@@ -86,7 +86,7 @@ def ways(sizes: Sizes, threads: int) -> Ways:
     rows, times, columns = sizes.steps * sizes.batch, sizes.steps - 1, sizes.columns
     weight_ih, weight_hh = torch.randn(columns, sizes.inputs), torch.randn(columns, sizes.units)
     x, h, dx = torch.randn(rows, sizes.inputs), torch.randn(rows, sizes.units), torch.randn(rows, columns)
-    own = Products(own_layer(sizes, threads)[0].kernel, torch.float32, threads)
+    own = Products(own_layer(sizes, threads)[0].kernel, torch.float32, threads, sizes.batch)
     back_ih, back_hh = weight_ih.t().contiguous(), weight_hh.t().contiguous()
     made = {
         "input": {"whorl": lambda: own.rows(x, weight_ih), **multiplied(x, weight_ih, 1)},

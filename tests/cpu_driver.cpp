@@ -292,10 +292,12 @@ uint64_t products(int64_t threads) {
   real *bias = draw<real>(outputs), *y = make<real>(rows * stride), *out = make<real>(outputs * inputs);
   real* sums = make<real>(outputs);
   store* d = draw<store>(rows * outputs);
-  call([&] { return whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, threads); });
+  call([&] { return whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 1, 1, threads); });
+  const uint64_t alone = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
+  call([&] { return whorl_project(y, x, w, bias, rows, inputs, outputs, stride, 87, 1, threads); });  // of many sequences
   for (int64_t add = 0; add < 2; ++add)
     call([&] { return whorl_outer(out, sums, d, x, rows, outputs, inputs, outputs, inputs, add, nullptr, nullptr, 0, threads); });
-  uint64_t made = digest(14695981039346656037u, y, size_t(rows * stride) * sizeof(real));
+  uint64_t made = digest(alone, y, size_t(rows * stride) * sizeof(real));
   made = digest(made, out, size_t(outputs * inputs) * sizeof(real));
   made = digest(made, sums, size_t(outputs) * sizeof(real));
   release();

@@ -100,7 +100,7 @@ class _Pass:
         self.kernel = kernel(form.cell, problem.dtype)
         self.threads, self.dtype = torch.get_num_threads(), problem.dtype
         self.wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
-        self.products = Products(self.kernel, self.wide, self.threads)
+        self.products = Products(self.kernel, self.wide, self.threads, self.rows.batch)
         self.widths = [form.state_width(index) for index in range(len(form.cell.states))]
         self.weights, self.given = split(form, call.weights), given(form, call)
         self.extras = [self.widened(extra).reshape(-1, extra.shape[-1]) for extra in call.inputs]

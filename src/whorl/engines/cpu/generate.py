@@ -10,10 +10,10 @@ from whorl.engines.segments import Link, Pass, Segments, segments
 
 _KERNELS = Path(__file__).with_name("kernels")
 _STEP = ("types.cpp", "step.cpp")
-_SHARED = ("types.cpp", "product.cpp", "memory.cpp", "threads.cpp", "noise.cpp", "places.cpp")
+_SHARED = ("types.cpp", "product.cpp", "parts.cpp", "memory.cpp", "threads.cpp", "noise.cpp", "places.cpp")
 _LOOP = (
-    "sweep.cpp", "weights.cpp", "project.cpp", "outer.cpp", "group.cpp", "forward.cpp", "backward.cpp", "run.cpp",
-    "plain.cpp", "stream.cpp",
+    "sweep.cpp", "weights.cpp", "project.cpp", "outer.cpp", "outer_parts.cpp", "group.cpp", "forward.cpp",
+    "backward.cpp", "run.cpp", "plain.cpp", "stream.cpp",
 )  # fmt: skip
 _PLACE = "//: generated\n"
 

@@ -44,13 +44,14 @@ class Stream(Step):
         described = (StepLayer * form.layers)()
         for layer, weights in enumerate(layers):
             fields = Fields(made, rows, 1, form.units, form.width, False)
-            Masks(made, form, call, given_masks[layer], layer, rows, wide, Products(made, wide, 1), False).set(
+            products = Products(made, wide, 1, rows.batch)
+            Masks(made, form, call, given_masks[layer], layer, rows, wide, products, False).set(
                 fields, [None] * len(self.states), [None] * len(self.states)
             )
             fields.set_lists(states=[state[layer] for state in self.states])
             described[layer] = self._described(fields, weights, form.layer_inputs(layer))
-        products = rows.batch * sum(weight.numel() for weight in call.weights if weight.dim() == 2)
-        shared = threads if products >= _SHARED_FROM else 1
+        multiplied = rows.batch * sum(weight.numel() for weight in call.weights if weight.dim() == 2)
+        shared = threads if multiplied >= _SHARED_FROM else 1
         self._step, self._y = made.stream, torch.empty(rows.batch, form.width, dtype=dtype)
         opened = ctypes.c_void_p()
         made.open(described, form.layers, shared, opened)

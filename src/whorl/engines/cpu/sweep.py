@@ -149,7 +149,7 @@ def _loop(dtype: torch.dtype) -> ctypes.CDLL:
         getattr(library, name).argtypes = (POINTER(Sweep),)
     library.whorl_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_uint64, c_int64, c_uint64, c_double)
     library.whorl_draw.restype = None
-    library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
+    library.whorl_project.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 7)
     library.whorl_outer.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6, *(c_void_p,) * 2, *(c_int64,) * 2)
     for name in _TAKE_MEMORY:
         function = getattr(library, f"whorl_{name}")
@@ -192,10 +192,14 @@ NO_FACTOR = Factor(None, None)
 
 
 class Products:
-    """Products of many rows at once, to the bit the same with any number of threads."""
+    """Products of many rows at once, to the bit the same with any number of threads.
 
-    def __init__(self, made: Kernel, wide: torch.dtype, threads: int) -> None:
-        self._kernel, self._wide, self._threads = made, wide, threads
+    Args:
+        batch: the sequences whose rows they are.
+    """
+
+    def __init__(self, made: Kernel, wide: torch.dtype, threads: int, batch: int) -> None:
+        self._kernel, self._wide, self._threads, self._batch = made, wide, threads, batch
 
     def rows(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, across: bool = True) -> Tensor:
         """x weight' + bias (x weight where not `across`) in the dtype of sums, [rows, columns filled up to 64]."""
@@ -205,7 +209,7 @@ class Products:
         x, weight = x.contiguous(), weight.contiguous()
         rows, inputs = x.shape
         made = empty(rows, filled_up(columns), dtype=self._wide)
-        sizes = rows, inputs, columns, made.shape[1], across, self._threads
+        sizes = rows, inputs, columns, made.shape[1], self._batch, across, self._threads
         self._kernel.project(*map(address, (made, x, weight, bias)), *sizes)
         return made
 

@@ -66,7 +66,7 @@ struct Group {
   }
   void multiply(
       const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add = false, Fetch* fetch = nullptr) const {
-    const int64_t first = b.panels() * team.member / team.members, last = b.panels() * (team.member + 1) / team.members;
+    const int64_t first = shares(b) * team.member / team.members, last = shares(b) * (team.member + 1) / team.members;
     product(b, rows, a, c, add, first, last, fetch);
   }
   // Whether the rows of a step lie one after the other, wherever steps keep something.

@@ -244,7 +244,7 @@ static void outer_columns(void* data, int thread, int) {
   }
 }
 
-static void outer(Outer o, int threads) {
+static void outer_of_panels(Outer o, int threads) {
   for (int side = 0; side < o.count && !o.rows && !o.add; ++side)
     memset(o.operands[side].out, 0, size_t(o.n * o.operands[side].m) * sizeof(real));
   if (!o.rows) return;

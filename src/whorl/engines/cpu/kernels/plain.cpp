@@ -56,7 +56,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   if (!p.within) {
     const store* input = places.mask ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
     const int64_t wide = k.cell->gates * k.units;
-    project({p.x, input, p.ih, p.bias_ih, places.rows, k.inputs, wide, k.x_stride, !p.ih_turned, 0, {}}, threads);
+    project({p.x, input, p.ih, p.bias_ih, places.rows, k.inputs, wide, k.x_stride, k.batch, !p.ih_turned, 0, {}}, threads);
     k.input = nullptr;
   }
   run_all(k, false);
@@ -108,7 +108,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
 
   if (p.to_input) {
     real* made = k.mask ? scratch.take<real>(rows * inputs) : p.to_input;
-    project({made, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, p.ih_turned != 0, 0, {}}, threads);
+    project({made, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, k.batch, p.ih_turned != 0, 0, {}}, threads);
     if (k.mask) {
       set_or_zero(p.to_input, nullptr, k.time * k.batch * inputs);
       places.spread(p.to_input, {k.batch * inputs, inputs}, made, inputs, inputs);

@@ -64,6 +64,7 @@ struct Packed {
   int64_t n, k;
   packed_t* data;
   real* bias;  // [up(n, LANES)]
+  bool in_parts = false;  // as parts.cpp lays it
 
   int64_t steps() const { return up(k, STEP) / STEP; }
   int64_t wide() const { return n / PANEL; }
@@ -71,7 +72,9 @@ struct Packed {
   int64_t column(int64_t panel) const {
     return panel < wide() ? panel * PANEL : wide() * PANEL + (panel - wide()) * LANES;
   }
-  int64_t bytes() const { return up(n, LANES) * steps() * int64_t(sizeof(packed_t)); }
+  int64_t bytes() const {
+    return in_parts ? up(n, 16) * up(k, 32) * 6 + 64 : up(n, LANES) * steps() * int64_t(sizeof(packed_t));
+  }
 };
 
 INLINE packed_t pair(store low, store high) {
@@ -140,7 +143,7 @@ static void pack_rows(const Packed& to, Row row, int64_t first, int64_t last) {
 }
 
 // Columns are rows of `weight` [n, ld] (`across` false: columns are columns of [k, ld]).
-static void pack(const Packed& to, const store* weight, int64_t ld, bool across, int64_t first, int64_t last) {
+static void pack_panels(const Packed& to, const store* weight, int64_t ld, bool across, int64_t first, int64_t last) {
   if (!across) return pack_rows(to, [=](int64_t k) { return weight + k * ld; }, first, last);
   const store zero = {};
   for (int64_t panel = first; panel < last; ++panel) {
@@ -183,6 +186,19 @@ struct Fetch {
   void all() const {
     for (int64_t i = 0; i < count; ++i)
       for (int64_t line = 0; line < ranges[i].lines; ++line) __builtin_prefetch(ranges[i].at + line * LINE, 1);
+  }
+  int64_t lines() const {
+    int64_t every = 0;
+    for (int64_t i = 0; i < count; ++i) every += ranges[i].lines;
+    return every;
+  }
+  // So many lines of those that are left.
+  void some(int64_t lines) {
+    for (; lines > 0 && count > 0; --lines) {
+      Range& range = ranges[count - 1];
+      __builtin_prefetch(range.at, 0, 2), range.at += LINE;
+      if (--range.lines <= 0) --count;
+    }
   }
   // A product of so many steps in all.
   void begin(int64_t steps) {
@@ -279,9 +295,9 @@ static void panel_of_rows(
 }
 
 // The panels from `first` to before `last` of rows a[0], a[1], ... times b, into c (`add`: in place of the bias, to c).
-static void product(
+static void product_of_panels(
     const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, int64_t first, int64_t last,
-    Fetch* fetch = nullptr) {
+    Fetch* fetch) {
   if (fetch) fetch->begin((last - first) * ((rows + ROWS - 1) / ROWS) * b.steps());
   for (int64_t panel = first; panel < last; ++panel)
     if (panel < b.wide())

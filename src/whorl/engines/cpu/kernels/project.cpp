@@ -7,7 +7,7 @@ struct Projection {
   const store* x;
   const store* w;
   const real* bias;
-  int64_t rows, inputs, outputs, stride;
+  int64_t rows, inputs, outputs, stride, batch;
   bool across;  // w is [outputs, inputs]; else [inputs, outputs]
   int64_t next;
   Packed packed;
@@ -19,8 +19,8 @@ struct Projection {
 
 static void pack_projection(void* data, int thread, int threads) {
   const Projection& p = *(Projection*)data;
-  const int64_t panels = p.packed.panels();
-  pack(p.packed, p.w, p.across ? p.inputs : p.outputs, p.across, panels * thread / threads, panels * (thread + 1) / threads);
+  const int64_t every = shares(p.packed);
+  pack(p.packed, p.w, p.across ? p.inputs : p.outputs, p.across, every * thread / threads, every * (thread + 1) / threads);
 }
 
 static void project_rows(void* data, int thread, int) {
@@ -42,18 +42,18 @@ static void project_rows(void* data, int thread, int) {
       put(row + p.inputs, real(0));
       a[i] = row;
     }
-    product(p.packed, count, a, c, false, 0, p.packed.panels());
+    product(p.packed, count, a, c, false, 0, shares(p.packed));
   }
 }
 
 static void project(Projection p, int threads) {
   Scratch scratch;
-  p.packed.n = p.outputs, p.packed.k = p.inputs;
+  p.packed = unpacked(p.outputs, p.inputs, p.batch);
   const int64_t bytes = up(p.packed.bytes(), 64), bias = up(p.outputs, LANES);
   const int64_t before = bytes + up(bias * int64_t(sizeof(real)), 64);
   const int64_t blocks = p.deep() > p.inputs ? threads * Projection::BLOCK * p.deep() * int64_t(sizeof(store)) : 0;
   char* memory = scratch.take<char>(before + blocks);
-  p.packed.data = (packed_t*)memory, p.packed.bias = (real*)(memory + bytes);
+  place(p.packed, memory), p.packed.bias = (real*)(memory + bytes);
   p.padded = blocks ? (store*)(memory + before) : nullptr;
   for (int64_t n = 0; n < bias; ++n) p.packed.bias[n] = p.bias && n < p.outputs ? p.bias[n] : real(0);
   parallel(p.inputs * p.outputs < 16384 ? 1 : threads, pack_projection, &p);

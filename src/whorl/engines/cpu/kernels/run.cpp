@@ -86,12 +86,12 @@ int64_t whorl_backward(const kernel::Sweep* k) {
 }
 
 // y = x w' + bias of many rows: x [rows, inputs], y [rows, stride], the stride in whole vectors; w is [outputs, inputs]
-// where `across`, else [inputs, outputs].
+// where `across`, else [inputs, outputs].  The rows are of `batch` sequences.
 int64_t whorl_project(
     kernel::real* y, const kernel::store* x, const kernel::store* w, const kernel::real* bias, int64_t rows,
-    int64_t inputs, int64_t outputs, int64_t stride, int64_t across, int64_t threads) {
+    int64_t inputs, int64_t outputs, int64_t stride, int64_t batch, int64_t across, int64_t threads) {
   return kernel::missing([&] {
-    kernel::project({y, x, w, bias, rows, inputs, outputs, stride, across != 0, 0, {}}, int(threads));
+    kernel::project({y, x, w, bias, rows, inputs, outputs, stride, batch, across != 0, 0, {}}, int(threads));
   });
 }
 

@@ -41,9 +41,9 @@ static void stream_step(void* data, int thread, int threads) {
   Team team = {whole ? &s.together : &s.alone, whole ? s.threads : 1, whole ? thread : 0};
   for (int64_t index = 0; index < s.count; ++index) {
     Prepared& f = s.layer[index];
-    const int64_t panels = f.input.panels();
-    product(f.input, s.batch, f.a, f.c, false, panels * team.member / team.members,
-            panels * (team.member + 1) / team.members);
+    const int64_t every = shares(f.input);
+    product(f.input, s.batch, f.a, f.c, false, every * team.member / team.members,
+            every * (team.member + 1) / team.members);
     team.wait();
     forward_group(Group(f.sweep, f.weights, f.sweep.order, s.batch, team), {s.own + team.member * s.own_bytes}, {s.memory});
     team.wait();
@@ -65,11 +65,11 @@ static Stream* open_stream(const StepLayer* layers, int64_t count, int64_t threa
     k.time = k.groups = 1, k.threads = k.team = threads, k.largest = s.batch;
     f.weights = make_weights(k, true, scratch);
     const int64_t gates = k.cell->gates * k.units, stride = up(gates, LANES);
-    f.input.n = gates, f.input.k = f.inputs;
-    f.input.data = (packed_t*)scratch.zeros<char>(f.input.bytes());
+    f.input = unpacked(gates, f.inputs, s.batch);
+    place(f.input, scratch.zeros<char>(f.input.bytes()));
     f.input.bias = scratch.zeros<real>(stride);
     for (int64_t n = 0; n < gates; ++n) f.input.bias[n] = from.bias_ih ? from.bias_ih[n] : real(0);
-    pack(f.input, from.ih, f.inputs, true, 0, f.input.panels());
+    pack(f.input, from.ih, f.inputs, true, 0, shares(f.input));
     real* x = scratch.zeros<real>(s.batch * stride);
     k.x = x, k.x_stride = stride;
     f.a = scratch.zeros<const store*>(s.batch), f.c = scratch.zeros<real*>(s.batch);

@@ -24,7 +24,7 @@ static void pack_all(void* data, int thread, int threads) {
   const Sweep& k = *job.k;
   const Weights& w = *job.w;
   auto share = [&](const Packed& to, const store* from, int64_t ld, bool across) {
-    pack(to, from, ld, across, to.panels() * thread / threads, to.panels() * (thread + 1) / threads);
+    pack(to, from, ld, across, shares(to) * thread / threads, shares(to) * (thread + 1) / threads);
   };
   for (int index = 0; index < w.count; ++index) {
     const int64_t first = w.first[index] * k.units;
@@ -58,7 +58,7 @@ static Weights make_weights(const Sweep& k, bool across, Scratch& scratch) {
   }
   int64_t bytes = 0;
   auto measure = [&](Packed& to, int64_t n, int64_t reduced) {
-    to.n = n, to.k = reduced;
+    to = unpacked(n, reduced, k.batch);
     bytes += up(to.bytes(), 64) + up(up(n, LANES) * int64_t(sizeof(real)), 64);
   };
   for (int index = 0; index < w.count; ++index) {
@@ -70,7 +70,7 @@ static Weights make_weights(const Sweep& k, bool across, Scratch& scratch) {
   if (projects) measure(w.input, cell.gates * k.units, k.inputs);
   char* memory = scratch.take<char>(bytes);
   auto lay = [&](Packed& to, const real* bias) {
-    to.data = (packed_t*)memory, memory += up(to.bytes(), 64);
+    place(to, memory), memory += up(to.bytes(), 64);
     to.bias = (real*)memory, memory += up(up(to.n, LANES) * int64_t(sizeof(real)), 64);
     for (int64_t n = 0; n < up(to.n, LANES); ++n) to.bias[n] = bias && n < to.n ? bias[n] : real(0);
   };
