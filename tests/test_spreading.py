@@ -165,8 +165,8 @@ def test_four_warps_multiply_together_where_they_are_faster_so(
 def test_plain_layers_have_more_of_their_weights_in_registers(
     cell: str, element: int, units: int, batch: int, kind: str, resident: int
 ) -> None:
-    """On an H200, us a step: 2.89 and 2.70, 2.75 (in a cluster) and 2.30, 3.42 and 3.02, 2.92 and 2.70, 18.6 and 12.7,
-    12.9 and 12.2, 4.56 and 4.28."""
+    """On an H200 2.89 us a step and 2.70, 2.75 and 2.30, 3.42 and 3.02, 2.92 and 2.70, 18.6 and 12.7, 12.9 and 12.2,
+    4.56 and 4.28."""
     graph = getattr(library, cell).graph
     tile = grid.choose(size_of(graph, units, element), H200, batch, 1, kind)
     assert isinstance(tile, Spread)
@@ -175,7 +175,7 @@ def test_plain_layers_have_more_of_their_weights_in_registers(
 
 @pytest.mark.parametrize("option", [*OPTIONS])
 def test_256_units_with_options_are_spread_over_four_blocks_backward(option: str) -> None:
-    """Without options, where both were measured on an H200, 1.51 us a step and 1.72 over eight; with them neither was."""
+    """Without options 1.51 us a step on an H200 and 1.72 over eight; with them it was not measured."""
     size = size_of(library.lstm.graph, 256, 2, Features(**OPTIONS[option]))
     tile = grid.choose(size, H200, 128, 1, "backward")
     assert isinstance(tile, Spread)
