@@ -240,13 +240,15 @@ GROUPS = {
 }
 
 
-def measure(case: Case, clock: Callable[[], float], seconds: float, peak: Peak) -> dict[str, Any]:
-    """Microseconds of both, in turns, after a check."""
+def measure(case: Case, clock: Callable[[], float], seconds: float, peak: Peak) -> dict[str, Any] | None:
+    """Microseconds of both, in turns, after a check; None where the results differ, which is said."""
     name, theirs, ours, work = case
     bound = 2e-2 if "bfloat16" in name else 1e-4
     for one, other in zip(theirs(), ours(), strict=True):
         apart = ((one - other).norm() / one.norm()).item()
-        assert apart < bound or name.startswith("option"), f"{name}: the results are {apart} apart"
+        if not (apart < bound or name.startswith("option")):
+            print(f"{name}: not timed, the results are {apart:.2g} apart", flush=True)
+            return None
     rate = peak.best() if work else 0.0
     begin = clock()
     theirs()
@@ -285,8 +287,10 @@ def main() -> None:
             for case in GROUPS[group]():
                 if given.only not in case[0]:
                     continue
-                rows.append(measure(case, clock, given.seconds, peak))
-                row = rows[-1]
+                row = measure(case, clock, given.seconds, peak)
+                if row is None:
+                    continue
+                rows.append(row)
                 most = f", at most {row['most']}" if "most" in row else ""
                 print(
                     f"{row['case']}: {row['rival_us']} us, whorl {row['whorl_us']} us, {row['ratio']}{most}", flush=True
