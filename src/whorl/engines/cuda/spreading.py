@@ -230,8 +230,9 @@ _FORWARD_TWO = {False: 88, True: 60}
 def _more(size: Size, gathered: int) -> int:
     """Operands that stay in registers beyond those that the estimate leaves, backward, where one warp multiplies.
 
-    Nothing is spilled.  On an H200 a step of LSTM with 512 units at batch 128 took 2.89 us and takes 2.70, GRU 2.75 (in
-    a cluster) and 2.30, with TF32 products 3.42 (in a cluster) and 3.02, 2.92 (in a cluster) and 2.70.
+    Nothing is spilled, but a word of a peephole LSTM with TF32 products and every option.  On an H200 a step of LSTM
+    with 512 units at batch 128 took 3.00 us and takes 2.83, GRU 2.77 (in a cluster) and 2.44, with TF32 products 3.53
+    (in a cluster) and 3.12, 3.08 (in a cluster) and 2.75, over 40 steps.  With options it was not timed by itself.
     """
     if gathered > 1:
         return (4 + 2 * (size.element == 4)) * size.bare

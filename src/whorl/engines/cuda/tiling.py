@@ -165,8 +165,10 @@ def forward(
         used += -(-2 * tiles // splits) * (size.gates * size.gate // 2 + 2 * size.states + size.ahead)
         used += 2 * size.recurrent * (1 + halves * size.exact) + 2 * size.vectors + 8 * bool(size.ahead)
     used += extra(size, _POINTWISE_EXTRA if pointwise else _FORWARD_EXTRA, part, halves)
-    if size.bare and size.element == 4:
-        used -= _TOO_MANY if halves and groups == 8 and size.recurrent > 3 else 12 if pointwise and not halves else 0
+    if size.bare and halves and groups == 8 and size.recurrent > 3:
+        used -= _TOO_MANY
+    if size.bare and pointwise and size.element == 4 and not halves:
+        used -= _TOO_MANY_APART
     most = _TRADED if pointwise and subs > 1 and warps == 12 and groups * splits == 8 else registers(warps)
     room = _room(size, most, used, halves)
     if room is None:
@@ -233,12 +235,12 @@ def backward(
 
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 56, 68  # registers of addresses and of the cell itself: what compiles without spills
 _POINTWISE_EXTRA = 32  # of addresses alone; with fewer the compiler adds up one chain of products after another
-_TOO_MANY = 32
+_TOO_MANY, _TOO_MANY_APART = 32, 12
 """What the estimates above are too many by where a block has 128 units, of a layer without options, vectors and
-means. With 256 units at batch 512 a step of backward took 2.79 us and takes 2.72, GRU 2.20 and 2.07, with TF32
-products 3.79 and 3.65, GRU 3.12 and 3.02, forward of LSTM 2.63 and 2.47 (H200; two words are spilled in bfloat16, 7
-and 15 with TF32). Where warps compute the cell alone and TF32 itself is multiplied, 12: GRU with 512 units 1.23 and
-1.18 at batch 1, 1.45 and 1.42 at 32, with 256 at 128 1.55 and 1.50."""
+means; some words are spilled, up to 15 with TF32. With 256 units at batch 512 a step of GRU backward took 2.23 us and
+takes 2.10, with TF32 products LSTM 3.75 and 3.67, GRU 3.09 and 3.08, forward of LSTM 2.63 and 2.47 (H200). And where
+warps compute the cell alone and TF32 itself is multiplied: GRU with 512 units 1.23 and 1.18 at batch 1, 1.45 and 1.42
+at 32, with 256 at 128 1.55 and 1.50."""
 _TRADED = 192
 """Registers of a thread of 8 warps that multiply where 4 compute the cell alone, with 120: 1.81 us a step on an H200,
 2.00 with 168 each and weights in shared memory (LSTM, bfloat16, 512 units, batch 128); without sub-tiles as many."""
