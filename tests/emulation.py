@@ -73,7 +73,7 @@ class Kernel:
 
     def __init__(
         self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
-        together: bool = False,
+        together: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
         assert shared <= 232448
         self.name, self._layout, self._together = name, struct.Struct(layout), together
@@ -85,9 +85,6 @@ class Kernel:
         status = self._function(grid, second, self._block, cluster, self._shared, self._layout.pack(*values))
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
-
-    def fill(self, stream: int, place: int, words: int) -> None:
-        ctypes.memset(place, 255, 4 * words)
 
 
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:

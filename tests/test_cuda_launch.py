@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from whorl.engines.cuda import compile, launch
+from whorl.engines.cuda import compile, launch, source
+from whorl.engines.cuda.tiling import Chip
 from whorl.errors import KernelError
 
 
@@ -19,7 +20,7 @@ class Listener:
 
     def __init__(self, size: int) -> None:
         self.size, self.launches, self.attributes, self.status = size, [], {}, 0
-        self.cuLaunchKernelEx, self.contexts, self.filled = self._launch, [], []
+        self.cuLaunchKernelEx, self.contexts = self._launch, []
 
     def cuModuleLoadData(self, module: Any, code: bytes) -> int:
         return 0
@@ -35,11 +36,6 @@ class Listener:
         self.contexts.append(context.value)
         self.status = 0
         return 0
-
-    def cuMemsetD32Async(self, place: int, value: int, words: int, stream: int) -> int:
-        if not self.status:
-            self.filled.append((place, value, words, stream))
-        return self.status
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
         self.attributes[attribute] = value
@@ -87,6 +83,19 @@ def test_without_clusters_there_is_no_attribute(listener: Listener) -> None:
     assert listener.attributes == {}
 
 
+@pytest.mark.parametrize(("cluster", "together", "expected"), [
+    (1, False, [(6, 1, 1, 1)]),
+    (8, False, [(4, 8, 1, 1), (6, 1, 1, 1)]),
+    (1, True, [(2, 1, 1, 1), (6, 1, 1, 1)]),
+])  # fmt: skip
+def test_a_launch_that_may_begin_early_says_so_beside_the_rest(
+    cluster: int, together: bool, expected: list[tuple[int, ...]], listener: Listener
+) -> None:
+    kernel = launch.Kernel(b"code", "twice", 0, 256, 0, cluster, "QQif", together, early=True)
+    kernel(0, 8, 1, 0, 0, 0, 1.0)
+    assert listener.launches[0][8] == expected
+
+
 def test_large_blocks_and_clusters_are_allowed_beforehand(listener: Listener) -> None:
     make()
     assert listener.attributes == {8: 50_000}
@@ -114,25 +123,12 @@ def test_nothing_is_loaded_during_a_capture(listener: Listener, monkeypatch: pyt
         make()
 
 
-def test_memory_is_filled_on_a_stream(listener: Listener) -> None:
-    kernel = make()
-    kernel.fill(0x7000, 1 << 40, 12)
-    assert listener.filled == [(1 << 40, 0xFFFFFFFF, 12, 0x7000)]
-    listener.status = 701
-    with pytest.raises(KernelError, match=r"cannot fill memory for twice: too many resources requested \(701\)"):
-        kernel.fill(0x7000, 1 << 40, 12)
-
-
-@pytest.mark.parametrize("what", ["launch", "fill"])
-def test_a_thread_that_asked_cuda_for_nothing_takes_the_context(what: str, listener: Listener) -> None:
+def test_a_thread_that_asked_cuda_for_nothing_takes_the_context(listener: Listener) -> None:
     kernel = make()
     listener.status = 201
-    if what == "fill":
-        kernel.fill(0, 1 << 40, 12)
-    else:
-        kernel(0, 1, 1, 0, 0, 0, 0.0)
+    kernel(0, 1, 1, 0, 0, 0, 0.0)
     assert listener.contexts == [77]
-    assert len(listener.filled if what == "fill" else listener.launches[1:]) == 1
+    assert len(listener.launches[1:]) == 1
 
 
 def test_a_launch_within_a_launch_has_its_own_argument(listener: Listener) -> None:
@@ -199,9 +195,6 @@ def test_launches_on_streams_in_threads_and_graphs() -> None:
     major, minor = torch.cuda.get_device_capability()
     code = compile.cubin(SOURCE, "twice", f"sm_{major}{minor}")
     kernel = launch.Kernel(code, "twice", torch.cuda.current_device(), 32, 0, 1, "Qqif")
-    words = torch.zeros(13, dtype=torch.int32, device="cuda")
-    kernel.fill(torch.cuda.current_stream().cuda_stream, words.data_ptr() + 4, 11)
-    assert words.tolist() == [0, *[-1] * 11, 0]
     wanted = 2.0 * torch.arange(32.0, device="cuda").repeat(6) + 7
     outs = [torch.full((192,), torch.nan, device="cuda") for _ in range(8)]
 
@@ -229,3 +222,38 @@ def test_launches_on_streams_in_threads_and_graphs() -> None:
     first.start()  # this thread has asked CUDA for nothing before, as autograd's own may not have
     first.join()
     assert torch.equal(blank, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(compile.missing() is not None, reason=f"{compile.missing()}")
+def test_a_launch_that_begins_early_reads_what_the_one_before_wrote() -> None:
+    chip = Chip(torch.cuda.get_device_capability(), 1)
+    text = (
+        source._text("after.cu")
+        + """
+struct Arguments { const float* from; float* to; long long turns; };
+extern "C" __global__ void add_one(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  float value = a.from[i ^ 4095u];
+  for (long long turn = 0; turn < a.turns * (blockIdx.x % 7); ++turn) value = value * 0.5f + value * 0.5f;
+  a.to[i] = value + 1.f;
+}
+"""
+    )
+    code = compile.cubin(text, "add_one", chip.architecture)
+    kernel = launch.Kernel(code, "add_one", torch.cuda.current_device(), 256, 0, 1, "3Q", early=chip.early)
+    two = torch.zeros(2, 1 << 18, device="cuda")
+
+    def chain() -> None:
+        for turn in range(300):
+            here, there = two[turn % 2].data_ptr(), two[1 - turn % 2].data_ptr()
+            kernel(torch.cuda.current_stream().cuda_stream, 1 << 10, 1, here, there, 100)
+
+    chain()
+    assert torch.equal(two[0], torch.full_like(two[0], 300.0))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    graph.replay()
+    assert torch.equal(two[0], torch.full_like(two[0], 600.0))

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import runpy
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,46 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
     assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
+
+
+SMALL = {
+    "filler": source.filler, "order": source.order, "draw": source.draw, "splitter": source.splitter,
+    "adding": partial(source.adding, torch.bfloat16), "row_copier": partial(source.row_copier, 8),
+    "draw_bits": partial(source.draw_bits, 2, [0, 1], True),
+    "masked": partial(source.masked, "masked", torch.float16, 8, True),
+    **{f"norming {kind}": partial(source.norming, kind, source.Norm(4, 96, torch.float32, True, True))
+       for kind in ("forward", "backward")},
+    "halver": partial(source.halver, source.Halving(4, 96, False, True, 0)),
+}  # fmt: skip
+"""Sources of kernels around those of layers."""
+
+
+def before_the_wait(lines: list[str]) -> list[str]:
+    """What a kernel reads and writes in memory before it waits for the launch ahead of it."""
+    (waits,) = [at for at, line in enumerate(lines) if "ACQBULK" in line]
+    return [line for line in lines[:waits] if re.search(r"\b(LDG|LDGSTS|STG|ATOM|ATOMG|RED|UBLKCP)\b", line)]
+
+
+@needs_tools
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_kernel_waits_for_the_launch_before(name: str, tmp_path: Path) -> None:
+    text = SMALL[name]()
+    (kernel,) = re.findall(r"#define KERNEL (\w+)", text)
+    assert before_the_wait(listed(cubin(text, kernel, "sm_90a"), tmp_path / "kernel.cubin")) == []
+
+
+@needs_tools
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("name, units, batch", [("lstm", 128, 32), ("lstm", 1024, 32)])
+def test_a_layers_kernel_waits_for_the_launch_before(
+    name: str, units: int, batch: int, kind: str, tmp_path: Path
+) -> None:
+    cell = CELLS[name].graph
+    tile = grid.choose(size_of(cell, units, 2), H200, batch, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    lines = disassembled(write(cell, units, torch.bfloat16, tile, True), tile, tmp_path / "kernel.cubin")
+    assert before_the_wait(lines) == []
 
 
 @needs_tools

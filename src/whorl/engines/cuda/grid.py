@@ -192,11 +192,12 @@ class Grid:
     Args:
         size, kind: as the tile was chosen for.
         halver: where `kernel` takes weights as float16, how and by which kernel they are made so before it.
+        filler: where its blocks exchange through L2, and nothing halves: what fills the words of that.
     """
 
     def __init__(
         self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str,
-        halver: tuple[Halving, Kernel] | None = None,
+        halver: tuple[Halving, Kernel] | None = None, filler: Kernel | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
@@ -215,11 +216,10 @@ class Grid:
                 for direction in range(0, directions, beside)
                 for part in range(0, self.parts, each)
             ]
-        self.halver = halver
-        room = 4 * self.words
+        self.halver, self._filler, self._quads = halver, filler, -(-self.words // 4)
+        room = 16 * self._quads
         if halver is not None:  # behind the words through which blocks exchange lies what is made for each direction
-            self._quads = -(-self.words // 4)
-            room = 16 * self._quads + directions * halver[0].size
+            room += directions * halver[0].size
         self._room = laid_out((room,), torch.uint8)
 
     @property
@@ -255,7 +255,8 @@ class Grid:
         elif self.words:
             space = empty(*self._room)
             ring = space.data_ptr()
-            self.kernel.fill(stream, ring, self.words)  # nothing has come yet
+            assert self._filler is not None, "blocks exchange through these words"
+            self._filler(stream, min(self.chip.multiprocessors, -(-self._quads // 256)), 1, ring, self._quads)
         if isinstance(self.tile, Spread):
             values = *values, ring
         for blocks, directions, where in self._launches:

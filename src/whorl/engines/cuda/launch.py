@@ -19,7 +19,6 @@ _CLUSTER_DIMENSION, _COOPERATIVE, _PROGRAMMATIC = 4, 2, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _REGISTERS, _LOCAL = 4, 3
 _INVALID_CONTEXT = 201
-_ALL_BITS = 2**32 - 1
 
 
 class _Attribute(ctypes.Structure):
@@ -47,13 +46,14 @@ class _Frame:
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(grid=(1, 1, 1), block=(kernel.block, 1, 1), shared=kernel.shared)
         self.grid = self.config.grid
-        self._kept = _Attribute(_CLUSTER_DIMENSION, 0, (kernel.cluster, 1, 1))
-        if kernel.together:
-            self._kept = _Attribute(_COOPERATIVE, 0, (1,))
-        if kernel.early:
-            self._kept = _Attribute(_PROGRAMMATIC, 0, (1,))
-        if kernel.cluster > 1 or kernel.together or kernel.early:
-            self.config.attributes, self.config.count = ctypes.pointer(self._kept), 1
+        given = {_CLUSTER_DIMENSION: kernel.cluster > 1, _COOPERATIVE: kernel.together, _PROGRAMMATIC: kernel.early}
+        kept = [
+            _Attribute(one, 0, (kernel.cluster if one == _CLUSTER_DIMENSION else 1, 1, 1))
+            for one in given
+            if given[one]
+        ]
+        self._kept = (_Attribute * len(kept))(*kept)
+        self.config.attributes, self.config.count = ctypes.cast(self._kept, ctypes.POINTER(_Attribute)), len(kept)
         self.reference = ctypes.byref(self.config)
 
 
@@ -70,7 +70,7 @@ class Kernel:
         layout: the fields of its argument, as `struct` writes them; the padding is C's.
         together: whether all blocks of a launch must run at once, or the launch fail.
         early: whether it may begin before what was launched ahead of it has ended, and itself waits for that; on
-            compute capability 9.0 and later, and not with clusters or `together`.
+            compute capability 9.0 and later.
 
     Raises:
         KernelError: the driver does not take it, or a CUDA graph is being captured, when nothing can be loaded.
@@ -80,7 +80,6 @@ class Kernel:
         self, code: bytes, name: str, device: int, block: int, shared: int, cluster: int, layout: str,
         together: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
-        assert not (early and (together or cluster > 1)), "a launch has one attribute"
         self.early = early
         self.name, self.block, self.shared, self.cluster, self.together = name, block, shared, cluster, together
         self.layout = struct.Struct(layout)
@@ -99,7 +98,6 @@ class Kernel:
                 if value:
                     check(library.cuFuncSetAttribute(function, attribute, value), f"prepare {name}")
         self._function, self._launch, self._context = function, library.cuLaunchKernelEx, context
-        self._fill = library.cuMemsetD32Async
         self._frames: list[_Frame] = []
 
     def __call__(self, stream: int, grid: int, second: int, *values: int | float | bytes) -> None:
@@ -116,28 +114,12 @@ class Kernel:
         frame.grid[0], frame.grid[1], frame.config.stream = grid, second, stream
         status = self._launch(frame.reference, self._function, frame.arguments, None)
         if status == _INVALID_CONTEXT:
-            self._take_context()
+            # for the first that a thread asks of CUDA, as autograd's own thread may
+            check(driver().cuCtxSetCurrent(self._context), "take its context")
             status = self._launch(frame.reference, self._function, frame.arguments, None)
         self._frames.append(frame)
         if status:
             check(status, f"launch {self.name}")
-
-    def fill(self, stream: int, place: int, words: int) -> None:
-        """Set every bit of so many words of 4 bytes on a stream; `Tensor.fill_` takes 6 us more, with cold caches 20.
-
-        Raises:
-            KernelError: the driver refuses.
-        """
-        status = self._fill(place, _ALL_BITS, words, stream)
-        if status == _INVALID_CONTEXT:
-            self._take_context()
-            status = self._fill(place, _ALL_BITS, words, stream)
-        if status:
-            check(status, f"fill memory for {self.name}")
-
-    def _take_context(self) -> None:
-        """For the first that a thread asks of CUDA, as autograd's own thread may."""
-        check(driver().cuCtxSetCurrent(self._context), "take its context")
 
     def resources(self) -> dict[str, int]:
         """Registers and bytes of local memory of a thread (what was spilled), and clusters resident at once."""
@@ -198,5 +180,4 @@ def driver() -> ctypes.CDLL:
     except OSError as error:
         raise KernelError(f"NVIDIA's driver is not here ({name}): `whorl doctor` says what to do.") from error
     library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    library.cuMemsetD32Async.argtypes = [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
     return library

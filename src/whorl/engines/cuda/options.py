@@ -438,7 +438,9 @@ def _small(name: str, write: source.Writer, fields: str, chip: Chip, index: int)
     """A kernel of one launch that depends on no layer."""
 
     def make() -> Kernel:
-        return Kernel(store.kernel(write(), name, chip.architecture, ()), name, index, _THREADS, 0, 1, fields)
+        return Kernel(
+            store.kernel(write(), name, chip.architecture, ()), name, index, _THREADS, 0, 1, fields, early=chip.early
+        )
 
     return loaded((name, index), make)
 

@@ -244,7 +244,7 @@ def backward(
 
 def draw() -> str:
     """The source of the kernel that draws whole masks."""
-    return _text("draw.cu").replace(_MARK, "#define KERNEL draw_masks\n" + _text("noise.cu"), 1)
+    return _kernel("draw.cu", ["#define KERNEL draw_masks", _text("noise.cu")])
 
 
 def draw_bits(states: int, zones: Sequence[int], noise: bool) -> str:
@@ -261,7 +261,7 @@ def draw_bits(states: int, zones: Sequence[int], noise: bool) -> str:
         _table("zoned", (state in zones for state in range(4)), "whether a state's zoneout is drawn"),
         _text("noise.cu"),
     ]
-    return _text("draw_bits.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel("draw_bits.cu", words)
 
 
 def draw_bits_name(states: int, zones: Sequence[int], noise: bool) -> str:
@@ -272,7 +272,7 @@ def draw_bits_name(states: int, zones: Sequence[int], noise: bool) -> str:
 
 def order() -> str:
     """The source of the kernel that sorts sequences by their lengths."""
-    return _text("order.cu").replace(_MARK, "#define KERNEL order_by_length\n", 1)
+    return _kernel("order.cu", ["#define KERNEL order_by_length"])
 
 
 def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool) -> str:
@@ -283,7 +283,7 @@ def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool) -> str:
     """
     numbers = f"constexpr int UNITS = 1, VECTOR = {vector}, MASKED = {int(by_masks)};"
     words = [*_of_elements(name, dtype), numbers, _text("ptx.cu")]
-    return _text("masked.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel("masked.cu", words)
 
 
 def _of_elements(
@@ -394,7 +394,7 @@ def norming(kind: str, norm: Norm) -> str:
         f"constexpr float EPS = {EPS}f;",
         _text("ptx.cu"),
     ]
-    return _text("norms.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel("norms.cu", words)
 
 
 ADDED, ADDERS = 32, 8
@@ -406,7 +406,7 @@ def adding(dtype: torch.dtype) -> str:
     words = ["#define KERNEL " + adding_name(dtype), f"#define ELEMENT_BYTES {dtype.itemsize}"]
     words.append(f"#define BFLOAT16 {int(dtype == torch.bfloat16)}")
     words.append(f"constexpr int COLUMNS = {ADDED}, PARTS = {ADDERS};")
-    return _text("sums.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel("sums.cu", words)
 
 
 def adding_name(dtype: torch.dtype) -> str:
@@ -420,12 +420,17 @@ _WORDS = {2: "short", 4: "int", 8: "long long"}
 def row_copier(word: int) -> str:
     """The source of the kernel that copies rows in words of so many bytes."""
     words = [f"#define KERNEL copy_rows_{word}", f"typedef unsigned {_WORDS[word]} Word;"]
-    return _text("rows.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel("rows.cu", words)
 
 
 def splitter() -> str:
     """The source of the kernel that makes of float32 what three products of TF32 take."""
-    return _text("split.cu").replace(_MARK, "#define KERNEL split_float32\n", 1)
+    return _kernel("split.cu", ["#define KERNEL split_float32"])
+
+
+def filler() -> str:
+    """The source of the kernel that fills the words through which blocks exchange."""
+    return _kernel("fill.cu", ["#define KERNEL fill_with_ones"])
 
 
 class Halving(NamedTuple):
@@ -490,7 +495,7 @@ def halver(made: Halving) -> str:
         f"constexpr int THREADS = {made.threads};",
         _text("ptx.cu"),
     ]
-    return _text("halve.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel("halve.cu", words)
 
 
 def has_options(graph: Graph, features: Features) -> bool:
@@ -549,7 +554,7 @@ def _source(
         step,
     ]
     way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
-    return _text(f"{way}{kind}.cu").replace(_MARK, "\n".join(words) + "\n", 1)
+    return _kernel(f"{way}{kind}.cu", words)
 
 
 def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
@@ -616,6 +621,11 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
 def texts() -> list[str]:
     """Every file that sources of kernels are made of."""
     return [_text(path.name) for path in sorted(_KERNELS.glob("*.cu"))]
+
+
+def _kernel(name: str, words: Sequence[str]) -> str:
+    """The source of a kernel, with words before it."""
+    return _text(name).replace(_MARK, "\n".join([*words, _text("after.cu")]) + "\n", 1)
 
 
 @cache

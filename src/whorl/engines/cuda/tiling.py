@@ -37,6 +37,11 @@ class Chip(NamedTuple):
         """What NVRTC compiles for."""
         return "sm_{}{}{}".format(*self.capability, "a" * (self.capability >= (9, 0)))
 
+    @property
+    def early(self) -> bool:
+        """Whether a kernel can begin while the launch ahead of it ends."""
+        return self.capability >= (9, 0)
+
     def resident(self, cluster: int) -> int:
         """Clusters of this size that run at once, with a whole multiprocessor for each block.
 

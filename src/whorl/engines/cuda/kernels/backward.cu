@@ -90,6 +90,7 @@ struct Item {  // what one thread reads for an item at a step: two units of each
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, plane, lane]
   float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, spot]

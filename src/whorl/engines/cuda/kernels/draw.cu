@@ -13,6 +13,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const uint2 key = key_of(a.seed);
   const int together = 4 / (int)a.count;
   const long long counters = (a.width + together - 1) / together;

@@ -21,6 +21,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(256, 4) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const unsigned doubles = (unsigned)((a.pairs + 1) / 2), i = blockIdx.x * 256u + threadIdx.x;
   if (i >= (unsigned)a.batch * doubles) return;
   const unsigned row = i / doubles, unit = (i - row * doubles) * 4, pair = unit / 2;

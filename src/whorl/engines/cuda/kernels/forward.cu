@@ -88,6 +88,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, depth, gate, plane, lane]
   unsigned* const states = memory + WEIGHT_WORDS;

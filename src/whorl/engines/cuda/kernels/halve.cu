@@ -21,6 +21,7 @@ constexpr int EACH = FORWARD ? (QUADS + 31) / 32 : (RECURRENT * RANGE + LINES - 
 constexpr int HELD = EACH < 16 ? EACH : 16;  // and those of them in registers
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
   // where the thread's i-th four neighbours are; a row below 0: nowhere
 #if FORWARD

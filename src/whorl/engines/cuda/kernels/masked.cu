@@ -23,6 +23,7 @@ struct __align__(VECTOR * ELEMENT_BYTES) Some {
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const unsigned chunks = (unsigned)(a.width / VECTOR), i = blockIdx.x * 256u + threadIdx.x;
   if (i >= (unsigned)a.batch * chunks) return;
   const unsigned place = i / chunks, column = (i - place * chunks) * VECTOR;

@@ -157,6 +157,7 @@ struct Arguments {
 // Each warp has the mean of its own columns and the squares of the distances from that; the squares of the distances
 // from the mean of all are more by the square of what lies between the means, for each column.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   long long row = blockIdx.x;
   const unsigned bits = counted();
   Floats next[EACH];
@@ -238,6 +239,7 @@ __device__ __forceinline__ void load_row(Row& to, const Arguments& a, int row) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS * GROUPS, RESIDENT) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   // rows are fewer than 2^30: counted in 64 bits, they took registers that sm_100a and sm_120a did not have
   const int step = gridDim.x * GROUPS;
   int row = blockIdx.x + gridDim.x * group();

@@ -12,6 +12,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const long long mine = blockIdx.x * 8ll + threadIdx.x / 32;
   if (mine >= a.batch) return;
   const long long length = a.lengths[mine];

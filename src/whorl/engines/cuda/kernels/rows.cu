@@ -11,6 +11,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const long long row = blockIdx.x;
   const Word* const from = a.from + row * a.from_step;
   Word* const to = a.to + row * a.to_step;

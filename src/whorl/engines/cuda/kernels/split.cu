@@ -48,6 +48,7 @@ __device__ __forceinline__ void split(float value, float& low, float& high, floa
 }
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   const unsigned index = blockIdx.x * 256u + threadIdx.x, quads = (unsigned)a.quads;
   const long long row = index / quads, column = 4ll * (index % quads);
   if (row >= a.rows) return;

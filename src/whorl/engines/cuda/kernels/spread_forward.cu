@@ -117,6 +117,7 @@ __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
   unsigned* const states = memory + WEIGHT_WORDS;

@@ -97,6 +97,7 @@ struct Given {  // what the cell's gradient reads of one unit of a sequence
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
   float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [round, copy, item, source, lane]

@@ -37,6 +37,7 @@ struct Arguments {
 constexpr int AT_ONCE = 8;  // sums that a thread reads before it adds them
 
 extern "C" __global__ void __launch_bounds__(COLUMNS * PARTS) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
   extern __shared__ __align__(16) unsigned memory[];
   float(*const found)[COLUMNS] = (float(*)[COLUMNS])memory;  // [PARTS, COLUMNS]
   const int column = threadIdx.x % COLUMNS, part = threadIdx.x / COLUMNS, units = (int)a.units, rows = (int)a.rows;
