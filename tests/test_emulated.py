@@ -154,8 +154,8 @@ def test_a_pass_loads_nothing_and_makes_float16_of_weights_just_before_it_multip
     layer, x, done = whorl.GRU(3, 20, bidirectional=True, engine="persistent"), torch.randn(2, 9, 3), []
 
     class Noted(Kernel):
-        def __init__(self, code: bytes, name: str, *rest: Any) -> None:
-            super().__init__(code, name, *rest)
+        def __init__(self, code: bytes, name: str, *rest: Any, early: bool) -> None:
+            super().__init__(code, name, *rest, early=early)
             done.append(f"load {name}")
 
         def __call__(self, *given: Any) -> None:

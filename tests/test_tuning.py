@@ -151,8 +151,10 @@ def test_what_is_told_of_a_kernel_is_what_its_launch_asks_for(dtype: torch.dtype
     asked: dict[str, int] = {}
 
     class Noted(Kernel):
-        def __init__(self, code: bytes, name: str, device: int, block: int, shared: int, *rest: Any) -> None:
-            super().__init__(code, name, device, block, shared, *rest)
+        def __init__(
+            self, code: bytes, name: str, device: int, block: int, shared: int, *rest: Any, early: bool
+        ) -> None:
+            super().__init__(code, name, device, block, shared, *rest, early=early)
             asked[name] = shared
 
     layer, x = whorl.GRU(3, 40, engine="persistent").to(dtype), torch.randn(2, 3, 3, dtype=dtype)
