@@ -86,7 +86,7 @@ def _load(numbers: Numbers, name: str, machine_code: bytes, chip: Chip, index: i
     # Spread over all multiprocessors, behind the kernel that makes weights float16, LSTM 512x128 in TF32 took 109.0 us
     # forward where it began early and 106.7 where not: its blocks may then lie where those of the other end first.
     early = chip.early and not (together and tile.halves)
-    return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together, early)
+    return Kernel(machine_code, name, index, 32 * tile.warps, shared, tile.cluster, fields, together, early=early)
 
 
 def shared_bytes(kind: str, cell: Graph, tile: Tile | Spread, architecture: str) -> int:
