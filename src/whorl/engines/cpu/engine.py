@@ -57,7 +57,9 @@ class CPU(Engine):
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
         1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, with 128 1.02 to 1.4 (to 1.5 where
         the weights lie as Keras has them, which oneDNN turns at each call; by one thread at batch 32 0.91 and 0.95),
-        and elsewhere 0.92 to 1.09.  On an Intel Xeon whose matrix unit both use inference in bfloat16 is MEASURED
+        and elsewhere 0.92 to 1.09.  By an Intel Xeon's matrix unit, which both use, inference in bfloat16 at
+        batch 2 to 8 is 1.08 to 2.3 (32 to 1,024 units, one thread and two), at batch 16 0.97 to 1.34, at 32 and more
+        0.76 to 1.66.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
         few = units <= 128 and batch <= 32 and problem.time >= 30
