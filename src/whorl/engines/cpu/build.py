@@ -69,13 +69,34 @@ def fault() -> str:
 
     Compiles a few lines at the first call, whose library is kept like any other.
     """
-    text = "\n".join((_KERNELS / name).read_text(encoding="utf-8") for name in _PROBE)
     try:
-        load("a first few lines", text, "-DWHORL_DTYPE=32")
+        _probe()
     except CompileError as error:
         words = " ".join(str(error).split())
         return words if len(words) < 600 else f"{words[:500]} ...: name another in CXX, or {compiler.remedy()}"
     return ""
+
+
+def _probe() -> ctypes.CDLL:
+    text = "\n".join((_KERNELS / name).read_text(encoding="utf-8") for name in _PROBE)
+    return load("a first few lines", text, "-DWHORL_DTYPE=32")
+
+
+@lru_cache(maxsize=256)
+def by_unit(parts: int, columns: int, reduced: int, batch: int) -> bool:
+    """Whether kernels have a product of a matrix of weights made by the processor's matrix unit (AMX).
+
+    Args:
+        parts: of bfloat16, whose sum a number is.
+        columns: of the product.
+        reduced: what each of its sums runs over.
+        batch: sequences.
+    """
+    if fault():
+        return False
+    function = _probe().whorl_unit
+    function.argtypes, function.restype = (ctypes.c_int64,) * 4, ctypes.c_bool
+    return function(parts, columns, reduced, batch)
 
 
 def flags(defines: str) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl import compiler
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
 from whorl.engines.cpu import plain
-from whorl.engines.cpu.build import fault
+from whorl.engines.cpu.build import by_unit, fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
@@ -57,15 +57,22 @@ class CPU(Engine):
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
         1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, with 128 1.02 to 1.4 (to 1.5 where
         the weights lie as Keras has them, which oneDNN turns at each call; by one thread at batch 32 0.91 and 0.95),
-        and elsewhere 0.92 to 1.09.
+        and elsewhere 0.92 to 1.09.  By an Intel Xeon's matrix unit, which both use, inference in bfloat16 at
+        batch 2 to 8 is 1.08 to 2.3 (32 to 1,024 units, one thread and two), at batch 16 0.97 to 1.34, at 32 and more
+        0.76 to 1.66.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
         few = units <= 128 and batch <= 32 and problem.time >= 30
         faster = problem.gradient or batch == 1 or (not narrow and (few or units >= 1024))
+        faster = faster or (narrow and batch <= 8 and _by_unit(problem))
         if faster or OneDNN().obstacles(problem):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"
         return [f"inference of {what} is faster on oneDNN"]
+
+    def numbers(self, problem: Problem) -> list[str]:
+        parts = "" if problem.dtype == torch.bfloat16 else ", each float32 in three parts of bfloat16"
+        return [f"recurrent products by the processor's matrix unit (AMX){parts}"] if _by_unit(problem) else []
 
     def prepares(self, problem: Problem) -> bool:
         return problem.device.kind == "cpu"
@@ -89,6 +96,13 @@ def _faults(command: str) -> list[str]:
     """That the compiler of this machine fails, where it does; of another nothing is known."""
     why = fault() if command == compiler.found() else ""
     return [f"the C++ compiler makes no kernels here: {why}"] if why else []
+
+
+def _by_unit(problem: Problem) -> bool:
+    """Whether the processor's matrix unit makes the recurrent products; of another machine's nothing is known."""
+    form, parts = problem.form, {torch.bfloat16: 1, torch.float32: 3}.get(problem.dtype, 0)
+    here = bool(parts) and problem.device.compiler == compiler.found()
+    return here and by_unit(parts, len(form.cell.recurrent) * form.units, form.width, problem.batch)
 
 
 class _Pass:

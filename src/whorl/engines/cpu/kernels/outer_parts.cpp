@@ -1,24 +1,27 @@
-// The gradients of weights by the matrix unit, in three parts as parts.cpp has them: out = a' b over the rows of all steps.
+// The gradients of weights by the matrix unit, in parts as parts.cpp has them: out = a' b over the rows of all steps.
 //
-// The columns of b are the unit's rows and those of `a` its columns: so `a`, the larger, is never transposed.  As in
-// outer.cpp each block of rows is summed in registers and then added, and no sum depends on threads.
+// The columns of `a` are the unit's rows, those of b its columns.  As in outer.cpp blocks of rows are summed in registers,
+// in float32 from zero and then added, and no sum depends on threads.
 
 namespace kernel {
 
-#if PARTS
+#if UNIT
 
 struct InParts {
   Outer* o;
   // The columns of b in blocks of 16: for each block of rows, or of each thread that of the rows that it multiplies.
-  // To pack a block again takes less time than to bring what another packed from the third cache, while threads are few.
+  // To pack a block of float32 again takes less time than to bring what another packed from the third cache, while threads
+  // are few.
   bool shared;
-  char* rows;
-  int64_t apart;   // from one block of rows, or thread, to the next
-  char* columns;   // of each thread, of one block of rows: those of `a` that it multiplies
-  int32_t wild;    // a number that the unit cannot take was found
+  char* columns;
+  int64_t apart;  // from one block of rows, or thread, to the next
+  char* rows;     // of each thread, of one block of rows: the columns of `a` that it multiplies
+  int32_t wild;   // a number that the unit cannot take was found
 
-  static constexpr int64_t DEEP = Outer::DEEP, BLOCKS = DEEP / DEEP_TILE, BLOCK = BLOCKS * PARTS * TILE;
-  static constexpr int64_t PIECE = 256, FEW = 4;
+  static constexpr int64_t DEEP = PARTS == 1 ? 512 : Outer::DEEP, BLOCKS = DEEP / DEEP_TILE, BLOCK = BLOCKS * PARTS * TILE;
+  static constexpr int64_t PIECE = 256, FEW = 4, LEAST = PARTS == 1 ? 16 : DEEP;
+  // How many rows from `begin` on are multiplied at once.
+  static int64_t deep(const Outer& o, int64_t begin) { return o.rows - begin < DEEP ? up(o.rows - begin, DEEP_TILE) : DEEP; }
   void found(bool wild_one) {
     if (wild_one) __atomic_store_n(&wild, 1, __ATOMIC_RELAXED);
   }
@@ -42,64 +45,94 @@ struct Some {
 
 INLINE __mmask16 there(int64_t left) { return left < WIDE_TILE ? __mmask16((1u << left) - 1) : __mmask16(0xffff); }
 
-// 16 columns of them from `column` on, the other way round.  Whether one is of HUGE.
-static bool pack_turned(const Some& rows, int64_t column, int64_t m, char* to) {
-  alignas(64) real block[DEEP_TILE][WIDE_TILE], turned[WIDE_TILE][DEEP_TILE];
+#if WHORL_DTYPE == 16
+typedef __m256i numbers;
+INLINE numbers numbers_at(const store* from, __mmask16 wanted) { return _mm256_maskz_loadu_epi16(wanted, from); }
+INLINE numbers times(numbers x, __m512 factor) {
+  const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  return (numbers)_mm512_cvtneps_pbh(_mm512_mul_ps(wide, factor));
+}
+#else
+typedef __m512 numbers;
+INLINE numbers numbers_at(const store* from, __mmask16 wanted) { return _mm512_maskz_loadu_ps(wanted, from); }
+INLINE numbers times(numbers x, __m512 factor) { return _mm512_mul_ps(x, factor); }
+#endif
+
+// 16 columns of some rows of an operand from `column` on, in parts.  Whether one is wild.
+static bool pack_some(const Some& rows, int64_t column, int64_t m, char* to) {
+  store x[DEEP_TILE][WIDE_TILE];
   const __mmask16 wanted = there(m - column);
   for (int64_t i = 0; i < DEEP_TILE; ++i) {
-    __m512 x = _mm512_setzero_ps();
-    if (rows.row[i]) x = _mm512_maskz_loadu_ps(wanted, rows.row[i] + column);
-    if (rows.factor[i]) x = _mm512_mul_ps(x, _mm512_maskz_loadu_ps(wanted, rows.factor[i] + column));
-    _mm512_store_ps(block[i], x);
+    numbers row = {};
+    if (rows.row[i]) row = numbers_at(rows.row[i] + column, wanted);
+    if (rows.factor[i]) row = times(row, _mm512_maskz_loadu_ps(wanted, rows.factor[i] + column));
+    memcpy(x[i], &row, sizeof(row));
   }
-  for (int64_t half = 0; half < DEEP_TILE; half += 16)
-    transpose(block[half], WIDE_TILE, (packed_t*)&turned[0][half], DEEP_TILE);
-  bool huge = false;
-  for (int64_t i = 0; i < WIDE_TILE; ++i) huge |= split_row(turned[i], DEEP_TILE, to, i) == HUGE;
-  return huge;
+  return split_weights(x, to);
 }
 
 // The rows of all operands from `begin` on.
 static bool pack_block(const Outer& o, int64_t begin, char* to) {
-  bool huge = false;
+  bool wild = false;
   for (int side = 0; side < o.count; ++side) {
     const Operand& from = o.operands[side];
     const int64_t blocks = up(from.m, WIDE_TILE) / WIDE_TILE;
-    for (int64_t k = 0; k < InParts::BLOCKS; ++k) {
+    for (int64_t k = 0; k < InParts::deep(o, begin) / DEEP_TILE; ++k) {
       const Some rows(from, begin + k * DEEP_TILE), next(from, begin + (k + 1) * DEEP_TILE);
       for (int64_t block = 0; block < blocks; ++block) {
         for (int64_t i = 0; i < DEEP_TILE; ++i) __builtin_prefetch(next.row[i] + block * WIDE_TILE);
-        huge |= pack_turned(rows, block * WIDE_TILE, from.m, to + block * InParts::BLOCK + k * PARTS * TILE);
+        wild |= pack_some(rows, block * WIDE_TILE, from.m, to + block * InParts::BLOCK + k * PARTS * TILE);
       }
     }
     to += blocks * InParts::BLOCK;
   }
-  return huge;
+  return wild;
 }
 
 static void pack_blocks(void* data, int thread, int threads) {
   InParts& p = *(InParts*)data;
   for (int64_t block = thread; block * InParts::DEEP < p.o->rows; block += threads)
-    p.found(pack_block(*p.o, block * InParts::DEEP, p.rows + block * p.apart));
+    p.found(pack_block(*p.o, block * InParts::DEEP, p.columns + block * p.apart));
+}
+
+// 16 columns of 32 rows the other way round, in parts; their sums are added to `sum`.  Whether one is of HUGE.
+static bool pack_turned(const store (&x)[DEEP_TILE][WIDE_TILE], char* to, __m512& sum) {
+#if WHORL_DTYPE == 16
+  alignas(64) packed_t pairs[WIDE_TILE][WIDE_TILE];
+  split_weights(x, (char*)pairs);
+  const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+  for (int64_t i = 0; i < WIDE_TILE; ++i)
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(pairs[i]), one);
+  transpose((const store*)pairs, DEEP_TILE, (packed_t*)to, WIDE_TILE);
+  return false;
+#else
+  alignas(64) real turned[WIDE_TILE][DEEP_TILE];
+  for (int64_t i = 0; i < DEEP_TILE; ++i) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x[i]));
+  for (int64_t half = 0; half < DEEP_TILE; half += 16) transpose(x[half], WIDE_TILE, &turned[0][half], DEEP_TILE);
+  bool huge = false;
+  for (int64_t i = 0; i < WIDE_TILE; ++i) huge |= split_row(turned[i], DEEP_TILE, to, i) == HUGE;
+  return huge;
+#endif
 }
 
 // Columns of `a` from `first` to before `last` in a block of rows, whose sums are added to those that are wanted.
 static bool pack_columns_in_parts(const Outer& o, int64_t begin, int64_t first, int64_t last, char* to) {
   bool wild = false;
   const int64_t blocks = up(last - first, WIDE_TILE) / WIDE_TILE;
-  for (int64_t k = 0; k < InParts::DEEP; k += DEEP_TILE)
+  for (int64_t k = 0; k < InParts::deep(o, begin); k += DEEP_TILE)
     for (int64_t block = 0; block < blocks; ++block) {
-      alignas(64) real x[DEEP_TILE][WIDE_TILE];
+      store x[DEEP_TILE][WIDE_TILE];
       const int64_t column = first + block * WIDE_TILE, count = o.rows - begin - k;
       const __mmask16 wanted = there(last - column);
-      const real* from = o.a + (begin + k) * o.lda + column;
-      __m512 sum = _mm512_setzero_ps();
+      const store* from = o.a + (begin + k) * o.lda + column;
       for (int64_t i = 0; i < DEEP_TILE; ++i, from += o.lda) {
-        const __m512 row = i < count ? _mm512_maskz_loadu_ps(wanted, from) : _mm512_setzero_ps();
+        numbers row = {};
+        if (i < count) row = numbers_at(from, wanted);
         __builtin_prefetch(from + DEEP_TILE * o.lda);
-        _mm512_store_ps(x[i], row), sum = _mm512_add_ps(sum, row);
+        memcpy(x[i], &row, sizeof(row));
       }
-      wild |= split_weights(x, to + block * InParts::BLOCK + k / DEEP_TILE * PARTS * TILE);
+      __m512 sum = _mm512_setzero_ps();
+      wild |= pack_turned(x, to + block * InParts::BLOCK + k / DEEP_TILE * PARTS * TILE, sum);
       if (!o.sums) continue;
       real* sums = o.sums + column;
       _mm512_mask_storeu_ps(sums, wanted, _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, sums), sum));
@@ -107,50 +140,61 @@ static bool pack_columns_in_parts(const Outer& o, int64_t begin, int64_t first, 
   return wild;
 }
 
-// Adds what tiles made, [columns of b, columns of a], to the rows of `out` from `first` on.
-INLINE void add_turned(
-    const real (&made)[16][WIDE_TILE], const Operand& to, int64_t first, int64_t last, int64_t column, bool add) {
-  alignas(64) real turned[16][WIDE_TILE];
-  transpose(made[0], WIDE_TILE, (packed_t*)turned, WIDE_TILE);
-  const int64_t count = last - first < 16 ? last - first : 16;
-  const __mmask16 wanted = there(to.m - column);
-  for (int64_t i = 0; i < count; ++i) {
-    real* out = to.out + (first + i) * to.m + column;
-    const __m512 x = _mm512_load_ps(turned[i]);
-    _mm512_mask_storeu_ps(out, wanted, add ? _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, out), x) : x);
-  }
-}
-
 // Columns of `a` from `first` to before `last` in a block of rows, of which both are packed.
 static void multiply_block(
     const Outer& o, int64_t begin, int64_t first, int64_t last, const char* rows, const char* columns) {
-  alignas(64) real sums[4][16][WIDE_TILE];
+  alignas(64) real held[4][16][WIDE_TILE];
+  const bool add = begin > 0;
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
     const int64_t blocks = up(to.m, WIDE_TILE) / WIDE_TILE;
-    for (int64_t column = first; column < last; column += 2 * WIDE_TILE) {
+    for (int64_t block = 0; block < blocks; block += 2) {
       // the last of either may be alone: it is made twice
-      const char* one = columns + (column - first) / WIDE_TILE * InParts::BLOCK;
-      const int64_t wide = column + WIDE_TILE < last ? 2 : 1;
-      for (int64_t block = 0; block < blocks; block += 2) {
-        const int64_t tall = block + 1 < blocks ? 2 : 1;
-        const char* a = rows + block * InParts::BLOCK;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        const char *b = a + (tall - 1) * InParts::BLOCK, *other = one + (wide - 1) * InParts::BLOCK;
-        tiles_of_two_blocks(a, b, one, other, InParts::DEEP, [] {});
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        _tile_stored(2, sums[2], 64);
-        _tile_stored(3, sums[3], 64);
-        for (int64_t i = 0; i < tall; ++i)
-          for (int64_t j = 0; j < wide; ++j)
-            add_turned(sums[2 * i + j], to, column + j * WIDE_TILE, last, (block + i) * WIDE_TILE, begin > 0);
+      const int64_t wide = block + 1 < blocks ? 2 : 1;
+      const char *b = columns + block * InParts::BLOCK, *other = b + (wide - 1) * InParts::BLOCK;
+      for (int64_t row = first; row < last; row += 2 * WIDE_TILE) {
+        const char* one = rows + (row - first) / WIDE_TILE * InParts::BLOCK;
+        const int64_t tall = row + WIDE_TILE < last ? 2 : 1;
+        const bool direct = (GOES_ON || !add) && row + tall * WIDE_TILE <= last && (block + wide) * WIDE_TILE <= to.m;
+        Sums sums;
+        for (int which = 0; which < 4; ++which) {
+          const int64_t i = which < 2 ? 0 : tall - 1, j = which % 2 ? wide - 1 : 0;
+          sums.at[which] = held[which][0], sums.apart[which] = 64;
+          if (direct) {
+            sums.at[which] = to.out + (row + i * WIDE_TILE) * to.m + (block + j) * WIDE_TILE;
+            sums.apart[which] = to.m * int64_t(sizeof(real));
+          }
+        }
+        auto each_held = [&](auto body) ALWAYS {
+          for (int64_t which = 0; which < 4 && !direct; ++which) {
+            const int64_t begun = row + which / 2 * WIDE_TILE, column = (block + which % 2) * WIDE_TILE;
+            if (which / 2 >= tall || which % 2 >= wide) continue;
+            const __mmask16 wanted = there(to.m - column);
+            for (int64_t i = 0; i < 16 && begun + i < last; ++i)
+              body(held[which][i], to.out + (begun + i) * to.m + column, wanted);
+          }
+        };
+        if (add && GOES_ON)
+          each_held([](real* made, const real* out, __mmask16 wanted) ALWAYS {
+            _mm512_store_ps(made, _mm512_maskz_loadu_ps(wanted, out));
+          });
+        EVERYTHING_WRITTEN;
+        if (add && GOES_ON) {
+          EACH_SUM(LOADED, true);
+        } else {
+          EACH_SUM(OF_ZERO, true);
+        }
+        sum_tiles<true>(one, one + (tall - 1) * InParts::BLOCK, b, other, InParts::deep(o, begin), [] {});
+        EACH_SUM(STORED, true);
+        EVERYTHING_WRITTEN;
+        each_held([&](const real* made, real* out, __mmask16 wanted) ALWAYS {
+          __m512 sum = _mm512_load_ps(made);
+          if (add && !GOES_ON) sum = _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, out), sum);
+          _mm512_mask_storeu_ps(out, wanted, sum);
+        });
       }
     }
-    rows += blocks * InParts::BLOCK;
+    columns += blocks * InParts::BLOCK;
   }
 }
 
@@ -161,25 +205,29 @@ static void multiply_in_parts(void* data, int thread, int threads) {
   const int64_t pairs = (o.n + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE);
   const int64_t from = pairs * thread / threads * 2 * WIDE_TILE, end = pairs * (thread + 1) / threads * 2 * WIDE_TILE;
   const int64_t to = end < o.n ? end : o.n;
-  char* const columns = p.columns + thread * InParts::PIECE / WIDE_TILE * InParts::BLOCK;
   if (from >= to) return;
-  for (int64_t begin = 0; begin < o.rows; begin += InParts::DEEP) {
-    char* const rows = p.rows + (p.shared ? begin / InParts::DEEP : thread) * p.apart;
-    if (!p.shared) p.found(pack_block(o, begin, rows));
-    for (int64_t first = from; first < to; first += InParts::PIECE) {
-      const int64_t last = first + InParts::PIECE < to ? first + InParts::PIECE : to;
-      p.found(pack_columns_in_parts(o, begin, first, last, columns));
-      EVERYTHING_WRITTEN;
-      configure(16, OF_TWO_BLOCKS);
-      multiply_block(o, begin, first, last, rows, columns);
-      _tile_release();
-    }
+  char* const rows = p.rows + thread * InParts::PIECE / WIDE_TILE * InParts::BLOCK;
+  const int64_t pieces = (to - from + InParts::PIECE - 1) / InParts::PIECE;
+  const int64_t blocks = up(o.rows, InParts::DEEP) / InParts::DEEP;
+  for (int64_t turn = 0; turn < pieces * blocks; ++turn) {
+    // what a piece adds to stays near where all blocks of rows are packed
+    const int64_t piece = p.shared ? turn / blocks : turn % pieces;
+    const int64_t begin = (p.shared ? turn % blocks : turn / pieces) * InParts::DEEP;
+    char* const columns = p.columns + (p.shared ? begin / InParts::DEEP : thread) * p.apart;
+    if (!p.shared && piece == 0) p.found(pack_block(o, begin, columns));
+    const int64_t first = from + piece * InParts::PIECE;
+    const int64_t last = first + InParts::PIECE < to ? first + InParts::PIECE : to;
+    p.found(pack_columns_in_parts(o, begin, first, last, rows));
+    EVERYTHING_WRITTEN;
+    configure(16);
+    multiply_block(o, begin, first, last, rows, columns);
+    _tile_release();
   }
 }
 
 // Whether the product is made; else `out` holds anything, and sums that are made are no longer wanted.
 static bool outer_in_parts(Outer& o, int threads) {
-  bool fits = GIVEN && !o.add && o.rows >= InParts::DEEP && 3 * up(o.n, WIDE_TILE) <= 5 * o.n;
+  bool fits = unit_is_given() && !o.add && o.rows >= InParts::LEAST && 3 * up(o.n, WIDE_TILE) <= 5 * o.n;
   int64_t every = 0;
   for (int side = 0; side < o.count; ++side) {
     const int64_t m = o.operands[side].m;
@@ -189,9 +237,9 @@ static bool outer_in_parts(Outer& o, int threads) {
   if (!fits) return false;
   Scratch scratch;
   InParts p = {};
-  p.o = &o, p.shared = threads > InParts::FEW, p.apart = every / WIDE_TILE * InParts::BLOCK;
-  p.rows = scratch.take<char>((p.shared ? up(o.rows, InParts::DEEP) / InParts::DEEP : threads) * p.apart);
-  p.columns = scratch.take<char>(threads * InParts::PIECE / WIDE_TILE * InParts::BLOCK);
+  p.o = &o, p.shared = PARTS == 1 || threads > InParts::FEW, p.apart = every / WIDE_TILE * InParts::BLOCK;
+  p.columns = scratch.take<char>((p.shared ? up(o.rows, InParts::DEEP) / InParts::DEEP : threads) * p.apart);
+  p.rows = scratch.take<char>(threads * InParts::PIECE / WIDE_TILE * InParts::BLOCK);
   if (p.shared) parallel(threads, pack_blocks, &p);
   if (p.wild) return false;
   parallel(threads, multiply_in_parts, &p);

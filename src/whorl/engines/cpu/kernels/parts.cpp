@@ -1,47 +1,59 @@
-// Products in float32 by the matrix unit of a processor (AMX), which multiplies bfloat16: each number is the sum of three.
+// Products by the matrix unit of a processor (AMX), which multiplies bfloat16 and sums in float32.
 //
-// x = x1 + x2 + x3 to the bit, each of 8 bits and a sign, and so w; of the nine products the six down to 2^-16 of the first
-// are made and summed in float32, in the unit's own order: what is left out is 2^-24 of the first, as much as a float32
-// rounds away.  Sums are at least as exact as those of fused steps one after the other: 32 products are summed before they
-// meet the others.  The unit takes what is below 2^-126 as zero: a number below 2^-103 is so good to 2^-126 only.
+// A bfloat16 is one part of its own.  A float32 is the sum of three: x = x1 + x2 + x3 to the bit, each of 8 bits and a
+// sign, and so w; of the nine products the six down to 2^-16 of the first are made, in the unit's own order: what is left
+// out is 2^-24 of the first, as much as a float32 rounds away.  Sums are at least as exact as those of fused steps one
+// after the other: 32 products are summed before they meet the others.  The unit takes what is below 2^-126 as zero: a
+// float32 below 2^-103 is so good to 2^-126 only.
 //
-// A row of x with an infinity or a number from 2^127 on is multiplied without the unit, by the sums of the three parts of
-// weights, and all rows are where the weights have one; of a NaN no more is known than that each sum has one.
+// In float32 a row of x with an infinity or a number from 2^127 on is multiplied without the unit, by the sums of the
+// three parts of weights, and all rows are where the weights have one; of a NaN no more is known than that each sum has one.
 //
 // Weights lie in blocks of 16 columns and 32 k: for each part a tile of 16 pairs of k, each of all columns side by side.
 //
-// On 2 cores of an Intel Xeon of family 6, model 167, 16 rows of 128 by 512 columns take 4.9 us a core so, and 10.5 us by
-// fused multiply-adds at the peak.
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__) && WHORL_DTYPE == 32
-#define PARTS 3
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#define PARTS 0
-#endif
+// On 2 cores of an Intel Xeon of family 6, model 167, 16 rows of 128 by 512 columns in float32 take 4.9 us a core so, and
+// 10.5 us by fused multiply-adds at the peak.
 
 namespace kernel {
 
-// From so many sequences on: fewer rows take longer to bring six bytes of each weight than four.
-constexpr int64_t IN_PARTS = 16;
-constexpr int64_t DEEP_TILE = 32, WIDE_TILE = 16;
 // Of so many bytes.
 constexpr int64_t TILE = 1024;
 
-#if PARTS
+#if UNIT
 
-// A process asks the system for the unit once.
-static bool asked() {
-  constexpr long request = 0x1023, tiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return !syscall(SYS_arch_prctl, request, tiles);
-}
-static const bool GIVEN = asked();
+// --- numbers in parts -------------------------------------------------------------------------------------------------
 
-// Whether a product of k and n with the rows of so many sequences is made so: where few of a tile's k are empty.
-static bool in_parts(int64_t n, int64_t k, int64_t batch) {
-  return GIVEN && batch >= IN_PARTS && n >= WIDE_TILE && 3 * up(k, DEEP_TILE) <= 5 * k;
+// Of a number that a row has: NaN, infinity or 2^127 and more.
+enum Kind { TAME, HUGE, NOT_A_NUMBER };
+
+#if WHORL_DTYPE == 16
+
+// The numbers of two k in the same columns, side by side.
+INLINE __m512i paired(__m256i low, __m256i high) {
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  alignas(64) static const uint16_t PLACES[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(PLACES), both);
 }
+
+// 32 k of 16 columns, as a tile.  The unit takes every number.
+static bool split_weights(const store (&block)[DEEP_TILE][WIDE_TILE], char* to) {
+  for (int64_t k = 0; k < DEEP_TILE; k += 2, to += TILE / 16)
+    _mm512_storeu_si512(
+        to, paired(_mm256_loadu_si256((const __m256i*)block[k]), _mm256_loadu_si256((const __m256i*)block[k + 1])));
+  return false;
+}
+
+// Row `i` of tiles, its k from 0 to before `count`.
+INLINE Kind split_row(const store* row, int64_t count, char* to, int64_t i) {
+  for (int64_t k = 0; k < count; k += DEEP_TILE) {
+    const __mmask32 there = count - k >= DEEP_TILE ? ~__mmask32(0) : (__mmask32(1) << (count - k)) - 1;
+    _mm512_store_si512(to + k / DEEP_TILE * TILE + i * 64, _mm512_maskz_loadu_epi16(there, row + k));
+  }
+  return TAME;
+}
+
+#else
 
 constexpr uint32_t UPPER = 0xffff0000u, HALF = 0x8000u, WILD = 0x7f000000u, ENDLESS = 0x7f800000u, SIZE = 0x7fffffffu;
 
@@ -52,8 +64,6 @@ INLINE __m512 leading(__m512 x) {
   const __m512i rounded = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(int(HALF)));
   return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int(UPPER))));
 }
-
-// --- weights ----------------------------------------------------------------------------------------------------------
 
 // 32 k of 16 columns, as three tiles.  Whether one is infinite, or 2^127 and more: of it the first part is cut.
 static bool split_weights(const real (&block)[DEEP_TILE][WIDE_TILE], char* to) {
@@ -79,35 +89,6 @@ static bool split_weights(const real (&block)[DEEP_TILE][WIDE_TILE], char* to) {
   }
   return found;
 }
-
-// As `pack` has it.
-static bool pack_parts(
-    char* to, int64_t n, int64_t k, const store* weight, int64_t ld, bool across, int64_t first, int64_t last) {
-  bool found = false;
-  real block[DEEP_TILE][WIDE_TILE];
-  for (int64_t column = first; column < last; column += WIDE_TILE)
-    for (int64_t k0 = 0; k0 < k; k0 += DEEP_TILE) {
-      const int64_t deep = k - k0 < DEEP_TILE ? k - k0 : DEEP_TILE, wide = n - column < WIDE_TILE ? n - column : WIDE_TILE;
-      if (deep < DEEP_TILE || wide < WIDE_TILE) memset(block, 0, sizeof(block));
-      if (!across) {
-        for (int64_t i = 0; i < deep; ++i)
-          memcpy(block[i], weight + (k0 + i) * ld + column, size_t(wide) * sizeof(real));
-      } else if (deep == DEEP_TILE && wide == WIDE_TILE) {
-        for (int64_t half = 0; half < DEEP_TILE; half += 16)
-          transpose(weight + column * ld + k0 + half, ld, block[half], WIDE_TILE);
-      } else {
-        for (int64_t j = 0; j < wide; ++j)
-          for (int64_t i = 0; i < deep; ++i) block[i][j] = weight[(column + j) * ld + k0 + i];
-      }
-      found |= split_weights(block, to + (column * up(k, DEEP_TILE) + k0 * WIDE_TILE) * 2 * PARTS);
-    }
-  return found;
-}
-
-// --- rows -------------------------------------------------------------------------------------------------------------
-
-// Of a number that a row has: NaN, infinity or 2^127 and more.
-enum Kind { TAME, HUGE, NOT_A_NUMBER };
 
 // Row `i` of tiles, its k from 0 to before `count`: for each 32 three tiles.
 INLINE Kind split_row(const real* row, int64_t count, char* to, int64_t i) {
@@ -138,9 +119,43 @@ INLINE Kind split_row(const real* row, int64_t count, char* to, int64_t i) {
   return nan ? NOT_A_NUMBER : HUGE;
 }
 
+#endif
+
+// --- weights ----------------------------------------------------------------------------------------------------------
+
+// As `pack` has it.
+static bool pack_parts(
+    char* to, int64_t n, int64_t k, const store* weight, int64_t ld, bool across, int64_t first, int64_t last) {
+  bool found = false;
+  store block[DEEP_TILE][WIDE_TILE];
+  for (int64_t column = first; column < last; column += WIDE_TILE)
+    for (int64_t k0 = 0; k0 < k; k0 += DEEP_TILE) {
+      char* const tiles = to + (column * up(k, DEEP_TILE) + k0 * WIDE_TILE) * 2 * PARTS;
+      const int64_t deep = k - k0 < DEEP_TILE ? k - k0 : DEEP_TILE, wide = n - column < WIDE_TILE ? n - column : WIDE_TILE;
+      if (deep < DEEP_TILE || wide < WIDE_TILE) memset(block, 0, sizeof(block));
+      if (!across) {
+        for (int64_t i = 0; i < deep; ++i)
+          memcpy(block[i], weight + (k0 + i) * ld + column, size_t(wide) * sizeof(store));
+      } else if (deep == DEEP_TILE && wide == WIDE_TILE) {
+#if WHORL_DTYPE == 16
+        transpose(weight + column * ld + k0, ld, (packed_t*)tiles, WIDE_TILE);
+        continue;
+#else
+        for (int64_t half = 0; half < DEEP_TILE; half += 16)
+          transpose(weight + column * ld + k0 + half, ld, block[half], WIDE_TILE);
+#endif
+      } else {
+        for (int64_t j = 0; j < wide; ++j)
+          for (int64_t i = 0; i < deep; ++i) block[i][j] = weight[(column + j) * ld + k0 + i];
+      }
+      found |= split_weights(block, tiles);
+    }
+  return found;
+}
+
 // c += a w without the unit, for k from `k0` on and columns from `first` to before `last`.
 APART static void add_apart(
-    const char* weights, int64_t deep, const real* a, int64_t k0, int64_t count, real* c, int64_t first, int64_t last) {
+    const char* weights, int64_t deep, const store* a, int64_t k0, int64_t count, real* c, int64_t first, int64_t last) {
   for (int64_t n = first; n < last; ++n) {
     real sum = 0;
     for (int64_t k = k0; k < k0 + count; ++k) {
@@ -149,7 +164,7 @@ APART static void add_apart(
       real w = 0;
       for (int which = PARTS - 1; which >= 0; --which)
         w += bits_of<float>(uint32_t(((const uint16_t*)(block + which * TILE))[place]) << 16);
-      sum += a[k] * w;
+      sum += widened(a[k]) * w;
     }
     c[n] += sum;
   }
@@ -157,95 +172,92 @@ APART static void add_apart(
 
 // --- tiles ------------------------------------------------------------------------------------------------------------
 
-// The unit's registers: weights in those from `weights` on, of 16 pairs of k; rows in the others.
-INLINE void configure(int64_t rows, int weights) {
+// The unit's registers: 0 to 3 for sums, 4 and 5 for blocks of so many rows, 6 and 7 for columns.
+INLINE void configure(int64_t rows) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
   } shape;
-  for (int tile = 0; tile < 8; ++tile) shape.bytes[tile] = 64, shape.rows[tile] = uint8_t(tile < weights ? rows : 16);
+  for (int tile = 0; tile < 8; ++tile) shape.bytes[tile] = 64, shape.rows[tile] = uint8_t(tile < 6 ? rows : 16);
   _tile_loadconfig(&shape);
 }
-constexpr int OF_ONE_BLOCK = 5, OF_TWO_BLOCKS = 6;  // where weights begin
 
 #define EVERYTHING_WRITTEN asm volatile("" ::: "memory")  // GCC does not know what the unit reads
 
 // The six products in one order, whatever blocks are beside each other: x3 w1, x1 w1, x2 w1, x2 w2, x1 w2, x1 w3.
 
-// Sums of one block of rows, in 0 and 1, with two of columns, over `deep` k; `b` and `c` are the columns' tiles.  `beside()`
-// runs with every 32 of them.
-template <typename Beside>
-INLINE void tiles_of_one_block(const char* a, const char* b, const char* c, int64_t deep, const Beside& beside) {
-  for (int64_t k = 0; k < deep; k += DEEP_TILE, a += PARTS * TILE, b += PARTS * TILE, c += PARTS * TILE) {
-    _tile_loadd(4, a + 2 * TILE, 64);
-    _tile_loadd(5, b, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, c, 64);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(2, a, 64);
-    _tile_dpbf16ps(0, 2, 5);
-    _tile_dpbf16ps(1, 2, 6);
-    _tile_loadd(3, a + TILE, 64);
-    _tile_dpbf16ps(0, 3, 5);
-    _tile_dpbf16ps(1, 3, 6);
-    _tile_loadd(5, b + TILE, 64);
-    _tile_dpbf16ps(0, 3, 5);
-    _tile_loadd(6, c + TILE, 64);
-    _tile_dpbf16ps(1, 3, 6);
-    _tile_dpbf16ps(0, 2, 5);
-    _tile_dpbf16ps(1, 2, 6);
-    _tile_loadd(7, b + 2 * TILE, 64);
-    _tile_dpbf16ps(0, 2, 7);
-    _tile_loadd(7, c + 2 * TILE, 64);
-    _tile_dpbf16ps(1, 2, 7);
-    beside();
-  }
-}
-// The same of two blocks of rows, `a` and `other`: of the first in 0 and 1, of the second in 2 and 3.
-template <typename Beside>
-INLINE void tiles_of_two_blocks(
-    const char* a, const char* other, const char* b, const char* c, int64_t deep, const Beside& beside) {
-#define FOUR_TILES \
+// Sums over `deep` k of blocks of rows with two of columns: of the first, `a`, in 0 and 1, and of `other`, where there are
+// two, in 2 and 3; `b` and `c` are the columns' tiles.  `beside()` runs with every 32 k.
+template <bool TWO, typename Beside>
+INLINE void sum_tiles(const char* a, const char* other, const char* b, const char* c, int64_t deep, const Beside& beside) {
+#define ROWS_OF(part) \
+  _tile_loadd(4, a + part * TILE, 64); \
+  if constexpr (TWO) _tile_loadd(5, other + part * TILE, 64)
+#define COLUMNS_OF(part) \
+  _tile_loadd(6, b + part * TILE, 64); \
+  _tile_loadd(7, c + part * TILE, 64)
+#define MULTIPLIED \
   _tile_dpbf16ps(0, 4, 6); \
   _tile_dpbf16ps(1, 4, 7); \
-  _tile_dpbf16ps(2, 5, 6); \
-  _tile_dpbf16ps(3, 5, 7)
+  if constexpr (TWO) { \
+    _tile_dpbf16ps(2, 5, 6); \
+    _tile_dpbf16ps(3, 5, 7); \
+  }
   for (int64_t k = 0; k < deep; k += DEEP_TILE) {
-    _tile_loadd(6, b, 64);
-    _tile_loadd(4, a + 2 * TILE, 64);
-    _tile_loadd(7, c, 64);
-    _tile_loadd(5, other + 2 * TILE, 64);
-    FOUR_TILES;
-    _tile_loadd(4, a, 64);
-    _tile_loadd(5, other, 64);
-    FOUR_TILES;
-    _tile_loadd(4, a + TILE, 64);
-    _tile_loadd(5, other + TILE, 64);
-    FOUR_TILES;
-    _tile_loadd(6, b + TILE, 64);
-    _tile_loadd(7, c + TILE, 64);
-    FOUR_TILES;
-    _tile_loadd(4, a, 64);
-    _tile_loadd(5, other, 64);
-    FOUR_TILES;
-    _tile_loadd(6, b + 2 * TILE, 64);
-    _tile_loadd(7, c + 2 * TILE, 64);
-    FOUR_TILES;
+    COLUMNS_OF(0);
+    if constexpr (PARTS == 3) {
+      ROWS_OF(2);
+      MULTIPLIED;
+    }
+    ROWS_OF(0);
+    MULTIPLIED;
+    if constexpr (PARTS == 3) {
+      ROWS_OF(1);
+      MULTIPLIED;
+      COLUMNS_OF(1);
+      MULTIPLIED;
+      ROWS_OF(0);
+      MULTIPLIED;
+      COLUMNS_OF(2);
+      MULTIPLIED;
+    }
     beside();
     a += PARTS * TILE, other += PARTS * TILE, b += PARTS * TILE, c += PARTS * TILE;
   }
-#undef FOUR_TILES
+#undef ROWS_OF
+#undef COLUMNS_OF
+#undef MULTIPLIED
 }
+
+// Where what tiles 0 to 3 sum lies: of 16 columns, rows so many bytes apart.
+struct Sums {
+  real* at[4];
+  int64_t apart[4];
+};
+#define EACH_SUM(doing, two) \
+  doing(0); \
+  doing(1); \
+  if (two) { \
+    doing(2); \
+    doing(3); \
+  }
+#define OF_ZERO(tile) _tile_zero(tile)
+#define OF_BIAS(tile) _tile_loadd(tile, bias + (tile % 2 ? second : column), 0)
+#define LOADED(tile) _tile_loadd(tile, sums.at[tile], sums.apart[tile])
+#define STORED(tile) _tile_stored(tile, sums.at[tile], sums.apart[tile])
+
+// Whether sums go on where they are, and not from zero, to be added: of one part nothing small meets them.
+constexpr bool GOES_ON = PARTS == 1;
 
 // As `product` has it; columns from `first` to before `last`, whole blocks of them.
 static void product_of_parts(
     const char* weights, const real* bias, int64_t n, int64_t k, bool apart, int64_t rows, const store* const* a,
     real* const* c, bool add, int64_t first, int64_t last, Fetch* fetch) {
-  constexpr int64_t MOST = 256;  // k of rows that are near at once
-  alignas(64) char near[2][MOST / DEEP_TILE * PARTS * TILE];
-  alignas(64) real sums[4][16][WIDE_TILE];
-  Kind kind[2][16];
+  constexpr int64_t MOST = PARTS == 1 ? 512 : 256, MANY = 4;  // k, and blocks of rows, that are near at once
+  alignas(64) char near[MANY][MOST / DEEP_TILE * PARTS * TILE];
+  alignas(64) real held[4][16][WIDE_TILE];
+  Kind kind[MANY][16];
   const int64_t blocks = (rows + 15) / 16, tall = (rows + blocks - 1) / blocks, deep = up(k, DEEP_TILE);
   const int64_t pairs = (last - first + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE);
   const int64_t passes = (blocks + 1) / 2 * pairs * deep / DEEP_TILE;
@@ -260,57 +272,69 @@ static void product_of_parts(
     }
     return;
   }
-  for (int64_t begin = 0; begin < rows; begin += 2 * tall) {
-    const int64_t left = rows - begin;
-    const int64_t count[2] = {left < tall ? left : tall, left <= tall ? 0 : left < 2 * tall ? left - tall : tall};
-    configure(tall, count[1] ? OF_TWO_BLOCKS : OF_ONE_BLOCK);
+  configure(tall);
+  for (int64_t begin = 0; begin < rows; begin += MANY * tall) {
+    int64_t count[MANY] = {}, even[MANY] = {};  // rows of a block; how far those of c are apart, 0: not all as far, or too few
+    for (int64_t block = 0; block < MANY && begin + block * tall < rows; ++block) {
+      const int64_t from = begin + block * tall;
+      count[block] = rows - from < tall ? rows - from : tall;
+      even[block] = count[block] < tall ? 0 : tall > 1 ? c[from + 1] - c[from] : WIDE_TILE;
+      for (int64_t i = 2; i < count[block]; ++i)
+        if (c[from + i] - c[from + i - 1] != even[block]) even[block] = 0;
+    }
     for (int64_t k0 = 0; k0 < k; k0 += MOST) {
       const int64_t some = k - k0 < MOST ? k - k0 : MOST;
       bool huge = false;
-      for (int block = 0; block < 2; ++block)
+      for (int64_t block = 0; block < MANY; ++block)
         for (int64_t i = 0; i < count[block]; ++i) {
           kind[block][i] = split_row(a[begin + block * tall + i] + k0, some, near[block], i);
           huge |= kind[block][i] == HUGE;
         }
-      EVERYTHING_WRITTEN;
-      const bool more = add || k0 > 0;
+      const bool more = add || k0 > 0, goes_on = more && GOES_ON;
       for (int64_t column = first; column < last; column += 2 * WIDE_TILE) {
         // the last may be alone: it is made twice
         const int64_t second = column + WIDE_TILE < last ? column + WIDE_TILE : column;
         const char* b = weights + (column * deep + k0 * WIDE_TILE) * 2 * PARTS;
         const char* other = weights + (second * deep + k0 * WIDE_TILE) * 2 * PARTS;
-        if (more) {
-          _tile_zero(0);
-          _tile_zero(1);
-        } else {
-          _tile_loadd(0, bias + column, 0);
-          _tile_loadd(1, bias + second, 0);
-        }
-        if (!count[1]) {
-          tiles_of_one_block(near[0], b, other, some, beside);
-        } else {
-          if (more) {
-            _tile_zero(2);
-            _tile_zero(3);
-          } else {
-            _tile_loadd(2, bias + column, 0);
-            _tile_loadd(3, bias + second, 0);
+        for (int64_t block = 0; block < MANY && count[block]; block += 2) {
+          const bool two = count[block + 1] > 0;
+          Sums sums;
+          bool direct[2];
+          for (int64_t which = 0; which < 4; ++which) {
+            const int64_t of = which / 2, now = block + of, at = which % 2 ? second : column;
+            direct[of] = even[now] && (GOES_ON || !more);
+            sums.at[which] = direct[of] ? c[begin + now * tall] + at : held[which][0];
+            sums.apart[which] = direct[of] ? even[now] * int64_t(sizeof(real)) : 64;
           }
-          tiles_of_two_blocks(near[0], near[1], b, other, some, beside);
-          _tile_stored(2, sums[2], 64);
-          _tile_stored(3, sums[3], 64);
+          // of rows whose sums do not lie so body(what is held, where it belongs)
+          auto each_held = [&](auto body) ALWAYS {
+            for (int64_t of = 0; of < 2; ++of)
+              for (int64_t i = 0; i < count[block + of] && !direct[of]; ++i)
+                for (int64_t half = 0; half < (second > column ? 2 : 1); ++half)
+                  body(held[2 * of + half][i], c[begin + (block + of) * tall + i] + (half ? second : column));
+          };
+          if (goes_on) each_held([](real* made, const real* to) { _mm512_store_ps(made, _mm512_loadu_ps(to)); });
+          EVERYTHING_WRITTEN;
+          if (!more) {
+            EACH_SUM(OF_BIAS, two);
+          } else if (goes_on) {
+            EACH_SUM(LOADED, two);
+          } else {
+            EACH_SUM(OF_ZERO, two);
+          }
+          if (two)
+            sum_tiles<true>(near[block], near[block + 1], b, other, some, beside);
+          else
+            sum_tiles<false>(near[block], near[block], b, other, some, beside);
+          EACH_SUM(STORED, two);
+          EVERYTHING_WRITTEN;
+          each_held([&](const real* made, real* to) ALWAYS {
+            const __m512 sum = _mm512_load_ps(made);
+            _mm512_storeu_ps(to, more && !GOES_ON ? _mm512_add_ps(_mm512_loadu_ps(to), sum) : sum);
+          });
         }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        for (int block = 0; block < 2; ++block)
-          for (int64_t i = 0; i < count[block]; ++i)
-            for (int64_t at = column, which = 2 * block; at <= second; at += WIDE_TILE, ++which) {
-              real* to = c[begin + block * tall + i] + at;
-              const __m512 made = _mm512_load_ps(sums[which][i]);
-              _mm512_storeu_ps(to, more ? _mm512_add_ps(_mm512_loadu_ps(to), made) : made);
-            }
       }
-      for (int block = 0; block < 2 && huge; ++block)
+      for (int64_t block = 0; block < MANY && huge; ++block)
         for (int64_t i = 0; i < count[block]; ++i) {
           const int64_t row = begin + block * tall + i;
           if (kind[block][i] == HUGE) add_apart(weights, deep, a[row], k0, some, c[row], first, last < n ? last : n);
@@ -322,7 +346,6 @@ static void product_of_parts(
 
 #else
 
-static bool in_parts(int64_t, int64_t, int64_t) { return false; }
 static bool pack_parts(char*, int64_t, int64_t, const store*, int64_t, bool, int64_t, int64_t) { return false; }
 static void product_of_parts(
     const char*, const real*, int64_t, int64_t, bool, int64_t, const store* const*, real* const*, bool, int64_t, int64_t,
@@ -343,7 +366,9 @@ INLINE int64_t whole(int64_t n, int64_t share) {
 }
 
 // Of a matrix of these sizes that the rows of so many sequences meet.
-INLINE Packed unpacked(int64_t n, int64_t k, int64_t batch) { return {n, k, nullptr, nullptr, in_parts(n, k, batch)}; }
+INLINE Packed unpacked(int64_t n, int64_t k, int64_t batch) {
+  return {n, k, nullptr, nullptr, unit_makes(PARTS, n, k, batch)};
+}
 // Where it lies: then it can be packed.
 INLINE void place(Packed& b, char* memory) {
   b.data = (packed_t*)memory;

@@ -40,8 +40,6 @@ constexpr bool ROUNDS_TWICE = false;
 #endif
 constexpr int64_t RUN = 16;
 
-INLINE int64_t up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
-
 #if WHORL_DTYPE == 16 && defined(__AVX512BF16__)
 #define PAIRS 1  // two k at a time: an operand is a pair of bfloat16, and so is a weight
 typedef uint32_t packed_t;
@@ -73,7 +71,7 @@ struct Packed {
     return panel < wide() ? panel * PANEL : wide() * PANEL + (panel - wide()) * LANES;
   }
   int64_t bytes() const {
-    return in_parts ? up(n, 16) * up(k, 32) * 6 + 64 : up(n, LANES) * steps() * int64_t(sizeof(packed_t));
+    return in_parts ? up(n, 16) * up(k, 32) * 2 * PARTS + 64 : up(n, LANES) * steps() * int64_t(sizeof(packed_t));
   }
 };
 

@@ -2,7 +2,7 @@
 //
 // Rows are sequences.  A thread (or a team of threads, each with a part of the units) takes a group of rows through all
 // steps, so nothing but weights is shared.  What a row gives depends on that row alone, to the bit: not on the rows or
-// threads beside it, but for whether a batch has enough rows for the products of parts.cpp.
+// threads beside it, but in float32 for whether a batch has enough rows for the products of parts.cpp.
 //
 // Three ways to count rows: r is a sequence, o the place of step t of r in x and y as the caller has them ("outer"), and
 // c its place among the steps that count: what backward reads is kept for these alone.  Steps that do not count are

@@ -18,6 +18,17 @@
 #define EACH_ALONE _Pragma("GCC ivdep")
 #endif
 
+// In how many parts of bfloat16 a processor's matrix unit (AMX) takes a number: see parts.cpp.  0: there is no unit.
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__) && WHORL_DTYPE != 64
+#define PARTS (WHORL_DTYPE == 16 ? 1 : 3)
+#define UNIT 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define PARTS 0
+#define UNIT 0
+#endif
+
 namespace kernel {
 
 #if WHORL_DTYPE == 64
@@ -40,6 +51,28 @@ INLINE To bits_of(From value) {
   To made;
   __builtin_memcpy(&made, &value, sizeof(To));
   return made;
+}
+
+INLINE int64_t up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+// k and columns of a tile of the matrix unit.
+constexpr int64_t DEEP_TILE = 32, WIDE_TILE = 16;
+
+// A process asks the system for the unit once.
+INLINE bool unit_is_given() {
+#if UNIT
+  constexpr long request = 0x1023, tiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool given = !syscall(SYS_arch_prctl, request, tiles);
+  return given;
+#else
+  return false;
+#endif
+}
+
+// Whether a product of n columns and k with the rows of so many sequences is made by the unit: where few of a tile's k are
+// empty, and in float32 from so many sequences on, as fewer rows take longer to bring six bytes of each weight than four.
+INLINE bool unit_makes(int64_t parts, int64_t n, int64_t k, int64_t batch) {
+  return unit_is_given() && batch >= (parts == 1 ? 1 : 16) && n >= WIDE_TILE && 3 * up(k, DEEP_TILE) <= 5 * k;
 }
 
 INLINE float widened(float value) { return value; }
