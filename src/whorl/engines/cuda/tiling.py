@@ -385,6 +385,10 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     """
     taken = rounds(chip, batch, directions, tile)
     share = -(-batch // parts(chip, batch, directions, tile, kind))
+    reached = -(-share // (tile.rows // tile.subs))
+    if reached < tile.subs and _spare(size, kind, tile):
+        left = replace(tile, tiles=tile.tiles // tile.subs * reached, subs=reached)
+        return _SPARE * full_time(size, chip, batch, directions, kind, left)
     begin = 0.3 * (taken - 1)  # each round loads its weights anew: 20 us as this was fitted, over 60 steps
     groups, words, planes = tile.slice // 16, _words(size, tile.halves), tile.planes
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
@@ -396,7 +400,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         costs = _FOUR_BYTES[kind, size.exact]
         # GRU with warps for the cell alone, 128 units at batch 32 and 128, 512 at 32: 0.58, 0.67 and 1.48 us
         apart = 0.7 if tile.pointwise and tile.subs == 1 and not size.scaled(kind) else 1.0
-        return begin + taken * apart * sum(cost * count for cost, count in zip(costs, counts, strict=True))
+        step = sum(cost * count for cost, count in zip(costs, counts, strict=True))
+        return begin + taken * (apart * step + _beside(size, kind, tile))
     if kind == "forward":
         takers, multiplying = tile.pointwise or tile.splits, groups * tile.splits
         uneven = 1 if tile.pointwise else -(-tile.warps // 4) * 4 / tile.warps  # warps of a scheduler
@@ -413,7 +418,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         step *= {1: 0.75, 2: 0.9}.get(tile.cluster, 1.0)  # none or one to exchange with
         if tile.warps == 4 and tile.cluster > 1 and not tile.pointwise:
             step *= 1.1  # 0.75 us where 12 warps took 0.65, and GRU 0.69 and 0.58, with 128 units at batch 128
-        return begin + taken * (step + 0.0025 * read * multiplying / tile.warps * tile.subs)
+        step += 0.0025 * read * multiplying / tile.warps * tile.subs
+        return begin + taken * (step + _beside(size, kind, tile))
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves
     items = groups * tile.tiles / 4
@@ -425,7 +431,62 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         step *= (0.87 if tile.subs == 2 else 1.0) * max(1.0, 1 + 0.024 * (size.back - 12))
     elif tile.subs > 1:
         step *= 1.07  # 1.05 to 1.19 times what one tile of as many sequences takes, 512 units at batch 128
-    return begin + taken * step
+    if taken == tile.tiles == 1 and size.bare and size.recurrent > 2 and size.units < 256 and size.element == 2:
+        step *= _FEW_BACK
+    return begin + taken * (step + _beside(size, kind, tile))
+
+
+def _spare(size: Size, kind: str, tile: Tile) -> bool:
+    """Whether sub-tiles that no sequence reaches were measured to cost nothing, of a layer without options."""
+    plain = size.bare and not size.ragged and not size.exact and size.recurrent > 2
+    if not plain or tile.cluster < LARGEST_CLUSTER:
+        return False
+    if kind == "backward":
+        return size.element == 2 and tile.slice == 48
+    if not tile.pointwise or tile.warps != 12:
+        return False
+    if tile.halves or (size.element == 2 and size.recurrent == 3):
+        return tile.subs == 2
+    return size.element == 2 and size.units > LARGEST_CLUSTER * 28  # with 448 1.6 percent slower at batch 1 to 32
+
+
+_SPARE = 0.97
+"""Of what the others take, with such a sub-tile. Forward, where it leaves more registers to those that multiply: LSTM
+1.10 and 1.19 us with 512 units at batch 32 and TF32 products, in bfloat16 0.99 and 1.00, at batch 128 1.92 and 1.98
+(with TF32 products 2.92 and 2.58, so not there), GRU 0.86 and 0.89, 1.73 and 1.72. Backward, where fewer sequences are
+in each of more clusters: GRU 2.22 and 2.32 with 768 units at batch 16. This and what follows: one H200, 30 steps, with
+all that a launch takes, 2026-11-23."""
+_FEW_BACK = 0.82
+"""And of estimates backward of fewer than 256 units in two bytes: LSTM with 128 units at batch 32 and 128, and with 168
+at 62, took 1.11, 1.22 and 1.22 us where 1.32, 1.40 and 1.55 were estimated, GRU 1.11, 1.09 and 1.12 where 1.31, 1.38
+and 1.51 were; spread over blocks LSTM took 1.24, 1.22 and 1.45."""
+
+
+def _beside(size: Size, kind: str, tile: Tile) -> float:
+    """What tiles of plain layers take beside their estimates, microseconds of a step."""
+    if not size.bare or size.recurrent < 3:
+        return 0.0
+    wide, blocks, strips = size.element == 4, (tile.cluster, tile.slice), tile.cluster * tile.slice // 16
+    lstm, itself = size.recurrent > 3, size.element == 4 and not tile.halves
+    if kind == "forward":
+        if not lstm and not wide and blocks == (16, 48) and tile.splits == 4 and tile.tiles == 1:
+            return 0.1  # 650 units at batch 20 1.70, with half as many splits 1.61
+        if not lstm and itself and blocks == (16, 32) and tile.pointwise:
+            return 0.5  # GRU with TF32 products and 512 units at batch 32 1.46, where all warps compute the cell 1.39
+        if lstm and tile.halves and blocks == (4, 32) and tile.pointwise and not size.exact and size.units > 96:
+            return 0.1  # 128 units at batch 128 0.85, where all warps compute the cell 0.78
+        return 0.0
+    if not wide:  # with 128 units at batch 32 and 128 LSTM 1.09 and 1.14 us, by 8 warps 1.11 and 1.22; GRU 1.01 of 1.11
+        return -0.09 if tile.warps == 4 and strips <= 8 and tile.tiles == 1 else 0.0
+    if size.exact:
+        return 0.0
+    if not lstm and blocks == (4, 32) and size.units > 96:
+        return 0.2  # 128 units at batch 128: 1.37 to 1.57 us, in clusters of 8 with 16 sequences 1.20
+    if not lstm and itself and blocks == (8, 32) and tile.warps == 4:
+        return 0.05  # 168 units at batch 62: 1.63, with 8 warps 1.53
+    if lstm and tile.halves and blocks == (2, 128):
+        return 0.6  # 256 units at batch 512: 3.83, spread 3.62
+    return 0.0
 
 
 _FOUR_BYTES = {
