@@ -541,6 +541,8 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             part -= 0.35  # LSTM at batch 32 took 2.13 us with 896 units, 2.11 with 1,024, TF32 2.25 and 2.27
         if tile.subs > 3 and tile.blocks > 64:  # 2,048 units at batch 64 took 17.9 us, GRU 11.1
             part *= 0.75
+        if size.optional and tile.groups == 2:
+            part += 0.02  # 512 units at batch 128: lengths 2.28 us, of four groups 2.13, a mask 2.31 and 2.14
         return launches(chip, batch, directions, tile) * (0.88 + tile.subs * (0.2 + part + again))
     strips, depths = (
         -(-size.units // (16 * tile.gathered)),
@@ -571,11 +573,15 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
     part += 0.06 * rows * 4 * tile.sources * tile.slice / 1024
     part += 0.017 * rows * depths * 32 / 1024
     taken = 0.6 + 0.8 * (tile.gathered > 1) + 0.04 * tile.sources + tile.subs * part
-    if size.element == 2 and size.staged is None and (tile.slice, tile.sources, tile.gathered) == (32, 8, 1):
+    blocks = tile.slice, tile.sources, tile.gathered
+    if size.element == 2 and size.staged is None and not size.many and blocks == (32, 8, 1):
         # 256 units at batch 64 and 128: LSTM 1.69 and 1.72 us where 1.62 were estimated, GRU 1.66 and 1.64 where 1.56
         # were; in 4 blocks of 64 units 1.54 and 1.51 where 1.68, 1.43 and 1.45 where 1.57 were.  With layer norm of r
-        # and c, whose kernel differs, a train step of 100 took 541 us in 8 blocks and 581 in 4.
+        # and c, whose kernel differs, a train step of 100 took 541 us in 8 blocks and 581 in 4, and with all options at
+        # once a step of LSTM 1.86 and 1.94.
         taken += 0.15
+    if size.optional and size.many and size.element == 2 and blocks == (16, 8, 4):
+        taken += 0.15  # 512 units at batch 32 2.42 us, in half as many blocks 2.30
     if tile.halves:
         taken = 1.18 * taken + 0.55 * (tile.gathered > 1)
     if size.bare and tile.wide and tile.rows == 16 and (tile.slice, tile.gathered) == (16, 8) and size.recurrent > 2:
@@ -583,7 +589,6 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
         # 3.41 to 3.95 and 4.06 to 4.41, GRU with 1,024 2.72 and 3.00
         taken *= 0.97 if tile.halves else 0.9
     if size.bare and size.recurrent > 3:
-        blocks = tile.slice, tile.sources, tile.gathered
         if size.element == 2 and not tile.wide and (tile.slice, tile.gathered) == (16, 4) and tile.sources > 8:
             taken += 0.2  # 650 units at batch 20 2.83 us, 768 at 16 2.76, where 2.61 and 2.68 were estimated
         if tile.halves and not size.exact and tile.wide and blocks == (32, 8, 4) and tile.subs == 2:

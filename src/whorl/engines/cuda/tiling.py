@@ -93,6 +93,16 @@ class Size(NamedTuple):
         """Neither options nor vectors nor means nor exact products: measured with more weights in registers."""
         return not (self.ahead or self.back or self.vectors or self.masks or self.bits or self.staged or self.exact)
 
+    @property
+    def optional(self) -> bool:
+        """LSTM, or another cell of four gates, with options, none of them given masks by gate: measured with each."""
+        return bool(self.ahead or self.back) and self.recurrent > 3 and not (self.masks or self.staged or self.exact)
+
+    @property
+    def many(self) -> bool:
+        """Most options at once."""
+        return self.back >= 24
+
     def scaled(self, kind: str) -> bool:
         """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
         return self.halves and (kind == "backward" or self.exact or self.bounded)
@@ -438,24 +448,24 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
 
 def _spare(size: Size, kind: str, tile: Tile) -> bool:
     """Whether sub-tiles that no sequence reaches were measured to cost nothing, of a layer without options."""
-    plain = size.bare and not size.ragged and not size.exact and size.recurrent > 2
-    if not plain or tile.cluster < LARGEST_CLUSTER:
+    optional = size.optional and not (size.bits or size.many)
+    if size.ragged or size.recurrent < 3 or tile.cluster < LARGEST_CLUSTER or not (size.bare or optional):
         return False
     if kind == "backward":
-        return size.element == 2 and tile.slice == 48
+        return size.bare and size.element == 2 and tile.slice == 48
     if not tile.pointwise or tile.warps != 12:
         return False
-    if tile.halves or (size.element == 2 and size.recurrent == 3):
-        return tile.subs == 2
-    return size.element == 2 and size.units > LARGEST_CLUSTER * 28  # with 448 1.6 percent slower at batch 1 to 32
+    two = tile.subs == tile.tiles == 2 and (size.element == 2 or tile.halves)
+    # of LSTM in two bytes not with 448 units, which were 1.6 percent slower at batch 1 to 32
+    return two and (tile.halves or size.recurrent == 3 or size.units > LARGEST_CLUSTER * 28)
 
 
 _SPARE = 0.97
 """Of what the others take, with such a sub-tile. Forward, where it leaves more registers to those that multiply: LSTM
-1.10 and 1.19 us with 512 units at batch 32 and TF32 products, in bfloat16 0.99 and 1.00, at batch 128 1.92 and 1.98
-(with TF32 products 2.92 and 2.58, so not there), GRU 0.86 and 0.89, 1.73 and 1.72. Backward, where fewer sequences are
-in each of more clusters: GRU 2.22 and 2.32 with 768 units at batch 16. This and what follows: one H200, 30 steps, with
-all that a launch takes, 2026-11-23."""
+1.10 and 1.19 us with 512 units at batch 32 and TF32 products, with a mask 1.02 and 1.13, in bfloat16 0.99 and 1.00, GRU
+0.86 and 0.89. (With four sub-tiles for three at batch 128 LSTM took 1.92 and 1.98, but with a clip 2.39 and 2.07.)
+Backward, where fewer sequences are in each of more clusters: GRU 2.22 and 2.32 with 768 units at batch 16. This and
+what follows: one H200, 30 steps, with all that a launch takes, 2026-11-23."""
 _FEW_BACK = 0.82
 """And of estimates backward of fewer than 256 units in two bytes: LSTM with 128 units at batch 32 and 128, and with 168
 at 62, took 1.11, 1.22 and 1.22 us where 1.32, 1.40 and 1.55 were estimated, GRU 1.11, 1.09 and 1.12 where 1.31, 1.38
@@ -463,7 +473,9 @@ and 1.51 were; spread over blocks LSTM took 1.24, 1.22 and 1.45."""
 
 
 def _beside(size: Size, kind: str, tile: Tile) -> float:
-    """What tiles of plain layers take beside their estimates, microseconds of a step."""
+    """What tiles take beside their estimates, microseconds of a step."""
+    if size.optional:
+        return _beside_options(size, kind, tile)
     if not size.bare or size.recurrent < 3:
         return 0.0
     wide, blocks, strips = size.element == 4, (tile.cluster, tile.slice), tile.cluster * tile.slice // 16
@@ -487,6 +499,19 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
     if lstm and tile.halves and blocks == (2, 128):
         return 0.6  # 256 units at batch 512: 3.83, spread 3.62
     return 0.0
+
+
+def _beside_options(size: Size, kind: str, tile: Tile) -> float:
+    """The same of LSTM with options: one H200, steps of 50, 2026-11-23."""
+    if kind == "forward":  # all options at once: 256 units at batch 128 1.74 us, spread 1.62
+        # a mask, and resets: 512 units at batch 128 2.34 and 2.33 us, spread 2.14 and 2.16
+        return 0.4 * size.many + 0.25 * (tile.subs > 1 and tile.pointwise > 0 and not size.drawn)
+    if size.element == 4:
+        return 0.0
+    if size.many:  # 512 units at batch 32 2.67 us, spread 2.30; 256 1.90 and 1.84
+        return 0.3 + 0.02 * streamed(size, tile, kind)
+    # 256 units at batch 32: a mask 1.29 us with 4 warps, 1.37 with 8, resets 1.37 and 1.43, dropout by gate 1.31 and 1.36
+    return -0.1 if (tile.cluster, tile.slice, tile.warps) == (16, 16, 4) else 0.0
 
 
 _FOUR_BYTES = {
