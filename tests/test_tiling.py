@@ -73,13 +73,12 @@ def test_clusters_as_measured(units: int, batch: int, cluster: int) -> None:
 
 @pytest.mark.parametrize(
     "batch, units, warps, subs",
-    [(32, 512, 12, (2, 2)), (128, 512, 12, (4, 3)), (1, 512, 12, (2, 2)), (32, 128, 6, (1, 1))],
+    [(32, 512, 12, (2, 2)), (128, 512, 12, (3, 3)), (1, 512, 12, (2, 2)), (32, 128, 6, (1, 1))],
 )
 def test_warps_for_the_cell_as_measured(batch: int, units: int, warps: int, subs: tuple[int, int]) -> None:
     """They took the least time on an H200: 0.815 us a step beside 0.988, 1.85 beside 2.11, 0.47 beside 0.51.
 
-    In bfloat16 and with TF32 products; with a sub-tile that no sequence reaches 0.94 beside 0.96, 1.06 and 1.16, 1.94
-    and 1.98.
+    In bfloat16 and with TF32 products; with a sub-tile that no sequence reaches 0.94 beside 0.96, 1.06 and 1.16.
     """
     for element, count in zip((2, 4), subs, strict=True):
         tile = tiling.choose(size_of(library.lstm.graph, units, element), H200, batch, 1, "forward")

@@ -541,7 +541,7 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             part -= 0.35  # LSTM at batch 32 took 2.13 us with 896 units, 2.11 with 1,024, TF32 2.25 and 2.27
         if tile.subs > 3 and tile.blocks > 64:  # 2,048 units at batch 64 took 17.9 us, GRU 11.1
             part *= 0.75
-        if size.optional and tile.groups == 2:
+        if size.optional and (tile.slice, tile.tiles, tile.groups) == (32, 2, 2):
             part += 0.02  # 512 units at batch 128: lengths 2.28 us, of four groups 2.13, a mask 2.31 and 2.14
         return launches(chip, batch, directions, tile) * (0.88 + tile.subs * (0.2 + part + again))
     strips, depths = (

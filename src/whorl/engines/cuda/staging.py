@@ -139,5 +139,7 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
         inside += 1.2 / tile.splits**0.5 * -(-cells * tile.splits // tile.warps)
         used = _backward_registers(graph, size, tile.cluster, tile.tiles, tile.warps, tile.splits)
         inside += 0.05 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
+        # with TF32 products 256 units at batch 32 took 2.55 us, with 8 warps 2.29; fewer are faster so
+        inside += 0.06 * (size.element == 4 and tile.warps == 4 and size.units > 192)
     time = plain + tiling.rounds(chip, batch, directions, tile) * inside
     return 1.2 * time if kind == "forward" and size.units > 256 else time

@@ -505,13 +505,16 @@ def _beside_options(size: Size, kind: str, tile: Tile) -> float:
     """The same of LSTM with options: one H200, steps of 50, 2026-11-23."""
     if kind == "forward":  # all options at once: 256 units at batch 128 1.74 us, spread 1.62
         # a mask, and resets: 512 units at batch 128 2.34 and 2.33 us, spread 2.14 and 2.16
-        return 0.4 * size.many + 0.25 * (tile.subs > 1 and tile.pointwise > 0 and not size.drawn)
+        slow = tile.subs > 2 and tile.pointwise > 0 and not size.drawn
+        return 0.4 * (size.many and (tile.slice > 48 or tile.tiles > 1)) + 0.25 * slow
     if size.element == 4:
         return 0.0
     if size.many:  # 512 units at batch 32 2.67 us, spread 2.30; 256 1.90 and 1.84
         return 0.3 + 0.02 * streamed(size, tile, kind)
-    # 256 units at batch 32: a mask 1.29 us with 4 warps, 1.37 with 8, resets 1.37 and 1.43, dropout by gate 1.31 and 1.36
-    return -0.1 if (tile.cluster, tile.slice, tile.warps) == (16, 16, 4) else 0.0
+    # 256 units at batch 32: a mask 1.29 us with 4 warps and 1.37 with 8, resets 1.37 and 1.43, dropout by gate 1.31 and
+    # 1.36
+    few = (tile.cluster, tile.slice, tile.warps, tile.tiles) == (16, 16, 4, 1)
+    return -0.1 if few and not size.ragged else 0.0
 
 
 _FOUR_BYTES = {
