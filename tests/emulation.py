@@ -80,6 +80,9 @@ class Kernel:
         self._block, self._cluster, self._shared = block, cluster, shared
         self._function = ctypes.CDLL(code.decode()).launch
 
+    def alone(self, shared: int) -> "Kernel":
+        return self
+
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
         cluster = grid if self._together else self._cluster
         status = self._function(grid, second, self._block, cluster, self._shared, self._layout.pack(*values))

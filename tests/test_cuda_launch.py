@@ -103,6 +103,18 @@ def test_large_blocks_and_clusters_are_allowed_beforehand(listener: Listener) ->
     assert listener.attributes == {8: 50_000, 14: 1}
 
 
+def test_blocks_that_are_to_be_alone_ask_for_more_shared_memory(listener: Listener) -> None:
+    """And the kernel itself asks for what it did: another batch may have more blocks than there are multiprocessors."""
+    kernel = make()
+    alone = kernel.alone(120_000)
+    assert listener.attributes == {8: 120_000}
+    for one in (kernel, alone, kernel):
+        one(0x7000, 12, 2, 1 << 40, 3, -5, 0.5)
+    assert [launched[6] for launched in listener.launches] == [50_000, 120_000, 50_000]
+    assert [launched[8] for launched in listener.launches] == [[(4, 4, 1, 1)]] * 3
+    assert kernel.alone(10).shared == 50_000
+
+
 def test_a_refused_launch_says_what_and_why(listener: Listener) -> None:
     kernel = make()
     listener.status = 701

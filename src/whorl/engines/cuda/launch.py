@@ -7,6 +7,7 @@ one call of the driver: it goes to torch's current stream, under capture of a CU
 import ctypes
 import struct
 import sys
+from copy import copy
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -120,6 +121,17 @@ class Kernel:
         self._frames.append(frame)
         if status:
             check(status, f"launch {self.name}")
+
+    def alone(self, shared: int) -> "Kernel":
+        """The same kernel, whose blocks ask for so much shared memory at least, so that no two are on a multiprocessor.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
+        made = copy(self)
+        made.shared, made._frames = max(shared, self.shared), []
+        check(driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, made.shared), f"prepare {self.name}")
+        return made
 
     def resources(self) -> dict[str, int]:
         """Registers and bytes of local memory of a thread (what was spilled), and clusters resident at once."""
