@@ -236,3 +236,27 @@ def test_where_the_gradients_of_recurrent_gates_lie() -> None:
     assert blocks_of(source.saving(library.gru.graph)) == [(False, 0, 2, 0), (True, 0, 1, 2)]
     mixed = source.Saving(sums=(-1, 0, -1, 2, 3), apart=(1,))
     assert blocks_of(mixed) == [(False, 1, 1, 0), (True, 0, 1, 1), (False, 3, 2, 2)]
+
+
+class Asked:
+    """A kernel that notes what it is asked for."""
+
+    shared = 0
+
+    def alone(self, shared: int) -> "Asked":
+        self.shared = shared
+        return self
+
+
+@pytest.mark.parametrize(
+    ("capability", "batch", "alone"), [((9, 0), 128, True), ((9, 0), 4096, False), ((8, 0), 4, False)]
+)
+def test_blocks_that_have_a_multiprocessor_each_ask_for_it(
+    capability: tuple[int, int], batch: int, alone: bool
+) -> None:
+    chip, kernel, size = Chip(capability, 132), Asked(), LSTM._replace(units=128 if capability[0] > 8 else 32)
+    tile = tiling.choose(size, chip, batch, 1, "forward")
+    assert tile is not None
+    made = grid.Grid(kernel, tile, size, chip, batch, 1, "forward")  # type: ignore[arg-type]
+    assert (2 * (kernel.shared + 1024) > chip.shared + 1024) == alone
+    assert (made.parts * tile.cluster <= 132) == (alone or capability[0] == 8)

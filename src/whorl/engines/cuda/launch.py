@@ -47,12 +47,9 @@ class _Frame:
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(grid=(1, 1, 1), block=(kernel.block, 1, 1), shared=kernel.shared)
         self.grid = self.config.grid
-        given = {_CLUSTER_DIMENSION: kernel.cluster > 1, _COOPERATIVE: kernel.together, _PROGRAMMATIC: kernel.early}
-        kept = [
-            _Attribute(one, 0, (kernel.cluster if one == _CLUSTER_DIMENSION else 1, 1, 1))
-            for one in given
-            if given[one]
-        ]
+        sizes = {_CLUSTER_DIMENSION: kernel.cluster if kernel.cluster > 1 else 0}
+        sizes |= {_COOPERATIVE: int(kernel.together), _PROGRAMMATIC: int(kernel.early)}
+        kept = [_Attribute(attribute, 0, (size, 1, 1)) for attribute, size in sizes.items() if size]
         self._kept = (_Attribute * len(kept))(*kept)
         self.config.attributes, self.config.count = ctypes.cast(self._kept, ctypes.POINTER(_Attribute)), len(kept)
         self.reference = ctypes.byref(self.config)
