@@ -118,7 +118,7 @@ with 512 units at batch 128, 1.60 and 1.64 at 32, 3.42 and 2.89 with 256 at 512;
 3.35 and 2.37; LSTM with 256 at 512, whose cluster has ten depths of its weights in registers since, 2.47 and 2.97."""
 _MUCH_TF32_OPTIONS = {"forward": 1.0, "backward": 0.85}
 """LSTM with options: zoneout 1.05 and 1.47 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and
-2.72, 3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.79 and 1.67, 2.50 and
+2.72, 3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.34 and 1.72, 2.50 and
 1.89, 3.68 and 3.13, 5.37 and 4.17."""
 _MUCH_EXACT = {True: 1.2, False: 1.5}
 """In true float32 forward, where a cluster takes its rows in sub-tiles and where not: with 512 units at batch 128 LSTM

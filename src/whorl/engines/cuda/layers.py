@@ -14,7 +14,7 @@ from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
 from whorl.engines.cuda.options import Gradients, Options
-from whorl.engines.cuda.prepare import Numbers, filler, halver, halving, kernels, size_of
+from whorl.engines.cuda.prepare import Numbers, filler, fills, halver, halving, kernels, size_of
 from whorl.engines.cuda.products import better_together, each_product, product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
@@ -88,13 +88,11 @@ class Layers:
             made = kernels(numbers, self.chip, self.index)
             halvings = [halving(own) for own in numbers]
             halvers = [own and (own, halver(own, self.chip, self.index)) for own in halvings]
-            fills = any(
-                isinstance(own.tile, Spread) and one is None for own, one in zip(numbers, halvings, strict=True)
-            )
-            ones = filler(self.chip, self.index) if fills else None
-        for one, size, own, kernel, before in zip(absent, sizes, numbers, made, halvers, strict=True):
+            fillers = [filler(self.chip, self.index) if fills(own) else None for own in numbers]
+        rows = zip(absent, sizes, numbers, made, halvers, fillers, strict=True)
+        for one, size, own, kernel, halves, ones in rows:
             where = self.chip, problem.batch, form.directions, own.kind
-            self._made[one] = Grid(kernel, own.tile, size, *where, before, ones)
+            self._made[one] = Grid(kernel, own.tile, size, *where, halves, ones)
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         if (kind, features) not in self._made:

@@ -23,6 +23,7 @@ from whorl.engines.cuda.prepare import (
     adding_code,
     codes,
     filler_code,
+    fills,
     halver_code,
     halving,
     norming_code,
@@ -33,7 +34,6 @@ from whorl.engines.cuda.prepare import (
 )
 from whorl.engines.cuda.projected import Projected
 from whorl.engines.cuda.source import Features
-from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import spreadable, staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
@@ -184,10 +184,8 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         assert tile is not None, "the obstacles say that it fits"
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
     made = codes(wanted, chip)
-    halvings = [*map(halving, wanted)]
-    made += [halver_code(one, chip) for one in halvings if one is not None]
-    if any(isinstance(own.tile, Spread) and one is None for own, one in zip(wanted, halvings, strict=True)):
-        made.append(filler_code(chip))
+    made += [halver_code(one, chip) for one in map(halving, wanted) if one is not None]
+    made += [filler_code(chip)] * any(map(fills, wanted))
     if norm is not None:
         made += [norming_code(kind, norm, chip) for kind in ("forward", "backward")[: 1 + problem.gradient]]
     if problem.gradient and (form.bias or form.cell.vectors or norm is not None):

@@ -1,6 +1,6 @@
 """A kernel made ready: its machine code from the store or the compiler, and loaded on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -98,18 +98,26 @@ def shared_bytes(kind: str, cell: Graph, tile: Tile | Spread, architecture: str)
     return max(tile.shared, min(most, tile.shared + max(operands, _LEAST_OPERANDS) * 512))
 
 
+def _on_device(
+    key: tuple[Hashable, ...], code: Callable[[], tuple[str, bytes]], chip: Chip, index: int, layout: str,
+    threads: int = 256, shared: int = 0,
+) -> Kernel:  # fmt: skip
+    """A kernel without clusters on a device: the first who asks for it makes its `code`, name and machine code."""
+
+    def make() -> Kernel:
+        name, machine_code = code()
+        return Kernel(machine_code, name, index, threads, shared, 1, layout, early=chip.early)
+
+    return loaded((*key, index), make)
+
+
 _ADDING = "14Q64s"  # the argument of kernels/sums.cu
 
 
 def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
     """The kernel that adds up the gradients of biases and vectors, on a device."""
-
-    def make() -> Kernel:
-        name, code = adding_code(dtype, chip)
-        threads = source.ADDED * source.ADDERS
-        return Kernel(code, name, index, threads, 4 * threads, 1, _ADDING, early=chip.early)
-
-    return loaded(("adding", dtype, index), make)
+    threads = source.ADDED * source.ADDERS
+    return _on_device(("adding", dtype), partial(adding_code, dtype, chip), chip, index, _ADDING, threads, 4 * threads)
 
 
 def adding_code(dtype: torch.dtype, chip: Chip) -> tuple[str, bytes]:
@@ -121,13 +129,9 @@ def adding_code(dtype: torch.dtype, chip: Chip) -> tuple[str, bytes]:
 def norming(kind: str, norm: source.Norm, chip: Chip, index: int) -> Kernel:
     """A kernel of the layer norm of the input projection, on a device."""
     layout = f"{ {'forward': 6 + 2 * norm.gates, 'backward': 8 + norm.gates}[kind] }Q"
-
-    def make() -> Kernel:
-        name, code = norming_code(kind, norm, chip)
-        block = norm.block(kind)
-        return Kernel(code, name, index, block.threads * block.groups, block.shared, 1, layout, early=chip.early)
-
-    return loaded(("norm", kind, norm, index), make)
+    block = norm.block(kind)
+    threads, code = block.threads * block.groups, partial(norming_code, kind, norm, chip)
+    return _on_device(("norm", kind, norm), code, chip, index, layout, threads, block.shared)
 
 
 def norming_code(kind: str, norm: source.Norm, chip: Chip) -> tuple[str, bytes]:
@@ -140,12 +144,7 @@ _COPYING = "7Q"  # the argument of kernels/rows.cu
 
 def row_copier(word: int, chip: Chip, index: int) -> Kernel:
     """The kernel that copies rows in words of so many bytes, on a device."""
-
-    def make() -> Kernel:
-        name, code = row_copier_code(word, chip)
-        return Kernel(code, name, index, 256, 0, 1, _COPYING, early=chip.early)
-
-    return loaded(("rows", word, index), make)
+    return _on_device(("rows", word), partial(row_copier_code, word, chip), chip, index, _COPYING)
 
 
 def row_copier_code(word: int, chip: Chip) -> tuple[str, bytes]:
@@ -159,12 +158,7 @@ _SPLITTING = "10Q"  # the argument of kernels/split.cu
 
 def splitter(chip: Chip, index: int) -> Kernel:
     """The kernel that makes of float32 what three products of TF32 take, on a device."""
-
-    def make() -> Kernel:
-        name, code = splitter_code(chip)
-        return Kernel(code, name, index, 256, 0, 1, _SPLITTING, early=chip.early)
-
-    return loaded(("split", index), make)
+    return _on_device(("split",), partial(splitter_code, chip), chip, index, _SPLITTING)
 
 
 def splitter_code(chip: Chip) -> tuple[str, bytes]:
@@ -178,12 +172,7 @@ _FILLING = "2Q"  # the argument of kernels/fill.cu
 
 def filler(chip: Chip, index: int) -> Kernel:
     """The kernel that fills the words through which blocks exchange, on a device."""
-
-    def make() -> Kernel:
-        name, code = filler_code(chip)
-        return Kernel(code, name, index, 256, 0, 1, _FILLING, early=chip.early)
-
-    return loaded(("fill", index), make)
+    return _on_device(("fill",), partial(filler_code, chip), chip, index, _FILLING)
 
 
 def filler_code(chip: Chip) -> tuple[str, bytes]:
@@ -197,12 +186,8 @@ _HALVING = "6Q"  # the argument of kernels/halve.cu
 
 def halver(made: source.Halving, chip: Chip, index: int) -> Kernel:
     """A kernel that makes float16 of recurrent weights, on a device."""
-
-    def make() -> Kernel:
-        name, code = halver_code(made, chip)
-        return Kernel(code, name, index, made.threads, made.shared, 1, _HALVING, early=chip.early)
-
-    return loaded(("halve", made, index), make)
+    code = partial(halver_code, made, chip)
+    return _on_device(("halve", made), code, chip, index, _HALVING, made.threads, made.shared)
 
 
 def halver_code(made: source.Halving, chip: Chip) -> tuple[str, bytes]:
@@ -213,6 +198,11 @@ def halver_code(made: source.Halving, chip: Chip) -> tuple[str, bytes]:
 def halving(numbers: Numbers) -> source.Halving | None:
     """How the weights of a kernel become float16 before it; None where it takes them as they are."""
     return source.halving(numbers.kind, len(numbers.cell.recurrent), numbers.units, numbers.tile)
+
+
+def fills(numbers: Numbers) -> bool:
+    """Whether a kernel's blocks exchange through words that are filled before it, by no kernel that halves weights."""
+    return isinstance(numbers.tile, Spread) and halving(numbers) is None
 
 
 def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:

@@ -591,9 +591,9 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
     if size.bare and size.recurrent > 3:
         if size.element == 2 and not tile.wide and (tile.slice, tile.gathered) == (16, 4) and tile.sources > 8:
             taken += 0.2  # 650 units at batch 20 2.83 us, 768 at 16 2.76, where 2.61 and 2.68 were estimated
-        if tile.halves and not size.exact and tile.wide and blocks == (32, 8, 4) and tile.subs == 2:
+        if tile.halves and tile.wide and blocks == (32, 8, 4) and tile.subs == 2:
             taken *= 0.9  # 1,024 units at batch 128 7.87 us where 9.26 were estimated, and 8.37 the next
-        if tile.halves and not size.exact and not tile.wide and blocks == (64, 4, 1) and tile.tiles == 2:
+        if tile.halves and not tile.wide and blocks == (64, 4, 1) and tile.tiles == 2:
             taken += 0.15  # 256 units at batch 512 3.76 us, in two parts of 8 sequences 3.62
     return launches(chip, batch, directions, tile) * taken
 

@@ -12,7 +12,7 @@ from whorl.cells.lower import identifier
 from whorl.engines.segments import Link, Segments, segments
 
 _FOLDER = Path(__file__).parent / "kernels"
-_UNITS, _GENERATED, _SEGMENTS = "//: units\n", "//: generated\n", "//: segments\n"
+_UNITS, _GENERATED, _SEGMENTS, _AFTER = "//: units\n", "//: generated\n", "//: segments\n", "//: after\n"
 _DTYPES = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16: 17}
 _INFINITY, _NAN = "real(__longlong_as_double(0x7ff0000000000000ll))", "real(__longlong_as_double(0x7ff8000000000000ll))"
 CHUNK = 128
@@ -51,7 +51,7 @@ def source(graph: Graph, dtype: torch.dtype) -> Source:
 @lru_cache(maxsize=256)
 def stream(graph: Graph, dtype: torch.dtype) -> Source:
     """The kernel of one step of one layer, for every size, of a cell without means and products inside."""
-    text = _filled(_text("stream.cu"), {_UNITS: [_units(graph, dtype)]})
+    text = _filled(_text("stream.cu"), {_UNITS: [_units(graph, dtype)], _AFTER: [_text("after.cu")]})
     return Source(text, _names(graph, dtype, ["stream"]), _segments(graph))
 
 

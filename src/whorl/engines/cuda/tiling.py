@@ -100,7 +100,7 @@ class Size(NamedTuple):
 
     @property
     def many(self) -> bool:
-        """Most options at once."""
+        """Most options at once, by what they take of a thread's registers."""
         return self.back >= 24
 
     def scaled(self, kind: str) -> bool:
@@ -447,7 +447,7 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
 
 
 def _spare(size: Size, kind: str, tile: Tile) -> bool:
-    """Whether sub-tiles that no sequence reaches were measured to cost nothing, of a layer without options."""
+    """Whether sub-tiles that no sequence reaches were measured to cost nothing: LSTM and GRU, some options of LSTM."""
     optional = size.optional and not (size.bits or size.many)
     if size.ragged or size.recurrent < 3 or tile.cluster < LARGEST_CLUSTER or not (size.bare or optional):
         return False
@@ -485,13 +485,11 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
             return 0.1  # 650 units at batch 20 1.70, with half as many splits 1.61
         if not lstm and itself and blocks == (16, 32) and tile.pointwise:
             return 0.5  # GRU with TF32 products and 512 units at batch 32 1.46, where all warps compute the cell 1.39
-        if lstm and tile.halves and blocks == (4, 32) and tile.pointwise and not size.exact and size.units > 96:
+        if lstm and tile.halves and blocks == (4, 32) and tile.pointwise and size.units > 96:
             return 0.1  # 128 units at batch 128 0.85, where all warps compute the cell 0.78
         return 0.0
     if not wide:  # with 128 units at batch 32 and 128 LSTM 1.09 and 1.14 us, by 8 warps 1.11 and 1.22; GRU 1.01 of 1.11
         return -0.09 if tile.warps == 4 and strips <= 8 and tile.tiles == 1 else 0.0
-    if size.exact:
-        return 0.0
     if not lstm and blocks == (4, 32) and size.units > 96:
         return 0.2  # 128 units at batch 128: 1.37 to 1.57 us, in clusters of 8 with 16 sequences 1.20
     if not lstm and itself and blocks == (8, 32) and tile.warps == 4:

@@ -36,11 +36,7 @@ struct Arguments {
   int64_t follows;  // launched right after another layer of the same step
 };
 
-__forceinline__ void wait_for_the_launch_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+//: after
 
 __forceinline__ void let_the_next_launch_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
