@@ -185,7 +185,8 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
     made = codes(wanted, chip)
     made += [halver_code(one, chip) for one in map(halving, wanted) if one is not None]
-    made += [filler_code(chip)] * any(map(fills, wanted))
+    if any(map(fills, wanted)):
+        made.append(filler_code(chip))
     if norm is not None:
         made += [norming_code(kind, norm, chip) for kind in ("forward", "backward")[: 1 + problem.gradient]]
     if problem.gradient and (form.bias or form.cell.vectors or norm is not None):
