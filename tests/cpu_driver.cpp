@@ -197,8 +197,8 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
   return made;
 }
 
-// A digest of everything that a call of x, weights, initial states and drawn noise makes, forward and backward.
-uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_t noise, Threads way) {
+// A digest of everything that a call of x, weights, initial states, marks and drawn noise makes, forward and backward.
+uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, bool marks, int64_t noise, Threads way) {
   seed = 17;
   Sweep k = {};
   k.cell = &cell, k.time = 5, k.batch = 6, k.units = k.width = 37, k.inputs = 6, k.reverse = reverse;
@@ -222,7 +222,16 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_
   k.noise_kind = noise, k.noise_below = 1u << 30, k.noise_scale = 4.0 / 3, p.seed = 99, k.noise_tag = 1, k.zoneout_tag = 2;
   k.keep_plain = noise == 1 || noise == 2;
   if (k.keep_plain) p.noise = draw<real>((noise == 2 ? cell.recurrent : 1) * all);
-  if (noise == 4) p.entered = make<store>(rows * k.units);
+  if (noise == 4 || marks) p.entered = make<store>(rows * k.units);
+  if (marks) {
+    int64_t* lengths = make<int64_t>(k.batch);
+    uint8_t *mask = make<uint8_t>(rows), *reset = make<uint8_t>(rows);
+    for (int64_t r = 0; r < k.batch; ++r) lengths[r] = r;
+    for (int64_t o = 0; o < rows; ++o) mask[o] = uniform() < 0.7, reset[o] = uniform() < 0.3;
+    p.lengths = lengths, p.lengths_row = 1, p.reset = reset, p.reset_step = 1, p.reset_row = k.time;
+    if (!initial) p.mask = mask, p.mask_step = k.batch, p.mask_row = 1;
+  }
+  for (int s = 0; s < cell.states && marks && initial; ++s) p.reset_to[s] = draw<real>(all), p.dreset[s] = make<real>(all);
   for (int s = 0; s < cell.states && noise == 4; ++s) k.zoneout[s].kind = 2, k.zoneout[s].share = 0.25, k.zoneout[s].below = 1u << 30;
   p.vectors = vectors, p.dv = make<real>(cell.vectors * all), p.sums = sums, p.to_vectors = to_vectors;
   for (int s = 0; s < cell.states; ++s) p.finals[s] = make<real>(all);
@@ -243,6 +252,7 @@ uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, int64_
   count(to_vectors, cell.vectors * k.units);
   for (int s = 0; s < cell.states; ++s) count(p.finals[s], all);
   for (int s = 0; s < cell.states && initial; ++s) count(p.dstarts[s], all);
+  for (int s = 0; s < cell.states && p.dreset[0]; ++s) count(p.dreset[s], all);
   release();
   return made;
 }
@@ -343,9 +353,11 @@ int main() {
     for (int gate = 0; gate < cell.recurrent; ++gate) takes = takes && cell.leaf[gate];
     for (int which = 0; which < 8 && takes; ++which) {
       const bool reverse = which & 1, initial = which & 2, within = which & 4;
-      const int64_t noise[] = {0, which % 2 ? 4 : 1 + which / 2 % 2};
-      for (int64_t kind : noise)
-        same("plain", names[index], [&](Threads way) { return plain(cell, reverse, initial, within, kind, way); });
+      const int64_t noise = which % 2 ? 4 : 1 + which / 2 % 2;
+      auto call = [&](bool marks, int64_t kind) {
+        same("plain", names[index], [&](Threads way) { return plain(cell, reverse, initial, within, marks, kind, way); });
+      };
+      call(false, 0), call(false, noise), call(true, which & 4 ? noise : 0);
     }
     same("a stream", names[index], [&](Threads way) { return stream(cell, way.threads); });
   }

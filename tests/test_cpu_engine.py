@@ -25,6 +25,7 @@ from whorl.engines.cpu.masks import NONE
 from whorl.errors import CompileError
 from whorl.functional import planned, recurrent
 from whorl.problem import PLAIN, Call
+from whorl.weights import kinds
 
 pytestmark = pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
 
@@ -148,22 +149,31 @@ def sweeps(layer: torch.nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "marks", ["lengths", "lengths by the way of all calls", "lengths and resets", "lengths, resets and a mask"]
+)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTM with layer norm"])
-def test_the_number_of_threads_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_no_bit(
+    kind: str, marks: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does what lies beside a sequence in its batch."""
+    if "way" in marks:
+        monkeypatch.setattr(plain, "sizes", lambda *_: None)
     name, _, normed = kind.partition(" with ")
     options = {"layer_norm": True} if normed else {"zoneout": 0.1}
     layer = getattr(whorl, name)(40, 65, bidirectional=True, **options, dtype=dtype, engine="cpu")
-    x, lengths = torch.randn(9, 13, 40, dtype=dtype), torch.randint(0, 10, (13,))
+    x, given = torch.randn(9, 13, 40, dtype=dtype), {"lengths": torch.randint(0, 10, (13,))}
+    given |= {"reset": torch.rand(9, 13) < 0.3} if "resets" in marks else {}
+    given |= {"mask": torch.rand(9, 13) < 0.7} if "mask" in marks else {}
     found = []
     for count in (1, 2, 3):
         with threads(count):
             torch.manual_seed(0)
-            found.append(sweeps(layer, x, lengths=lengths))
+            found.append(sweeps(layer, x, **given))
     assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
     layer.eval()
-    alone = layer(x[:, 4:5], lengths=lengths[4:5])[0]
-    assert torch.equal(alone, layer(x, lengths=lengths)[0][:, 4:5])
+    alone = layer(x[:, 4:5], **{name: mark[..., 4:5] for name, mark in given.items()})[0]
+    assert torch.equal(alone, layer(x, **given)[0][:, 4:5])
 
 
 def test_threads_share_a_row_where_that_is_faster() -> None:
@@ -506,6 +516,61 @@ def test_masks_give_what_they_give_in_the_way_of_all_calls(
     bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     for one, other in zip(found, [*everything(False), *everything(True)], strict=True):
         assert (one - other).double().norm() <= bound * other.double().norm()
+
+
+LENGTHS: dict[str, Any] = {
+    "": None,
+    "lengths": lambda time, batch: torch.arange(batch) * 3 % (time + 1),
+    "full lengths": lambda time, batch: torch.full((batch,), time),
+    "empty sequences": lambda time, batch: torch.zeros(batch, dtype=torch.int64),
+    "a long one": lambda time, batch: torch.arange(batch) // (batch - 1) * time,
+    "beyond time, apart": lambda time, batch: (torch.arange(2 * batch) % (2 * time))[::2],
+}
+LENGTHENED: dict[str, Case] = {
+    "one": Case(initial=False),
+    "layers": Case({"layers": 2, "directions": 2}),
+    "a panel and one": Case({"directions": 2, "bias": False}, 16, 37, 65, 65),
+    "drawn by step": Case({"recurrent_dropout": 0.4, "recurrent_dropout_mode": "step", "directions": 2}),
+    "drawn by gate": Case({"recurrent_dropout": 0.4, "layers": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("reset", ["", "reset", "reset_to"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "layer norm", "spread alone"])
+def test_lengths_and_resets_give_to_the_bit_what_they_give_in_the_way_of_all_calls(
+    cell: str, masked: bool, reset: str, lengths: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for gradients summed in another order: of vectors, and of the recurrent weights where every step counts."""
+    graph = (CELLS | WRAPPED | {"spread alone": spread_alone.graph})[cell]
+    for case in LENGTHENED.values():
+        form, call = replace(case, marks=("mask",) * masked + (reset,) * bool(reset)).build(graph)
+        call, (time, batch) = in_dtype(call, dtype), call.x.shape[:2]
+        steps = None if lengths == "" else LENGTHS[lengths](time, batch)
+        mask, cut = (None if one is None else by_sequence(one[..., None])[..., 0] for one in call.marks[3:5])
+        counts = torch.ones(time, batch, dtype=torch.bool) if mask is None else mask
+        counts = counts if steps is None else counts & (torch.arange(time)[:, None] < steps)
+        x = torch.where(counts[..., None], call.x.nan_to_num(), torch.nan)
+        call = call._replace(x=x, marks=call.marks._replace(lengths=steps, mask=mask, reset=cut))
+        assert plain.sizes_of(planned(form.to_json(), call, "cpu").problem, call) is not None
+        found = results(form, call, "cpu", False)
+        with torch.no_grad():
+            inferred = recurrent(form.to_json(), call, "cpu")
+        with monkeypatch.context() as changed:
+            changed.setattr(plain, "sizes", lambda *_: None)
+            others = results(form, call, "cpu", False)
+        parts = [kind for _ in range(form.layers * form.directions) for kind in kinds(form)]
+        summed = {f"weights {index}" for index, kind in enumerate(parts) if "vector" in kind}
+        if counts.all() and not reset:  # the other way has them from outputs, and from initial states apart
+            summed |= {f"weights {index}" for index, kind in enumerate(parts) if kind in ("weight_hh", "bias_hh")}
+        bound = 4 * torch.finfo(dtype).eps
+        for name, other in others.items():
+            one = found[name]
+            assert torch.equal(one, other) or (name in summed and error(one, other) <= bound), name
+        for index, one in enumerate(inferred):
+            assert torch.equal(one, others[f"output {index}"])
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "layer norm"])

@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, Case, torch.dtype]] = {
     "a mask, bfloat16": ("lstm", FORMS["a mask alone"], torch.bfloat16),
     "recurrent dropout": ("lstm", FORMS["recurrent dropout by gate"], torch.float32),
     "every mark": ("lstm", Case({"directions": 2}, marks=("mask", "lengths", "reset_to")), torch.float32),
+    "lengths and every state": ("lstm", Case(marks=("lengths",), sequences=True), torch.float32),
     "dropout": ("lstm", FORMS["layers"], torch.float32),
     "given masks": ("gru", FORMS["given, by gate"], torch.float32),
     "given masks, bfloat16": ("gru", FORMS["given, by step"], torch.bfloat16),

@@ -1,8 +1,9 @@
 """Engine `cpu`: whorl's own loop over time in C++, compiled for the processor that it runs on.
 
-What a plain call has, a mask and most dropout too, is `plain`'s.  Of every other the loop over time is one call for
-each layer and direction: the input product, a few steps ahead, products with the recurrent weights, the cell's step,
-masks, noise, lengths and resets.  The gradients of x and of the weights are products after it, of these kernels too.
+What a plain call has, a mask, lengths, resets and most dropout too, is `plain`'s.  Of every other the loop over time is
+one call for each layer and direction: the input product, a few steps ahead, products with the recurrent weights, the
+cell's step, masks, noise, lengths and resets.  The gradients of x and of the weights are products after it, of these
+kernels too.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """A call of x, weights and initial states: what its problem decides is laid out once, for all calls.
 
-It may have a mask, draw its recurrent dropout and zoneout, or be given masks of recurrent dropout that are constant;
-whatever else a call can have is left to the engine's general way.
+It may have a mask, lengths and resets, draw its recurrent dropout and zoneout, or be given masks of recurrent dropout
+that are constant; whatever else a call can have is left to the engine's general way.
 
 Beside the products of a small layer Python takes long, and longer where a product has just driven it out of the caches
 of a core: so each pass is one call into the kernel for each layer and direction, and everything else is a few tensors.
@@ -78,8 +78,8 @@ def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
     """The same of a problem, and of the kind of noise that masks are given for."""
     form, extras = problem.form, set(problem.extras)
     cell, made = form.cell, source(form.cell)
-    drawn, masked = "drawn" in extras, "mask" in extras
-    more = problem.packed or problem.dropout or extras - {"drawn", "mask", "dropout_masks"}
+    drawn, marked = "drawn" in extras, extras & {"lengths", "mask", "reset"}
+    more = problem.packed or problem.dropout or extras - marked - {"reset_to", "drawn", "dropout_masks"}
     if more or form.projection or not form.inputs or cell.inputs or made.products:
         return None
     if drawn and (form.input_dropout or kind != NONE):
@@ -106,7 +106,7 @@ def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
             describe_zoneout(sweep, form, drawn)
             fields.append(one)
     kept, entered = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize, None
-    if noise == DRAWN or masked:
+    if noise == DRAWN or marked:
         entered = -(-kept // 64) * 64
         kept = entered + rows.outer * form.units * problem.dtype.itemsize
     dr = 0 if made.dr_is_dx else len(cell.recurrent) * form.units
@@ -123,6 +123,7 @@ def forward(made: Sizes, call: Call) -> Outcome:
     starts = [state.to(wide).contiguous() for state in call.states]
     finals = [torch.empty(count, problem.batch, form.units, dtype=wide) for _ in range(states)]
     apart, weights = problem.batch * form.units * wide.itemsize, _weights(made, call)
+    to, marks = [state.to(wide).contiguous() for state in call.reset_to], _marks(call)
     x, kept, read, inner = call.x, [], [], []
     for layer in range(form.layers):
         x, *apart_x = _entering(x, made.within[layer * form.directions])
@@ -143,7 +144,8 @@ def forward(made: Sizes, call: Call) -> Outcome:
                 y.data_ptr() + direction * form.units * dtype.itemsize if wanted else None,
                 kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
                 _each(finals, index * apart), noise=address(noise), seed=seed,
-                entered=_entered(made, kept[-1]) if problem.gradient else None, **_mask(call),
+                entered=_entered(made, kept[-1]) if problem.gradient else None, reset_to=_each(to, index * apart),
+                **marks,
             )  # fmt: skip
             made.kernel.plain_forward(sweep, plain, made.threads)
         if problem.gradient and layer < form.layers - 1:
@@ -160,9 +162,12 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     inner = saved[2 * count :] if made.reads_x else saved[count:]
     dfinals = [None if grad is None else grad.to(wide).contiguous() for grad in grads[1:]]
     starts = [state.contiguous() for state in call.states[:1]]
-    dstarts = [torch.empty(count, problem.batch, units, dtype=wide) for _ in call.states]
+    dstarts, dresets = (
+        [torch.empty(count, problem.batch, units, dtype=wide) for _ in states]
+        for states in (call.states, call.reset_to)
+    )
     apart, narrow = problem.batch * units * wide.itemsize, dtype.itemsize
-    weights, to_weights = _weights(made, call), []
+    weights, to_weights, marks = _weights(made, call), [], _marks(call)
     y, grad = y.contiguous(), grads[0]
     dx = borrowed(rows, len(form.cell.gates) * units, dtype=dtype)
     dr = borrowed(rows, made.dr, dtype=dtype) if made.dr else None
@@ -194,14 +199,14 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
                 dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), noise=address(noise), seed=seed,
                 to_vectors=address(to[-vectors] if vectors else None), entered=_entered(made, saved[index]),
-                **_mask(call),
+                dreset=_each(dresets, index * apart), **marks,
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:
                 part = found[..., :inputs] if columns != inputs else found
                 to_x = part if to_x is None else to_x + part
         grad, y = to_x, below
-    every = [grad, *dstarts, *to_weights, *[None] * len(call.noise)]
+    every = [grad, *dstarts, *to_weights, *dresets, *[None] * len(call.noise)]
     return every if wide == dtype else [None if one is None else one.to(dtype) for one in every]
 
 
@@ -220,12 +225,16 @@ def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | No
     return held(made.kernel, made.problem.form, place, seed, made.problem.batch, None, made.wide), seed
 
 
-def _mask(call: Call) -> dict[str, int]:
-    """Which steps count, as a `Plain` is told."""
-    if call.marks.mask is None:
-        return {}
-    step, row = call.marks.mask.stride()
-    return {"mask": call.marks.mask.data_ptr(), "mask_step": step, "mask_row": row}
+def _marks(call: Call) -> dict[str, int]:
+    """Which steps count and where states are reset, as a `Plain` is told."""
+    found, marks = {}, call.marks
+    for name, mark in (("mask", marks.mask), ("reset", marks.reset)):
+        if mark is not None:
+            found[name] = mark.data_ptr()
+            found[f"{name}_step"], found[f"{name}_row"] = mark.stride()
+    if marks.lengths is not None:
+        found["lengths"], found["lengths_row"] = marks.lengths.data_ptr(), marks.lengths.stride(0)
+    return found
 
 
 def _entered(made: Sizes, kept: Tensor) -> int | None:

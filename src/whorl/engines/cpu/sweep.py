@@ -84,6 +84,12 @@ class Plain(Structure):
         ("seed", c_uint64),
         *((name, c_void_p) for name in "entered mask".split()),
         *((name, c_int64) for name in "mask_step mask_row".split()),
+        ("lengths", c_void_p),
+        ("lengths_row", c_int64),
+        ("reset", c_void_p),
+        *((name, c_int64) for name in "reset_step reset_row".split()),
+        ("reset_to", c_void_p * 4),
+        ("dreset", c_void_p * 4),
     )
 
 

@@ -1,6 +1,6 @@
-// A call of x, weights and initial states, with or without a mask and noise: each pass of a layer and direction in one
-// call, the products of all steps and the sums of gradients over rows too.  What its sizes decide stands in a Sweep that
-// many calls share, and its tensors in a Plain.
+// A call of x, weights and initial states, with or without a mask, lengths, resets and noise: each pass of a layer and
+// direction in one call, the products of all steps and the sums of gradients over rows too.  What its sizes decide stands
+// in a Sweep that many calls share, and its tensors in a Plain.
 
 namespace kernel {
 
@@ -35,8 +35,25 @@ struct Plain {
                                      // step before times `noise`
   const uint8_t* mask;               // which steps count: then the rows that are kept or room are compact; null: all
   int64_t mask_step, mask_row;       // from one of its steps and sequences to the next
+  const int64_t* lengths;            // of each sequence how many steps count, likewise; null: all
+  int64_t lengths_row;
+  const uint8_t* reset;              // before which steps states are reset; null: none
+  int64_t reset_step, reset_row;
+  const real* reset_to[MOST_STATES];  // [batch, width]; null: zero
+  real* dreset[MOST_STATES];          // gradients of it; null: not wanted
 
-  Places places(const Sweep& k, Scratch& scratch) const { return {k.time, k.batch, mask, {mask_step, mask_row}, scratch}; }
+  // Also tells `k` of them.
+  Places places(Sweep& k, Scratch& scratch) const {
+    const Places made = {k.time, k.batch, mask, {mask_step, mask_row}, scratch, lengths, lengths_row};
+    k.place = made.place, k.mask = mask ? made.mask : nullptr, k.lengths = made.lengths;
+    if (made.lengths) k.order = made.dealt(k.ends, k.groups, scratch);
+    if (!reset) return made;
+    uint8_t* by_time = scratch.take<uint8_t>(k.time * k.batch);
+    for (int64_t o = 0, t = 0; t < k.time; ++t)
+      for (int64_t r = 0; r < k.batch; ++r, ++o) by_time[o] = reset[t * reset_step + r * reset_row];
+    k.reset = by_time, k.reset_to = reset_to[0] ? reset_to : nullptr;
+    return made;
+  }
   Apart input_apart(const Sweep& k) const {
     return input_step ? Apart{input_step, input_row} : Apart{k.batch * k.inputs, k.inputs};
   }
@@ -46,7 +63,6 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
   Scratch scratch;
   const Places places = p.places(k, scratch);
-  k.place = places.place, k.mask = places.mask;
   k.input = p.input, k.input_step = p.input_step, k.input_row = p.input_row;
   k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
   k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
@@ -54,7 +70,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   k.noise = p.noise, k.seed = p.seed, k.entered = p.entered;
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
-    const store* input = places.mask ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
+    const store* input = places.place ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
     const int64_t wide = k.cell->gates * k.units;
     project({p.x, input, p.ih, p.bias_ih, places.rows, k.inputs, wide, k.x_stride, k.batch, !p.ih_turned, 0, {}}, threads);
     k.input = nullptr;
@@ -99,24 +115,24 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     dstates[s] = p.dstarts[s] ? p.dstarts[s] : scratch.take<real>(each);
     set_or_zero(dstates[s], p.dfinals[s], each);
   }
-  k.place = places.place, k.mask = places.mask;
+  for (int s = 0; s < cell.states && p.dreset[0]; ++s) set_or_zero(p.dreset[s], nullptr, each);
   if (k.mask) k.dheld = scratch.take<real>(each), set_or_zero(k.dheld, nullptr, each);
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv;
-  k.unread = !p.dstarts[0], k.noise = p.noise, k.seed = p.seed;
+  k.dreset = p.dreset[0] ? p.dreset : nullptr, k.unread = !p.dstarts[0] && !k.dreset, k.noise = p.noise, k.seed = p.seed;
   run_all(k, true);
 
   if (p.to_input) {
-    real* made = k.mask ? scratch.take<real>(rows * inputs) : p.to_input;
+    real* made = k.place ? scratch.take<real>(rows * inputs) : p.to_input;
     project({made, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, k.batch, p.ih_turned != 0, 0, {}}, threads);
-    if (k.mask) {
+    if (k.place) {
       set_or_zero(p.to_input, nullptr, k.time * k.batch * inputs);
       places.spread(p.to_input, {k.batch * inputs, inputs}, made, inputs, inputs);
     }
   }
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  const bool in_rows = k.mask || !p.input_step;
-  const store* x = k.mask ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
+  const bool in_rows = k.place || !p.input_step;
+  const store* x = k.place ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
   const Operand input = {p.to_ih, x, k.inputs, in_rows ? k.inputs : p.input_row, 0, rows, nullptr, nullptr, k.batch,
                          in_rows ? 0 : p.input_step, nullptr};
   const bool apart = k.noise_kind == 2;  // each gate with a factor of its own

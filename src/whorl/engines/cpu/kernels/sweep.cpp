@@ -79,7 +79,7 @@ struct Sweep {
   real* const* de;        // [outer rows, units], added to
   store* dprojected;      // [compact rows, width]
   int64_t ih_turned, hh_turned;  // ih and hh lie the other way round: [inputs, gates x units], as Keras has them
-  int64_t unread;         // nobody reads the gradients of the initial states, and no state is reset
+  int64_t unread;         // nobody reads the gradients of the initial states, and those of reset_to are not wanted
 };
 
 }  // namespace kernel
