@@ -573,6 +573,16 @@ def test_lengths_and_resets_give_to_the_bit_what_they_give_in_the_way_of_all_cal
             assert torch.equal(one, others[f"output {index}"])
 
 
+def test_lengths_may_be_written_over_before_backward() -> None:
+    layer, x, lengths = whorl.LSTM(3, 5, engine="cpu"), torch.randn(7, 4, 3), torch.tensor([3, 7, 0, 1])
+    wanted = sweeps(layer, x, lengths=lengths.tolist())
+    leaf = x.detach().requires_grad_()
+    outputs = flat(layer(leaf, lengths=lengths))
+    lengths.fill_(7)
+    weighted(outputs).backward()
+    assert torch.equal(leaf.grad, wanted[3])
+
+
 @pytest.mark.parametrize("cell", ["lstm", "gru", "layer norm"])
 @pytest.mark.parametrize("name", MASKED)
 def test_outputs_that_nobody_wants_are_left_out_and_the_rest_is_the_same(name: str, cell: str) -> None:

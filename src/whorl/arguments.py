@@ -174,11 +174,13 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
             "a list of int, or torch.tensor of them."
         )
     unseen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_virtual((value,))
-    if value.device.type == "cpu" and batch and not unseen:
-        low, high = int(value.min()), int(value.max())
-        if low < 0 or high > time:
-            raise InputError(f"lengths go from {low} to {high} and x has {time} steps: each must be from 0 to {time}.")
-    return value.to(device, torch.int64, non_blocking=True).clamp(0, time)
+    if not value.is_cpu or not batch or unseen:
+        return value.to(device, torch.int64, non_blocking=True).clamp(0, time)
+    steps = value.tolist()  # one call of torch, where the least and the most of a tensor are four
+    low, high = min(steps), max(steps)
+    if low < 0 or high > time:
+        raise InputError(f"lengths go from {low} to {high} and x has {time} steps: each must be from 0 to {time}.")
+    return value.to(device, torch.int64, non_blocking=True, copy=True)
 
 
 def extra_inputs(
