@@ -84,9 +84,8 @@ struct Group {
   }
   APART const real* drawn_noise(int64_t r, int64_t t, real* drawn) const {
     const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
-    events(1, &drawn, &k.noise_below, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
-    EACH_ALONE
-    for (int64_t u = wfirst; u < wlast; ++u) drawn[u] = (real(1) - drawn[u]) * real(k.noise_scale);
+    const Choice choice = {real(0), real(k.noise_scale)};
+    events(1, &drawn, &k.noise_below, choice, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
     return drawn;
   }
   // How much of each state is kept, of this row: drawn ones into `kept`.
@@ -98,7 +97,8 @@ struct Group {
     if (!any) return;
     const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
     const int64_t begin = wfirst < first ? wfirst : first, end = wlast > last ? wlast : last;
-    events(cell.states, kept, below, k.seed, uint32_t(t), row, uint32_t(k.zoneout_tag), begin, end);
+    const Choice choice = {real(1), real(0)};
+    events(cell.states, kept, below, choice, k.seed, uint32_t(t), row, uint32_t(k.zoneout_tag), begin, end);
   }
   // The part of zoneout in unit u of a state, from what `draw_zoneout` drew.
   template <typename Body>

@@ -117,9 +117,8 @@ void whorl_draw(
     kernel::real* out[4] = {};
     for (int64_t word = 0; word < count; ++word) out[word] = to + (word * rows + r) * width;
     const uint32_t row = uint32_t(ids ? ids[r] : r);
-    kernel::events(int(count), out, all, seed, 0, row, uint32_t(tag), 0, width);
-    for (int64_t word = 0; word < count; ++word)
-      for (int64_t u = 0; u < width; ++u) out[word][u] = (kernel::real(1) - out[word][u]) * kernel::real(scale);
+    const kernel::Choice choice = {kernel::real(0), kernel::real(scale)};
+    kernel::events(int(count), out, all, choice, seed, 0, row, uint32_t(tag), 0, width);
   }
 }
 }
