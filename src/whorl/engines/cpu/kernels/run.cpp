@@ -103,8 +103,8 @@ int64_t whorl_outer(
     int64_t m, int64_t lda, int64_t ldb, int64_t add, const kernel::real* factor, const int64_t* sequence, int64_t batch,
     int64_t threads) {
   return kernel::missing([&] {
-    kernel::outer({sums, a, rows, n, lda, add != 0, 1, {{out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr}}, 0, 0},
-                  int(threads));
+    const kernel::Operand to = {out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr, 0, n};
+    kernel::outer({sums, a, rows, n, lda, add != 0, 1, {to}, 0, 0}, int(threads));
   });
 }
 
