@@ -63,3 +63,24 @@ def test_threads_that_share_a_row_draw_what_one_draws(options: dict[str, Any], u
     layer.engine = "reference"
     torch.manual_seed(3)
     assert error(found[0][0], layer(x)[0].detach()) <= EXACT
+
+
+@whorl.cell(gates="a b c d e k", states="h")
+def six_gates(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """More gates than a counter has words."""
+    made = [whorl.tanh(getattr(x, gate) + getattr(r, gate)) for gate in "abcdek"]
+    return dict(h=0.5 * s.h + made[0] * made[1] + made[2] * made[3] - made[4] * made[5])
+
+
+@pytest.mark.parametrize("mode", ["gate", "shared"])
+def test_a_plain_call_draws_what_is_counted(mode: str) -> None:
+    """Masks that all steps share, for more gates than four too: outputs and gradients as `reference` has them."""
+    layer = whorl.Recurrent(
+        six_gates, 9, 17, 2, bidirectional=True, dtype=torch.float64, recurrent_dropout=0.4, recurrent_dropout_mode=mode
+    )
+    x, found = torch.randn(4, 5, 9, dtype=torch.float64), []
+    for engine in ("cpu", "reference"):
+        layer.engine = engine
+        torch.manual_seed(3)
+        found.append(sweeps(layer, x))
+    assert all(error(one.detach(), other.detach()) <= EXACT for one, other in zip(*found, strict=True))

@@ -145,4 +145,17 @@ APART static void events(
   }
 }
 
+// Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].
+APART static void draw_masks(
+    real* to, int64_t count, int64_t rows, int64_t width, const int64_t* ids, uint64_t seed, int64_t tag, chance below,
+    double scale) {
+  const chance all[4] = {below, below, below, below};
+  const Choice choice = {real(0), real(scale)};
+  for (int64_t r = 0; r < rows; ++r) {
+    real* out[4] = {};
+    for (int64_t word = 0; word < count; ++word) out[word] = to + (word * rows + r) * width;
+    events(int(count), out, all, choice, seed, 0, uint32_t(ids ? ids[r] : r), uint32_t(tag), 0, width);
+  }
+}
+
 }  // namespace kernel

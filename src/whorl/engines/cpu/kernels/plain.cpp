@@ -29,7 +29,7 @@ struct Plain {
   real* dv;                          // of the vectors in each sequence, [batch, vectors, units]: room
   const int64_t* sums;               // of each vector the one whose gradient it has
   real* to_vectors;                  // of the vectors, [vectors, units]
-  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn by step
+  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn
   uint64_t seed;
   store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
                                      // step before times `noise`
@@ -42,6 +42,17 @@ struct Plain {
   }
 };
 
+// The masks of the recurrent product that all steps share, where none are given; null: there are none.
+static const real* held_masks(const Sweep& k, Scratch& scratch) {
+  if (k.noise_kind != 1 && k.noise_kind != 2) return nullptr;
+  const int64_t gates = k.noise_kind == 2 ? k.cell->recurrent : 1, each = k.batch * k.width;
+  real* made = scratch.take<real>(gates * each);
+  for (int64_t gate = 0; gate < gates; gate += 4)  // a counter has words for four, and the next four a purpose of their own
+    draw_masks(made + gate * each, gates - gate < 4 ? gates - gate : 4, k.batch, k.width, nullptr, k.seed,
+               k.noise_tag + gate / 4, k.noise_below, k.noise_scale);
+  return made;
+}
+
 static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
   Scratch scratch;
@@ -51,7 +62,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
   k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
   k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved, k.states = p.finals;
-  k.noise = p.noise, k.seed = p.seed, k.entered = p.entered;
+  k.seed = p.seed, k.entered = p.entered, k.noise = p.noise ? p.noise : held_masks(k, scratch);
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
     const store* input = places.mask ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
@@ -103,7 +114,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   if (k.mask) k.dheld = scratch.take<real>(each), set_or_zero(k.dheld, nullptr, each);
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv;
-  k.unread = !p.dstarts[0], k.noise = p.noise, k.seed = p.seed;
+  k.unread = !p.dstarts[0], k.seed = p.seed, k.noise = p.noise ? p.noise : held_masks(k, scratch);
   run_all(k, true);
 
   if (p.to_input) {
@@ -125,7 +136,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   const int count = k.noise_kind == 2 ? cell.recurrent : 1;
   for (int gate = 0; gate < count; ++gate) {
     const int64_t columns = wide / count, first = gate * columns, from = k.reverse ? 0 : k.batch;
-    const real* factor = p.noise ? p.noise + gate * each : nullptr;
+    const real* factor = k.noise ? k.noise + gate * each : nullptr;
     const store* y = k.reverse ? p.y + k.batch * k.y_stride : p.y;
     const Operand outputs = {p.to_hh, y, k.width, k.y_stride, from, from + later, factor, nullptr, k.batch, 0, nullptr, first,
                              first + columns};

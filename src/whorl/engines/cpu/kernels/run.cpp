@@ -108,17 +108,10 @@ int64_t whorl_outer(
   });
 }
 
-// Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].
+// As `draw_masks` has it.
 void whorl_draw(
     kernel::real* to, int64_t count, int64_t rows, int64_t width, const int64_t* ids, uint64_t seed, int64_t tag,
     uint64_t below, double scale) {
-  const kernel::chance all[4] = {below, below, below, below};
-  for (int64_t r = 0; r < rows; ++r) {
-    kernel::real* out[4] = {};
-    for (int64_t word = 0; word < count; ++word) out[word] = to + (word * rows + r) * width;
-    const uint32_t row = uint32_t(ids ? ids[r] : r);
-    const kernel::Choice choice = {kernel::real(0), kernel::real(scale)};
-    kernel::events(int(count), out, all, choice, seed, 0, row, uint32_t(tag), 0, width);
-  }
+  kernel::draw_masks(to, count, rows, width, ids, seed, tag, below, scale);
 }
 }
