@@ -71,9 +71,13 @@ struct Group {
   }
   // Whether the rows of a step lie one after the other, wherever steps keep something.
   bool together() const { return !k.place && !k.starts && rows[count - 1] - rows[0] == count - 1; }
-  // A row's scratch lives from segment to segment; where there is one, the next row may have the same, which is near.
-  int64_t scratch_apart(const Cell::Direction& way) const {
-    return way.segments > 1 || team.members > 1 ? way.slots * padded : 0;
+  // How many rows the loops of a step forward take together: from a sum to a mean is a long way, which they go beside each
+  // other.  Backward, with the gradients of vectors, so many would leave the first cache.
+  int64_t beside() const { return cell.forward.means ? 4 : 1; }
+  // A row's scratch lives from segment to segment; where there is one, rows that are not together may have the same, which
+  // is near.
+  real* scratch_of(const Cell::Direction& way, real* scratch, int64_t j, int64_t beside) const {
+    return scratch + (way.segments > 1 || team.members > 1 ? j : j % beside) * way.slots * padded;
   }
   // What the operand of the recurrent product of this row and gate is multiplied with; null: nothing.
   const real* noise(int64_t r, int64_t o, int64_t t, int gate, real* drawn) const {
