@@ -194,7 +194,9 @@ def test_inference_of_an_lstm_in_bfloat16_takes_the_faster_engine() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "LSTM with dropout by gate", "LSTM with a mask"])
+@pytest.mark.parametrize(
+    "kind", ["LSTM", "GRU", "LSTM with dropout by gate", "GRU with dropout by gate", "LSTM with a mask"]
+)
 def test_layers_of_many_sequences(kind: str, dtype: torch.dtype) -> None:
     """Outputs and gradients by the error rule, the same to the bit by any threads; and the stepper's."""
     name, _, more = kind.partition(" with ")
@@ -211,7 +213,7 @@ def test_layers_of_many_sequences(kind: str, dtype: torch.dtype) -> None:
         return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
 
     found = []
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 6):
         with threads(count):
             found.append(everything(layer, x))
     assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))

@@ -5,6 +5,7 @@ loops over the units of a thread; `row` is where they read and write, `team` the
 of a processor and of a GPU say what these are, and what `put`, `sum_of`, `means_of` and EACH_ALONE do.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -61,7 +62,7 @@ class Segments:
     saved: int
     """Values kept for each unit of each step."""
     saved_means: int
-    """Values kept for each step."""
+    """Values kept for each step, and what fills them up."""
     reads_x: bool
     """Backward reads the input projection."""
     dr_is_dx: bool
@@ -113,9 +114,14 @@ def segments(graph: Graph, near: bool = False, infinity: str = HOST.infinity, na
     return Segments(
         _Printer(graph, "forward", forward, kept.means, target, near).printed(),
         _Printer(graph, "backward", backward, (), target, near).printed(),
-        len(kept.units), len(kept.means), kept.reads_x, same, leaves,
+        len(kept.units), _filled_up(len(kept.means)) if near else len(kept.means), kept.reads_x, same, leaves,
         tuple(graph.recurrent.index(node.args[0]) for node in graph.products), sums,
     )  # fmt: skip
+
+
+def _filled_up(means: int) -> int:
+    """So that what each row keeps begins with a line of the cache, of units that fill whole lines."""
+    return -(-means // 16) * 16
 
 
 @dataclass
@@ -169,6 +175,8 @@ class _Printer:
         self._name, self._recurrent, self._near = name, graph.recurrent, near
         together = dict(outputs) | {f"level.{index}": node for index, node in enumerate(levels)}
         self._stages = stages(together, target, _quick(together) if near else frozenset())
+        if near:
+            self._stages = _copied_late(self._stages)
         self._reads, self._writes = _leaves(graph), _places(graph)
         made = [collective for stage in self._stages for collective in stage.collectives]
         # results are numbered as they stand in the graph, and so are the graph's products
@@ -188,14 +196,16 @@ class _Printer:
                 self._link(len(segments) - 1, made)
             if multiplied:
                 segments.append([])
-        name, arguments = self._name, "const Row& row, const Team& team"
+        name, given = self._name, "rows, count, team" if self._near else "row, team"
+        arguments = f"const Row{'* rows, int64_t count' if self._near else '& row'}, const Team& team"
+        row = "rows->" if self._near else "row."
         lines = []
         for index, body in enumerate(segments):
             lines += [f"static void {name}_{index}({arguments}) {{"]
-            lines += ["  const int64_t units = row.units, first = row.first, last = row.last;"]
+            lines += [f"  const int64_t units = {row}units, first = {row}first, last = {row}last;"]
             lines += ["  (void)team, (void)units, (void)first, (void)last;"]
             lines += [f"  {line}" for line in body] + ["}"]
-        cases = [f"    case {i}: return {name}_{i}(row, team);" for i in range(len(segments))]
+        cases = [f"    case {i}: return {name}_{i}({given});" for i in range(len(segments))]
         lines += [
             f"static void {name}_segment(int segment, {arguments}) {{",
             "  switch (segment) {",
@@ -236,8 +246,9 @@ class _Printer:
             level, result = line.removeprefix("const real level_").rstrip(";").split(" = ")
             lines.append(f"if (team.member == 0) row.saved[row.means_at + {level}] = {self._scalar(result)};")
         means = [collective for collective in stage.collectives if collective.kind in _MEANS]
-        lines += ["team.wait();"] if means else []
-        return lines + (self._near_means(means) if self._near else self._sums(means))
+        if not self._near:
+            return lines + (["team.wait();"] if means else []) + self._sums(means)
+        return _of_each_row(lines) + (["team.wait();", *_of_each_row(self._near_means(means))] if means else [])
 
     def _sums(self, means: Sequence[Collective]) -> list[str]:
         lines = []
@@ -289,6 +300,36 @@ class _Printer:
         if name in self._means:
             return f"row.means[{self._means[name]}]"
         return f"row.saved[row.means_at + {name.removeprefix('level_')}]" if _is_level(name) else None
+
+
+def _copied_late(made: Sequence[Stage]) -> list[Stage]:
+    """Leaves that are kept as they are: stored by the next stage that reads them too, which saves a loop over them."""
+    later = list(made)
+    for index, stage in enumerate(made):
+        for value in [one for one in stage.writes if one.name.startswith("keep_")]:
+            line = next(line for line in stage.lines if line.startswith(f"const real {value.name} = "))
+            leaf = Value(line.removesuffix(";").rpartition(" ")[2])
+            place = next((at for at in range(index + 1, len(made)) if leaf in later[at].reads), None)
+            if leaf not in stage.reads or place is None:
+                continue
+            own = later[index]
+            lines = tuple(one for one in own.lines if one != line)
+            reads = tuple(one for one in own.reads if one != leaf or any(_names(leaf.name, text) for text in lines))
+            writes = tuple(one for one in own.writes if one != value)
+            later[index] = replace(own, reads=reads, writes=writes, lines=lines)
+            to = later[place]
+            later[place] = replace(to, writes=(*to.writes, value), lines=(*to.lines, line))
+    return later
+
+
+def _names(name: str, line: str) -> bool:
+    return re.search(rf"\b{name}\b", line) is not None
+
+
+def _of_each_row(lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    return ["for (const Row& row : Rows{rows, count}) {", *(f"  {line}" for line in lines), "}"]
 
 
 def _quick(outputs: Mapping[str, Expr]) -> frozenset[str]:

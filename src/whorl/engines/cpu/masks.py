@@ -38,22 +38,6 @@ def given_kind(form: Form, call: Call) -> int | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def held(
-    kernel: Kernel, form: Form, place: tuple[int, int], seed: int, batch: int, ids: Tensor | None, wide: torch.dtype
-) -> Tensor:
-    """The mask of the recurrent product that all steps share, drawn: [batch, width] or [gates, batch, width].
-
-    Args:
-        place: layer and direction.
-        ids: what noise counts each sequence as; None: itself.
-    """
-    gates = 1 if form.recurrent_dropout_mode == "shared" else len(form.cell.recurrent)
-    made = torch.empty(gates, batch, form.width, dtype=wide)
-    for part, (purpose, _) in zip(made.split(WORDS), by_gate(gates), strict=True):
-        _draw(kernel, part, purpose, place, form.recurrent_dropout, seed, ids)
-    return made[0] if form.recurrent_dropout_mode == "shared" else made
-
-
 def _draw(
     kernel: Kernel, to: Tensor, purpose: int, place: tuple[int, int], chance: float, seed: int, ids: Tensor | None
 ) -> None:
@@ -123,7 +107,16 @@ class Masks:
         kind = kind_of(form, self._seed is not None)
         if self._seed is None or kind in (NONE, DRAWN):
             return kind, None
-        return kind, held(self._kernel, form, self._place, self._seed, self._rows.batch, self._rows.ids, self._wide)
+        return (kind, self._held(1)[0]) if kind == HELD else (kind, self._held(gates))
+
+    def _held(self, gates: int) -> Tensor:
+        """Masks that all steps share, drawn: [gates, batch, width]."""
+        form, rows, seed = self._form, self._rows, self._seed
+        assert seed is not None
+        made = torch.empty(gates, rows.batch, form.width, dtype=self._wide)
+        for part, (purpose, _) in zip(made.split(WORDS), by_gate(gates), strict=True):
+            _draw(self._kernel, part, purpose, self._place, form.recurrent_dropout, seed, rows.ids)
+        return made
 
     def _zoneout(self, state: int) -> tuple[int, float, Tensor | None]:
         given, probability = self._given.zoneout[state], self._form.zoneout[state] if self._form.zoneout else 0.0

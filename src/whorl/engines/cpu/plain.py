@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cpu.generate import source
-from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, given_kind, held, kind_of
+from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, given_kind, kind_of
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import (
@@ -211,18 +211,13 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
 
 
 def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | None, int]:
-    """The mask of the recurrent product that is held, of a layer and direction; and what a step draws from."""
+    """The given mask of the recurrent product, of a layer and direction; and what is drawn from where none is given."""
     if made.given:
         form, (layer, direction) = made.problem.form, place
         mask = given(form, call)[layer * form.directions + direction].recurrent
         assert mask is not None, "as `given_kind` found"
         return mask.to(made.wide).contiguous(), 0
-    if call.marks.seed is None:
-        return None, 0
-    seed = int(call.marks.seed) % 2**64
-    if made.noise in (NONE, DRAWN):
-        return None, seed
-    return held(made.kernel, made.problem.form, place, seed, made.problem.batch, None, made.wide), seed
+    return None, 0 if call.marks.seed is None else int(call.marks.seed) % 2**64
 
 
 def _marks(call: Call) -> dict[str, int]:

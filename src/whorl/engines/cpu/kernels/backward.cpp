@@ -89,7 +89,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         row.d[s] = s == 0 && k.hr ? unprojected + j * g.padded : d;
         row.ds[s] = made + (j * cell.states + s) * larger;
       }
-      row.scratch = scratch + j * g.scratch_apart(cell.backward), row.padded = g.padded;
+      row.scratch = g.scratch_of(cell.backward, scratch, j, 1), row.padded = g.padded;
       row.saved = k.saved + c * row_saved;
       row.means = own.means + j * cell.backward.means;
       row.v = k.vectors;
@@ -123,7 +123,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
           const int64_t before = k.reverse ? t + 1 : t - 1, r = g.rows[own.active[j]];
           fetch<0>(g.dy(before, r, g.outer(before, r)) + g.wfirst, g.wlast - g.wfirst);
         }
-        cell.backward.segment(segment, own.row[j], g.team);
+        cell.backward.segment(segment, own.row + j, 1, g.team);
       }
       for (int l = 0; l < cell.backward.links; ++l) {
         const Link& link = cell.backward.link[l];

@@ -41,7 +41,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
   real* kept[MOST_STATES];
   for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
   const bool direct = WHORL_DTYPE != 16 && k.noise_kind == 0;
-  const int64_t row_saved = cell.saved * k.units + cell.saved_means;
+  const int64_t row_saved = cell.saved * k.units + cell.saved_means, beside = g.beside();
   const bool together = g.together();
   for (int64_t i = 0; i < g.count; ++i) own.last[i] = -1;
 
@@ -86,7 +86,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       row.units = k.units, row.first = g.first, row.last = g.last, row.means_at = cell.saved * k.units;
       row.x = x_of(step, i, o);
       row.r = r_rows + j * w.r_size, row.r_offset = w.r_offset;
-      row.scratch = scratch + j * g.scratch_apart(cell.forward), row.padded = g.padded;
+      row.scratch = g.scratch_of(cell.forward, scratch, j, beside), row.padded = g.padded;
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
       if (k.saved && !(together && cell.recurrent)) {
         Fetch wanted;
@@ -133,7 +133,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
     for (int segment = 0; segment < cell.forward.segments; ++segment) {
       for (int64_t j = 0; j < n; ++j) {
         if (segment == 0 && k.y) fetch<1>(k.y + own.outer[j] * k.y_stride + g.wfirst, g.wlast - g.wfirst);
-        cell.forward.segment(segment, own.row[j], g.team);
+        if (j % beside == 0) cell.forward.segment(segment, own.row + j, n - j < beside ? n - j : beside, g.team);
       }
       for (int l = 0; l < cell.forward.links; ++l) {
         const Link& link = cell.forward.link[l];

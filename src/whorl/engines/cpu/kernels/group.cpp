@@ -71,9 +71,13 @@ struct Group {
   }
   // Whether the rows of a step lie one after the other, wherever steps keep something.
   bool together() const { return !k.place && !k.starts && rows[count - 1] - rows[0] == count - 1; }
-  // A row's scratch lives from segment to segment; where there is one, the next row may have the same, which is near.
-  int64_t scratch_apart(const Cell::Direction& way) const {
-    return way.segments > 1 || team.members > 1 ? way.slots * padded : 0;
+  // How many rows the loops of a step forward take together: from a sum to a mean is a long way, which they go beside each
+  // other.  Backward, with the gradients of vectors, so many would leave the first cache.
+  int64_t beside() const { return cell.forward.means ? 4 : 1; }
+  // A row's scratch lives from segment to segment; where there is one, rows that are not together may have the same, which
+  // is near.
+  real* scratch_of(const Cell::Direction& way, real* scratch, int64_t j, int64_t beside) const {
+    return scratch + (way.segments > 1 || team.members > 1 ? j : j % beside) * way.slots * padded;
   }
   // What the operand of the recurrent product of this row and gate is multiplied with; null: nothing.
   const real* noise(int64_t r, int64_t o, int64_t t, int gate, real* drawn) const {
@@ -84,9 +88,8 @@ struct Group {
   }
   APART const real* drawn_noise(int64_t r, int64_t t, real* drawn) const {
     const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
-    events(1, &drawn, &k.noise_below, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
-    EACH_ALONE
-    for (int64_t u = wfirst; u < wlast; ++u) drawn[u] = (real(1) - drawn[u]) * real(k.noise_scale);
+    const Choice choice = {real(0), real(k.noise_scale)};
+    events(1, &drawn, &k.noise_below, choice, k.seed, uint32_t(t), row, uint32_t(k.noise_tag), wfirst, wlast);
     return drawn;
   }
   // How much of each state is kept, of this row: drawn ones into `kept`.
@@ -98,7 +101,8 @@ struct Group {
     if (!any) return;
     const uint32_t row = uint32_t(k.ids ? k.ids[r] : r);
     const int64_t begin = wfirst < first ? wfirst : first, end = wlast > last ? wlast : last;
-    events(cell.states, kept, below, k.seed, uint32_t(t), row, uint32_t(k.zoneout_tag), begin, end);
+    const Choice choice = {real(1), real(0)};
+    events(cell.states, kept, below, choice, k.seed, uint32_t(t), row, uint32_t(k.zoneout_tag), begin, end);
   }
   // The part of zoneout in unit u of a state, from what `draw_zoneout` drew.
   template <typename Body>

@@ -1,11 +1,11 @@
-// The gradients of weights: out = a' b (out += a' b) over the rows of all steps, of one b or of two, and the sums of the
-// columns of a.
+// The gradients of weights: out = a' b (out += a' b) over the rows of all steps, of one b or of several, and the sums of
+// the columns of a.
 
 namespace kernel {
 
 // What a is multiplied with: a row for each of its rows from `from` to before `to`, and zero for the others.
 struct Operand {
-  real* out;  // [n, m]
+  real* out;  // [n, m]: of the columns of a
   const store* b;
   int64_t m, ldb, from, to;
   const real* factor;       // of the sequence of each row a row of m; null: none
@@ -13,6 +13,12 @@ struct Operand {
   int64_t batch;
   int64_t step;  // from the first row of a batch of b to that of the next; 0: as the rows of one
   packed_t* packed;
+  int64_t first, last;  // the columns of a that it meets, and the rows of `out`
+
+  // Of the columns from `begin` to before `end` those that it meets: from, to before, and whether there are any.
+  int64_t from_column(int64_t begin) const { return first > begin ? first : begin; }
+  int64_t to_column(int64_t end) const { return last < end ? last : end; }
+  bool meets(int64_t begin, int64_t end) const { return from_column(begin) < to_column(end); }
 
   const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
 };
@@ -25,7 +31,7 @@ struct Outer {
   int64_t rows, n, lda;
   bool add;  // to what `out` holds
   int count;
-  Operand operands[2];
+  Operand operands[1 + MOST_GATES];
   int64_t next, pieces;
   const store* nothing;  // as long as the longest m: zeros
   packed_t* columns;     // of each thread: of the columns of a those that it multiplies
@@ -42,9 +48,11 @@ struct Outer {
     const int64_t first = low(to, begin), last = within(to.to - begin);
     return {to.m, last > first ? last - first : 0, to.packed + (begin + first) / STEP * up(to.m, LANES), nullptr};
   }
-  int64_t panels() const {
+  // Of all that these columns of a meet.
+  int64_t panels(int64_t first, int64_t last) const {
     int64_t every = 0;
-    for (int side = 0; side < count; ++side) every += block(operands[side], 0).panels();
+    for (int side = 0; side < count; ++side)
+      if (operands[side].meets(first, last)) every += block(operands[side], 0).panels();
     return every;
   }
   int64_t most() const {
@@ -197,9 +205,11 @@ static void pack_outer(void* data, int thread, int threads) {
   }
 }
 
-// What one block of rows adds to a few columns of `a` and a few panels of b; `next` is where the next one's `a` begins.
+// What one block of rows adds to a few columns of `a`, of the piece from `first` to before `last`, and a few panels of
+// what the piece meets; `next` is where the next one's `a` begins.
 static void outer_block(
-    const Outer& o, int64_t begin, int64_t panels, int64_t column, int64_t end, packed_t* a, const store* next) {
+    const Outer& o, int64_t begin, int64_t panels, int64_t first, int64_t last, int64_t column, int64_t end,
+    packed_t* a, const store* next) {
   const int64_t rows = o.rows - begin < Outer::DEEP ? o.rows - begin : Outer::DEEP;
   real* sums = o.sums && panels == 0 ? o.sums + column : nullptr;
   if (column + Outer::WIDE <= o.n)  // those of the next piece too, where a piece ends
@@ -210,17 +220,19 @@ static void outer_block(
   Ahead ahead = {next, o.lda * STEP};
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
+    if (!to.meets(first, last)) continue;
     const Packed block = Outer::block(to, begin);
-    const int64_t every = block.panels(), last = panels + Outer::PANELS - before, low = Outer::low(to, begin);
+    const int64_t every = block.panels(), past = panels + Outer::PANELS - before, low = Outer::low(to, begin);
+    const int64_t from_column = to.from_column(column), to_column = to.to_column(end);
     const int64_t begun = to.to > to.from ? to.from / Outer::DEEP * Outer::DEEP : 0;  // with the block that writes first
-    for (int64_t panel = panels > before ? panels - before : 0; panel < every && panel < last; ++panel) {
-      if (begin < begun || (begin > begun && !block.k)) continue;
+    for (int64_t panel = panels > before ? panels - before : 0; panel < every && panel < past; ++panel) {
+      if (begin < begun || (begin > begun && !block.k) || from_column >= to_column) continue;
       const bool add = o.add || begin > begun;
-      const packed_t* from = a + low / STEP * Outer::WIDE;
+      const packed_t* from = a + low / STEP * Outer::WIDE + (from_column - column);
       if (panel < block.wide())
-        outer_panel<VECTORS>(to, block, from, panel, column, end, add, ahead, o.lda);
+        outer_panel<VECTORS>(to, block, from, panel, from_column, to_column, add, ahead, o.lda);
       else
-        outer_panel<1>(to, block, from, panel, column, end, add, ahead, o.lda);
+        outer_panel<1>(to, block, from, panel, from_column, to_column, add, ahead, o.lda);
       ahead.apart = 0;  // all of it is fetched
     }
     before += every;
@@ -234,12 +246,12 @@ static void outer_columns(void* data, int thread, int) {
     const int64_t piece = __atomic_fetch_add(&o.next, 1, __ATOMIC_RELAXED);
     if (piece >= o.pieces) break;
     const int64_t first = o.place(piece), last = o.place(piece + 1);
-    for (int64_t panels = 0; panels < o.panels(); panels += Outer::PANELS)
+    for (int64_t panels = 0; panels < o.panels(first, last); panels += Outer::PANELS)
       for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP)
         for (int64_t column = first; column < last; column += Outer::WIDE) {
           const int64_t end = column + Outer::WIDE < last ? column + Outer::WIDE : last;
           const store* next = end < last ? o.a + begin * o.lda + end : o.a + (begin + Outer::DEEP) * o.lda + first;
-          outer_block(o, begin, panels, column, end, a, next);
+          outer_block(o, begin, panels, first, last, column, end, a, next);
         }
   }
 }
@@ -254,7 +266,7 @@ static void outer_of_panels(Outer o, int threads) {
   bool factors = false;
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
-    every += bytes(to), work += o.rows * o.n * to.m, factors = factors || to.factor;
+    every += bytes(to), work += o.rows * (to.last - to.first) * to.m, factors = factors || to.factor;
   }
   Scratch scratch;
   char* next = scratch.take<char>(every);

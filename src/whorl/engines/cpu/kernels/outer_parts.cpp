@@ -71,13 +71,13 @@ static bool pack_some(const Some& rows, int64_t column, int64_t m, char* to) {
   return split_weights(x, to);
 }
 
-// The rows of all operands from `begin` on.
-static bool pack_block(const Outer& o, int64_t begin, char* to) {
+// The rows from `begin` on of all operands that the columns of `a` from `first` to before `last` meet.
+static bool pack_block(const Outer& o, int64_t begin, int64_t first, int64_t last, char* to) {
   bool wild = false;
   for (int side = 0; side < o.count; ++side) {
     const Operand& from = o.operands[side];
     const int64_t blocks = up(from.m, WIDE_TILE) / WIDE_TILE;
-    for (int64_t k = 0; k < InParts::deep(o, begin) / DEEP_TILE; ++k) {
+    for (int64_t k = 0; k < InParts::deep(o, begin) / DEEP_TILE && from.meets(first, last); ++k) {
       const Some rows(from, begin + k * DEEP_TILE), next(from, begin + (k + 1) * DEEP_TILE);
       for (int64_t block = 0; block < blocks; ++block) {
         for (int64_t i = 0; i < DEEP_TILE; ++i) __builtin_prefetch(next.row[i] + block * WIDE_TILE);
@@ -92,7 +92,7 @@ static bool pack_block(const Outer& o, int64_t begin, char* to) {
 static void pack_blocks(void* data, int thread, int threads) {
   InParts& p = *(InParts*)data;
   for (int64_t block = thread; block * InParts::DEEP < p.o->rows; block += threads)
-    p.found(pack_block(*p.o, block * InParts::DEEP, p.columns + block * p.apart));
+    p.found(pack_block(*p.o, block * InParts::DEEP, 0, p.o->n, p.columns + block * p.apart));
 }
 
 // 16 columns of 32 rows the other way round, in parts; their sums are added to `sum`.  Whether one is of HUGE.
@@ -147,15 +147,16 @@ static void multiply_block(
   const bool add = begin > 0;
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
-    const int64_t blocks = up(to.m, WIDE_TILE) / WIDE_TILE;
-    for (int64_t block = 0; block < blocks; block += 2) {
+    const int64_t blocks = up(to.m, WIDE_TILE) / WIDE_TILE, low = to.from_column(first), high = to.to_column(last);
+    for (int64_t block = 0; block < blocks && low < high; block += 2) {
       // the last of either may be alone: it is made twice
       const int64_t wide = block + 1 < blocks ? 2 : 1;
       const char *b = columns + block * InParts::BLOCK, *other = b + (wide - 1) * InParts::BLOCK;
-      for (int64_t row = first; row < last; row += 2 * WIDE_TILE) {
+      for (int64_t row = first + (low - first) / WIDE_TILE * WIDE_TILE; row < high; row += 2 * WIDE_TILE) {
         const char* one = rows + (row - first) / WIDE_TILE * InParts::BLOCK;
-        const int64_t tall = row + WIDE_TILE < last ? 2 : 1;
-        const bool direct = (GOES_ON || !add) && row + tall * WIDE_TILE <= last && (block + wide) * WIDE_TILE <= to.m;
+        const int64_t tall = row + WIDE_TILE < high ? 2 : 1;
+        const bool own = row >= low && row + tall * WIDE_TILE <= high && (block + wide) * WIDE_TILE <= to.m;
+        const bool direct = (GOES_ON || !add) && own;
         Sums sums;
         for (int which = 0; which < 4; ++which) {
           const int64_t i = which < 2 ? 0 : tall - 1, j = which % 2 ? wide - 1 : 0;
@@ -170,7 +171,7 @@ static void multiply_block(
             const int64_t begun = row + which / 2 * WIDE_TILE, column = (block + which % 2) * WIDE_TILE;
             if (which / 2 >= tall || which % 2 >= wide) continue;
             const __mmask16 wanted = there(to.m - column);
-            for (int64_t i = 0; i < 16 && begun + i < last; ++i)
+            for (int64_t i = begun < low ? low - begun : 0; i < 16 && begun + i < high; ++i)
               body(held[which][i], to.out + (begun + i) * to.m + column, wanted);
           }
         };
@@ -214,7 +215,7 @@ static void multiply_in_parts(void* data, int thread, int threads) {
     const int64_t piece = p.shared ? turn / blocks : turn % pieces;
     const int64_t begin = (p.shared ? turn % blocks : turn / pieces) * InParts::DEEP;
     char* const columns = p.columns + (p.shared ? begin / InParts::DEEP : thread) * p.apart;
-    if (!p.shared && piece == 0) p.found(pack_block(o, begin, columns));
+    if (!p.shared && piece == 0) p.found(pack_block(o, begin, from, to, columns));
     const int64_t first = from + piece * InParts::PIECE;
     const int64_t last = first + InParts::PIECE < to ? first + InParts::PIECE : to;
     p.found(pack_columns_in_parts(o, begin, first, last, rows));

@@ -29,7 +29,7 @@ struct Plain {
   real* dv;                          // of the vectors in each sequence, [batch, vectors, units]: room
   const int64_t* sums;               // of each vector the one whose gradient it has
   real* to_vectors;                  // of the vectors, [vectors, units]
-  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn by step
+  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn
   uint64_t seed;
   store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
                                      // step before times `noise`
@@ -59,6 +59,17 @@ struct Plain {
   }
 };
 
+// The masks of the recurrent product that all steps share, where none are given; null: there are none.
+static const real* held_masks(const Sweep& k, Scratch& scratch) {
+  if (k.noise_kind != 1 && k.noise_kind != 2) return nullptr;
+  const int64_t gates = k.noise_kind == 2 ? k.cell->recurrent : 1, each = k.batch * k.width;
+  real* made = scratch.take<real>(gates * each);
+  for (int64_t gate = 0; gate < gates; gate += 4)  // a counter has words for four, and the next four a purpose of their own
+    draw_masks(made + gate * each, gates - gate < 4 ? gates - gate : 4, k.batch, k.width, nullptr, k.seed,
+               k.noise_tag + gate / 4, k.noise_below, k.noise_scale);
+  return made;
+}
+
 static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   Sweep k = sizes;
   Scratch scratch;
@@ -67,7 +78,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
   k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
   k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved, k.states = p.finals;
-  k.noise = p.noise, k.seed = p.seed, k.entered = p.entered;
+  k.seed = p.seed, k.entered = p.entered, k.noise = p.noise ? p.noise : held_masks(k, scratch);
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
     const store* input = places.place ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
@@ -119,7 +130,8 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   if (k.mask) k.dheld = scratch.take<real>(each), set_or_zero(k.dheld, nullptr, each);
   k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv;
-  k.dreset = p.dreset[0] ? p.dreset : nullptr, k.unread = !p.dstarts[0] && !k.dreset, k.noise = p.noise, k.seed = p.seed;
+  k.dreset = p.dreset[0] ? p.dreset : nullptr, k.unread = !p.dstarts[0] && !k.dreset, k.seed = p.seed;
+  k.noise = p.noise ? p.noise : held_masks(k, scratch);
   run_all(k, true);
 
   if (p.to_input) {
@@ -134,31 +146,37 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   const bool in_rows = k.place || !p.input_step;
   const store* x = k.place ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
   const Operand input = {p.to_ih, x, k.inputs, in_rows ? k.inputs : p.input_row, 0, rows, nullptr, nullptr, k.batch,
-                         in_rows ? 0 : p.input_step, nullptr};
-  const bool apart = k.noise_kind == 2;  // each gate with a factor of its own
-  // What entered, but for its factor, is the output of the step before, and at first the initial state.
-  auto entered = [&](int64_t column) -> Operand {
-    const real* factor = p.noise && apart ? p.noise + column / k.units * k.batch * k.width : p.noise;
-    real* to = p.to_hh + column * k.width;
-    if (p.entered) return {to, p.entered, k.width, k.width, 0, rows, factor, places.sequence, k.batch, 0, nullptr};
+                         in_rows ? 0 : p.input_step, nullptr, 0, x_wide};
+  // Of the recurrent weights: one operand, or with a factor for each gate one that the gate's columns meet.  What entered,
+  // but for its factor, is the output of the step before, and at first the initial state.
+  Operand gates[MOST_GATES];
+  const int count = k.noise_kind == 2 ? cell.recurrent : 1;
+  for (int gate = 0; gate < count; ++gate) {
+    const int64_t columns = wide / count, first = gate * columns, from = k.reverse ? 0 : k.batch;
+    const real* factor = k.noise ? k.noise + gate * each : nullptr;
     const store* y = k.reverse ? p.y + k.batch * k.y_stride : p.y;
-    const int64_t from = k.reverse ? 0 : k.batch;
-    return {to, y, k.width, k.y_stride, from, from + later, factor, nullptr, k.batch, 0, nullptr};
+    const Operand outputs = {p.to_hh, y, k.width, k.y_stride, from, from + later, factor, nullptr, k.batch, 0, nullptr, first,
+                             first + columns};
+    const Operand kept = {p.to_hh, p.entered, k.width, k.width, 0, rows, factor, places.sequence, k.batch, 0, nullptr, first,
+                          first + columns};
+    gates[gate] = p.entered ? kept : outputs;
+  }
+  auto outer_with = [&](Outer o, int sides) {
+    for (int gate = 0; gate < sides; ++gate) o.operands[o.count++] = gates[gate];
+    outer(o, threads);
   };
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;
   if (sums) set_or_zero(sums, nullptr, wide);
-  const int64_t columns = apart ? k.units : wide;
-  const bool joined = cell.dr_is_dx && !apart;  // then one pass over the gradient makes both
-  outer({p.to_bias_ih, p.dx, rows, x_wide, x_wide, false, joined ? 2 : 1, {input, joined ? entered(0) : Operand{}}, 0, 0},
-        threads);
-  for (int64_t column = 0; column < wide; column += columns) {
-    if (!joined)
-      outer({sums ? sums + column : nullptr, dr + column, rows, columns, wide, false, 1, {entered(column)}, 0, 0}, threads);
-    if (p.entered || !p.begin) continue;
-    Operand first = entered(column);
-    first.b = p.begin, first.ldb = k.width, first.from = 0, first.to = k.batch;
-    outer({nullptr, dr + column + (k.reverse ? later * wide : 0), k.batch, columns, wide, true, 1, {first}, 0, 0}, threads);
+  // one pass over the gradient makes both where both projections have the same
+  outer_with({p.to_bias_ih, p.dx, rows, x_wide, x_wide, false, 1, {input}, 0, 0}, cell.dr_is_dx ? count : 0);
+  if (!cell.dr_is_dx) outer_with({sums, dr, rows, wide, wide, false, 0, {}, 0, 0}, count);
+  if (!p.entered && p.begin) {
+    for (int gate = 0; gate < count; ++gate) {
+      Operand& of = gates[gate];
+      of.b = p.begin, of.ldb = k.width, of.from = 0, of.to = k.batch;
+    }
+    outer_with({nullptr, dr + (k.reverse ? later * wide : 0), k.batch, wide, wide, true, 0, {}, 0, 0}, count);
   }
   if (cell.dr_is_dx && p.to_bias_hh) memcpy(p.to_bias_hh, p.to_bias_ih, size_t(wide) * sizeof(real));
   Vectors vectors = {&p, cell.vectors, k.batch, k.units};

@@ -103,23 +103,15 @@ int64_t whorl_outer(
     int64_t m, int64_t lda, int64_t ldb, int64_t add, const kernel::real* factor, const int64_t* sequence, int64_t batch,
     int64_t threads) {
   return kernel::missing([&] {
-    kernel::outer({sums, a, rows, n, lda, add != 0, 1, {{out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr}}, 0, 0},
-                  int(threads));
+    const kernel::Operand to = {out, b, m, ldb, 0, rows, factor, sequence, batch, 0, nullptr, 0, n};
+    kernel::outer({sums, a, rows, n, lda, add != 0, 1, {to}, 0, 0}, int(threads));
   });
 }
 
-// Masks of dropout for each row: 0 where a word is below, else scale; `count` words, [count, rows, width].
+// As `draw_masks` has it.
 void whorl_draw(
     kernel::real* to, int64_t count, int64_t rows, int64_t width, const int64_t* ids, uint64_t seed, int64_t tag,
     uint64_t below, double scale) {
-  const kernel::chance all[4] = {below, below, below, below};
-  for (int64_t r = 0; r < rows; ++r) {
-    kernel::real* out[4] = {};
-    for (int64_t word = 0; word < count; ++word) out[word] = to + (word * rows + r) * width;
-    const uint32_t row = uint32_t(ids ? ids[r] : r);
-    kernel::events(int(count), out, all, seed, 0, row, uint32_t(tag), 0, width);
-    for (int64_t word = 0; word < count; ++word)
-      for (int64_t u = 0; u < width; ++u) out[word][u] = (kernel::real(1) - out[word][u]) * kernel::real(scale);
-  }
+  kernel::draw_masks(to, count, rows, width, ids, seed, tag, below, scale);
 }
 }

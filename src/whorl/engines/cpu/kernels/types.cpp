@@ -149,6 +149,15 @@ struct Row {
   int64_t means_at;  // of kept means in `saved`
 };
 
+// Some of them.
+struct Rows {
+  const Row* rows;
+  int64_t count;
+
+  const Row* begin() const { return rows; }
+  const Row* end() const { return rows + count; }
+};
+
 // Between two segments of a step: result = the gate's weights (or their transpose) times operand, both in scratch.
 struct Link {
   int segment, gate, operand, result, product;
@@ -163,7 +172,7 @@ struct Cell {
   struct Direction {
     int slots, means, segments, links;
     const Link* link;
-    void (*segment)(int, const Row&, const Team&);
+    void (*segment)(int, const Row*, int64_t, const Team&);
   } forward, backward;
 };
 
