@@ -15,6 +15,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
 from whorl.cells.graphs import merged, rewritten
 from whorl.cells.lower import HOST, Collective, Stage, Target, Value, identifier, stages
+from whorl.engines.loops import loops
 
 _MEANS = frozenset({"mean", "variance"})
 _DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus product".split()) | _MEANS
@@ -81,7 +82,8 @@ def segments(graph: Graph, near: bool = False, infinity: str = HOST.infinity, na
 
     Args:
         near: a row is in the first cache of who computes it: it is read twice for a mean and a variance at once, where
-            it lies, and what is quick to compute is computed again rather than handed from loop to loop.
+            it lies, what is quick to compute is computed again rather than handed from loop to loop, and a stage is in
+            several loops (`loops`).
         infinity, nan: how the compiler spells them.
     """
     if near:
@@ -223,7 +225,10 @@ class _Printer:
                 if self._at(collective, operand) is None and all(operand != value.name for value in writes):
                     writes.append(Value(operand))
                     reads += [] if any(operand == value.name for value in reads) else [Value(operand)]
-        before, loads, stores, lines = [], [], [], []
+        before: list[str] = []
+        lines: list[str] = []
+        loads: dict[str, str] = {}
+        stores: dict[str, str] = {}
         for value in reads:
             scalar = self._scalar(value.name)
             if scalar is not None:
@@ -232,16 +237,20 @@ class _Printer:
             pointer, load = self._reads.get(value.name) or (self._slot(value.name), "{0}[u]")
             load = load.format(f"p_{value.name}") + (" != real(0)" if value.condition else "")
             before.append(f"const auto* const p_{value.name} = {pointer};")
-            loads.append(f"const {'bool' if value.condition else 'real'} {value.name} = {load};")
+            loads[value.name] = f"const {'bool' if value.condition else 'real'} {value.name} = {load};"
         for value in writes:
             pointer, store = self._writes.get(value.name) or (self._slot(value.name), "{0}[u] = {1};")
             before.append(f"auto* const w_{value.name} = {pointer};")
-            stores.append(store.format(f"w_{value.name}", value.name))
+            stores[value.name] = store.format(f"w_{value.name}", value.name)
         levels = [line for line in stage.lines if _is_level(line.removeprefix("const real "))]
-        body = [*loads, *(line for line in stage.lines if line not in levels), *stores]
+        body = [line for line in stage.lines if line not in levels]
         if stores:
-            lines = ["{", *(f"  {line}" for line in before), "  EACH_ALONE"]
-            lines += ["  for (int64_t u = first; u < last; ++u) {", *(f"    {line}" for line in body), "  }", "}"]
+            lines = ["{", *(f"  {line}" for line in before)]
+            together = [[*loads.values(), *body, *stores.values()]]
+            for loop in loops(loads, body, stores) if self._near else together:
+                lines += ["  EACH_ALONE", "  for (int64_t u = first; u < last; ++u) {"]
+                lines += [*(f"    {line}" for line in loop), "  }"]
+            lines.append("}")
         for line in levels:  # const real level_0 = t5;
             level, result = line.removeprefix("const real level_").rstrip(";").split(" = ")
             lines.append(f"if (team.member == 0) row.saved[row.means_at + {level}] = {self._scalar(result)};")
