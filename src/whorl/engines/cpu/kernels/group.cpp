@@ -38,10 +38,14 @@ struct Group {
   Team team;
   int64_t padded, wide, larger;  // units, width filled up to whole vectors, and the larger of them
   int64_t first, last, wfirst, wlast;
+  bool own_columns;  // each member multiplies what its own units read, which then comes from no other's cache
 
   Group(const Sweep& k, const Weights& w, const int64_t* rows, int64_t count, Team team)
       : k(k), cell(*k.cell), w(w), rows(rows), count(count), team(team) {
     padded = up(k.units, LANES), wide = up(k.width, LANES), larger = padded > wide ? padded : wide;
+    own_columns = team.members > 1 && k.units == k.width;
+    for (int64_t member = 1; member < team.members; ++member)
+      own_columns = own_columns && team.part(k.units, 16, member) % (2 * WIDE_TILE) == 0;
     first = team.first(k.units), last = team.last(k.units), wfirst = team.first(k.width), wlast = team.last(k.width);
   }
   int64_t width_of(int state) const { return state == 0 ? k.width : k.units; }
@@ -64,10 +68,16 @@ struct Group {
     const int64_t at = k.reverse ? t + 1 : t;
     return k.reset && at < length(r) && k.reset[outer(at, r)];
   }
+  void by_units(const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, Fetch* fetch) const {
+    const Columns own = {first, last, b.n / k.units, k.units};
+    if (rows && first < last)
+      product_of_parts((const char*)b.data, b.bias, b.n, b.k, *all_apart(b), rows, a, c, add, own, fetch);
+  }
   void multiply(
       const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add = false, Fetch* fetch = nullptr) const {
-    const int64_t first = shares(b) * team.member / team.members, last = shares(b) * (team.member + 1) / team.members;
-    product(b, rows, a, c, add, first, last, fetch);
+    if (b.in_parts && own_columns && b.n % k.units == 0) return by_units(b, rows, a, c, add, fetch);
+    const int64_t from = shares(b) * team.member / team.members, to = shares(b) * (team.member + 1) / team.members;
+    product(b, rows, a, c, add, from, to, fetch);
   }
   // Whether the rows of a step lie one after the other, wherever steps keep something.
   bool together() const { return !k.place && !k.starts && rows[count - 1] - rows[0] == count - 1; }

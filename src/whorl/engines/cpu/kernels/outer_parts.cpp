@@ -18,8 +18,8 @@ struct InParts {
   char* rows;     // of each thread, of one block of rows: the columns of `a` that it multiplies
   int32_t wild;   // a number that the unit cannot take was found
 
-  static constexpr int64_t DEEP = PARTS == 1 ? 512 : Outer::DEEP, BLOCKS = DEEP / DEEP_TILE, BLOCK = BLOCKS * PARTS * TILE;
-  static constexpr int64_t PIECE = 256, FEW = 4, LEAST = PARTS == 1 ? 16 : DEEP;
+  static constexpr int64_t DEEP = 512, BLOCKS = DEEP / DEEP_TILE, BLOCK = BLOCKS * PARTS * TILE;
+  static constexpr int64_t PIECE = 256, FEW = 4, LEAST = PARTS == 1 ? 16 : 256;
   // How many rows from `begin` on are multiplied at once.
   static int64_t deep(const Outer& o, int64_t begin) { return o.rows - begin < DEEP ? up(o.rows - begin, DEEP_TILE) : DEEP; }
   void found(bool wild_one) {
@@ -31,8 +31,9 @@ struct InParts {
 struct Some {
   const store* row[DEEP_TILE];
   const real* factor[DEEP_TILE];
+  bool plain;  // every row is there, and none has a factor
 
-  Some(const Operand& from, int64_t begin) {
+  Some(const Operand& from, int64_t begin) : plain(!from.factor && begin >= from.from && begin + DEEP_TILE <= from.to) {
     for (int64_t i = 0; i < DEEP_TILE; ++i) {
       const int64_t r = begin + i - from.from;
       row[i] = nullptr, factor[i] = nullptr;
@@ -43,32 +44,25 @@ struct Some {
   }
 };
 
-INLINE __mmask16 there(int64_t left) { return left < WIDE_TILE ? __mmask16((1u << left) - 1) : __mmask16(0xffff); }
-
 #if WHORL_DTYPE == 16
-typedef __m256i numbers;
-INLINE numbers numbers_at(const store* from, __mmask16 wanted) { return _mm256_maskz_loadu_epi16(wanted, from); }
 INLINE numbers times(numbers x, __m512 factor) {
   const __m512 wide = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
   return (numbers)_mm512_cvtneps_pbh(_mm512_mul_ps(wide, factor));
 }
 #else
-typedef __m512 numbers;
-INLINE numbers numbers_at(const store* from, __mmask16 wanted) { return _mm512_maskz_loadu_ps(wanted, from); }
 INLINE numbers times(numbers x, __m512 factor) { return _mm512_mul_ps(x, factor); }
 #endif
 
 // 16 columns of some rows of an operand from `column` on, in parts.  Whether one is wild.
 static bool pack_some(const Some& rows, int64_t column, int64_t m, char* to) {
-  store x[DEEP_TILE][WIDE_TILE];
   const __mmask16 wanted = there(m - column);
-  for (int64_t i = 0; i < DEEP_TILE; ++i) {
+  if (rows.plain) return split_weights([&](int64_t i) ALWAYS { return numbers_at(rows.row[i] + column, wanted); }, to);
+  return split_weights([&](int64_t i) ALWAYS {
     numbers row = {};
     if (rows.row[i]) row = numbers_at(rows.row[i] + column, wanted);
     if (rows.factor[i]) row = times(row, _mm512_maskz_loadu_ps(wanted, rows.factor[i] + column));
-    memcpy(x[i], &row, sizeof(row));
-  }
-  return split_weights(x, to);
+    return row;
+  }, to);
 }
 
 // The rows from `begin` on of all operands that the columns of `a` from `first` to before `last` meet.
@@ -95,11 +89,11 @@ static void pack_blocks(void* data, int thread, int threads) {
     p.found(pack_block(*p.o, block * InParts::DEEP, 0, p.o->n, p.columns + block * p.apart));
 }
 
-// 16 columns of 32 rows the other way round, in parts; their sums are added to `sum`.  Whether one is of HUGE.
-static bool pack_turned(const store (&x)[DEEP_TILE][WIDE_TILE], char* to, __m512& sum) {
+// 16 columns of 32 rows, `ld` apart, the other way round, in parts; their sums are added to `sum`.  Whether one is of HUGE.
+static bool pack_turned(const store* x, int64_t ld, char* to, __m512& sum) {
 #if WHORL_DTYPE == 16
   alignas(64) packed_t pairs[WIDE_TILE][WIDE_TILE];
-  split_weights(x, (char*)pairs);
+  split_weights([&](int64_t i) ALWAYS { return numbers_at(x + i * ld, there(WIDE_TILE)); }, (char*)pairs);
   const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
   for (int64_t i = 0; i < WIDE_TILE; ++i)
     sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(pairs[i]), one);
@@ -107,8 +101,8 @@ static bool pack_turned(const store (&x)[DEEP_TILE][WIDE_TILE], char* to, __m512
   return false;
 #else
   alignas(64) real turned[WIDE_TILE][DEEP_TILE];
-  for (int64_t i = 0; i < DEEP_TILE; ++i) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x[i]));
-  for (int64_t half = 0; half < DEEP_TILE; half += 16) transpose(x[half], WIDE_TILE, &turned[0][half], DEEP_TILE);
+  for (int64_t i = 0; i < DEEP_TILE; ++i) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x + i * ld));
+  for (int64_t half = 0; half < DEEP_TILE; half += 16) transpose(x + half * ld, ld, &turned[0][half], DEEP_TILE);
   bool huge = false;
   for (int64_t i = 0; i < WIDE_TILE; ++i) huge |= split_row(turned[i], DEEP_TILE, to, i) == HUGE;
   return huge;
@@ -121,18 +115,21 @@ static bool pack_columns_in_parts(const Outer& o, int64_t begin, int64_t first, 
   const int64_t blocks = up(last - first, WIDE_TILE) / WIDE_TILE;
   for (int64_t k = 0; k < InParts::deep(o, begin); k += DEEP_TILE)
     for (int64_t block = 0; block < blocks; ++block) {
-      store x[DEEP_TILE][WIDE_TILE];
       const int64_t column = first + block * WIDE_TILE, count = o.rows - begin - k;
       const __mmask16 wanted = there(last - column);
       const store* from = o.a + (begin + k) * o.lda + column;
-      for (int64_t i = 0; i < DEEP_TILE; ++i, from += o.lda) {
-        numbers row = {};
-        if (i < count) row = numbers_at(from, wanted);
-        __builtin_prefetch(from + DEEP_TILE * o.lda);
-        memcpy(x[i], &row, sizeof(row));
-      }
+      char* const tiles = to + block * InParts::BLOCK + k / DEEP_TILE * PARTS * TILE;
       __m512 sum = _mm512_setzero_ps();
-      wild |= pack_turned(x, to + block * InParts::BLOCK + k / DEEP_TILE * PARTS * TILE, sum);
+      if (count >= DEEP_TILE && last - column >= WIDE_TILE) {
+        wild |= pack_turned(from, o.lda, tiles, sum);
+      } else {
+        store some[DEEP_TILE][WIDE_TILE] = {};
+        for (int64_t i = 0; i < count && i < DEEP_TILE; ++i) {
+          const numbers row = numbers_at(from + i * o.lda, wanted);
+          memcpy(some[i], &row, sizeof(row));
+        }
+        wild |= pack_turned(some[0], WIDE_TILE, tiles, sum);
+      }
       if (!o.sums) continue;
       real* sums = o.sums + column;
       _mm512_mask_storeu_ps(sums, wanted, _mm512_add_ps(_mm512_maskz_loadu_ps(wanted, sums), sum));

@@ -19,6 +19,16 @@ namespace kernel {
 // Of so many bytes.
 constexpr int64_t TILE = 1024;
 
+// From `first` to before `last`, and the same of further runs, each so far from the one before.
+struct Columns {
+  int64_t first, last, runs = 1, apart = 0;
+
+  template <typename Body>
+  void each(Body body) const {
+    for (int64_t run = 0; run < runs; ++run) body(first + run * apart, last + run * apart);
+  }
+};
+
 #if UNIT
 
 // --- numbers in parts -------------------------------------------------------------------------------------------------
@@ -26,7 +36,13 @@ constexpr int64_t TILE = 1024;
 // Of a number that a row has: NaN, infinity or 2^127 and more.
 enum Kind { TAME, HUGE, NOT_A_NUMBER };
 
+// Of 16 columns, or of as many as there are.
+INLINE __mmask16 there(int64_t left) { return left < WIDE_TILE ? __mmask16((1u << left) - 1) : __mmask16(0xffff); }
+
 #if WHORL_DTYPE == 16
+
+typedef __m256i numbers;
+INLINE numbers numbers_at(const store* from, __mmask16 wanted) { return _mm256_maskz_loadu_epi16(wanted, from); }
 
 // The numbers of two k in the same columns, side by side.
 INLINE __m512i paired(__m256i low, __m256i high) {
@@ -37,10 +53,9 @@ INLINE __m512i paired(__m256i low, __m256i high) {
 }
 
 // 32 k of 16 columns, as a tile.  The unit takes every number.
-static bool split_weights(const store (&block)[DEEP_TILE][WIDE_TILE], char* to) {
-  for (int64_t k = 0; k < DEEP_TILE; k += 2, to += TILE / 16)
-    _mm512_storeu_si512(
-        to, paired(_mm256_loadu_si256((const __m256i*)block[k]), _mm256_loadu_si256((const __m256i*)block[k + 1])));
+template <typename Row>
+INLINE bool split_weights(const Row& row, char* to) {
+  for (int64_t k = 0; k < DEEP_TILE; k += 2) _mm512_storeu_si512(to + k / 2 * (TILE / 16), paired(row(k), row(k + 1)));
   return false;
 }
 
@@ -55,6 +70,9 @@ INLINE Kind split_row(const store* row, int64_t count, char* to, int64_t i) {
 
 #else
 
+typedef __m512 numbers;
+INLINE numbers numbers_at(const store* from, __mmask16 wanted) { return _mm512_maskz_loadu_ps(wanted, from); }
+
 constexpr uint32_t UPPER = 0xffff0000u, HALF = 0x8000u, WILD = 0x7f000000u, ENDLESS = 0x7f800000u, SIZE = 0x7fffffffu;
 
 INLINE __m512i size_of(__m512 x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(int(SIZE))); }
@@ -65,36 +83,63 @@ INLINE __m512 leading(__m512 x) {
   return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int(UPPER))));
 }
 
-// 32 k of 16 columns, as three tiles.  Whether one is infinite, or 2^127 and more: of it the first part is cut.
-static bool split_weights(const real (&block)[DEEP_TILE][WIDE_TILE], char* to) {
-  __mmask16 found = 0;
-  for (int64_t pair = 0; pair < DEEP_TILE / 2; ++pair, to += TILE / 16) {
-    __m512 rest[2], part[2];
-    for (int half = 0; half < 2; ++half) {
-      const __m512 x = _mm512_loadu_ps(block[2 * pair + half]);
-      const __mmask16 large = wild(x), nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-      const __mmask16 endless = _mm512_cmpge_epi32_mask(size_of(x), _mm512_set1_epi32(int(ENDLESS)));
-      const __m512 cut = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(int(UPPER))));
-      part[half] = _mm512_mask_mov_ps(leading(x), large, cut);
-      part[half] = _mm512_mask_mov_ps(part[half], nan, _mm512_set1_ps(__builtin_nanf("")));
-      rest[half] = _mm512_maskz_sub_ps(__mmask16(~endless), x, part[half]);
-      found |= large & __mmask16(~nan);
-    }
-    for (int which = 0; which < PARTS; ++which) {
-      const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(part[0]), 16);
-      _mm512_storeu_si512(to + which * TILE, _mm512_or_si512(low, _mm512_castps_si512(part[1])));
-      for (int half = 0; half < 2; ++half)
-        part[half] = leading(rest[half]), rest[half] = _mm512_sub_ps(rest[half], part[half]);
-    }
+INLINE __m512i in_turn(__m512 low, __m512 high) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+}
+INLINE __m512i one_after_the_other(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+
+// Two vectors of numbers below 2^127 in parts, each a TILE from the one before: what the first two leave is the third.
+template <typename Joined>
+INLINE void split(__m512 low, __m512 high, char* to, const Joined& joined) {
+  for (int which = 0; which < PARTS - 1; ++which) {
+    const __m512 first = leading(low), second = leading(high);
+    _mm512_storeu_si512(to + which * TILE, joined(first, second));
+    low = _mm512_sub_ps(low, first), high = _mm512_sub_ps(high, second);
   }
-  return found;
+  _mm512_storeu_si512(to + (PARTS - 1) * TILE, joined(low, high));
+}
+
+// The same of any: what is infinite, or 2^127 and more, is cut to its first part.
+APART static void split_wild(const __m512 (&x)[2], char* to) {
+  __m512 rest[2], part[2];
+  for (int half = 0; half < 2; ++half) {
+    const __mmask16 nan = _mm512_cmp_ps_mask(x[half], x[half], _CMP_UNORD_Q);
+    const __mmask16 endless = _mm512_cmpge_epi32_mask(size_of(x[half]), _mm512_set1_epi32(int(ENDLESS)));
+    const __m512 cut = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x[half]), _mm512_set1_epi32(int(UPPER))));
+    part[half] = _mm512_mask_mov_ps(leading(x[half]), wild(x[half]), cut);
+    part[half] = _mm512_mask_mov_ps(part[half], nan, _mm512_set1_ps(__builtin_nanf("")));
+    rest[half] = _mm512_maskz_sub_ps(__mmask16(~endless), x[half], part[half]);
+  }
+  for (int which = 0; which < PARTS; ++which) {
+    _mm512_storeu_si512(to + which * TILE, in_turn(part[0], part[1]));
+    for (int half = 0; half < 2; ++half)
+      part[half] = leading(rest[half]), rest[half] = _mm512_sub_ps(rest[half], part[half]);
+  }
+}
+
+// 32 k of 16 columns, as three tiles.  Whether one is infinite, or 2^127 and more.
+template <typename Row>
+INLINE bool split_weights(const Row& row, char* to) {
+  __mmask16 found = 0;
+  for (int64_t k = 0; k < DEEP_TILE; k += 2) {
+    const __m512 low = row(k), high = row(k + 1);
+    split(low, high, to + k / 2 * (TILE / 16), in_turn);
+    found |= wild(low) | wild(high);
+  }
+  if (__builtin_expect(!found, 1)) return false;
+  bool more = false;
+  for (int64_t k = 0; k < DEEP_TILE; k += 2) {
+    const __m512 x[2] = {row(k), row(k + 1)};
+    split_wild(x, to + k / 2 * (TILE / 16));
+    for (const __m512 one : x) more |= (wild(one) & _mm512_cmp_ps_mask(one, one, _CMP_ORD_Q)) != 0;
+  }
+  return more;
 }
 
 // Row `i` of tiles, its k from 0 to before `count`: for each 32 three tiles.
 INLINE Kind split_row(const real* row, int64_t count, char* to, int64_t i) {
   __mmask16 found = 0;
   for (int64_t k = 0; k < count; k += DEEP_TILE) {
-    char* at = to + k / DEEP_TILE * PARTS * TILE + i * 64;
     __m512 low, high;
     if (count - k >= DEEP_TILE)
       low = _mm512_loadu_ps(row + k), high = _mm512_loadu_ps(row + k + 16);
@@ -104,11 +149,7 @@ INLINE Kind split_row(const real* row, int64_t count, char* to, int64_t i) {
       high = _mm512_maskz_loadu_ps(__mmask16(there >> 16), row + k + 16);
     }
     found |= wild(low) | wild(high);
-    for (int which = 0; which < PARTS; ++which) {
-      const __m512 first = leading(low), second = leading(high);
-      _mm512_store_si512(at + which * TILE, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-      low = _mm512_sub_ps(low, first), high = _mm512_sub_ps(high, second);
-    }
+    split(low, high, to + k / DEEP_TILE * PARTS * TILE + i * 64, one_after_the_other);
   }
   if (__builtin_expect(!found, 1)) return TAME;
   bool nan = false;
@@ -132,11 +173,13 @@ static bool pack_parts(
     for (int64_t k0 = 0; k0 < k; k0 += DEEP_TILE) {
       char* const tiles = to + (column * up(k, DEEP_TILE) + k0 * WIDE_TILE) * 2 * PARTS;
       const int64_t deep = k - k0 < DEEP_TILE ? k - k0 : DEEP_TILE, wide = n - column < WIDE_TILE ? n - column : WIDE_TILE;
-      if (deep < DEEP_TILE || wide < WIDE_TILE) memset(block, 0, sizeof(block));
       if (!across) {
-        for (int64_t i = 0; i < deep; ++i)
-          memcpy(block[i], weight + (k0 + i) * ld + column, size_t(wide) * sizeof(store));
-      } else if (deep == DEEP_TILE && wide == WIDE_TILE) {
+        const store* const begin = weight + k0 * ld + column;
+        found |= split_weights(
+            [&](int64_t i) ALWAYS { return i < deep ? numbers_at(begin + i * ld, there(wide)) : numbers{}; }, tiles);
+        continue;
+      }
+      if (deep == DEEP_TILE && wide == WIDE_TILE) {
 #if WHORL_DTYPE == 16
         transpose(weight + column * ld + k0, ld, (packed_t*)tiles, WIDE_TILE);
         continue;
@@ -145,10 +188,11 @@ static bool pack_parts(
           transpose(weight + column * ld + k0 + half, ld, block[half], WIDE_TILE);
 #endif
       } else {
+        memset(block, 0, sizeof(block));
         for (int64_t j = 0; j < wide; ++j)
           for (int64_t i = 0; i < deep; ++i) block[i][j] = weight[(column + j) * ld + k0 + i];
       }
-      found |= split_weights(block, tiles);
+      found |= split_weights([&](int64_t i) ALWAYS { return numbers_at(block[i], there(WIDE_TILE)); }, tiles);
     }
   return found;
 }
@@ -250,16 +294,16 @@ struct Sums {
 // Whether sums go on where they are, and not from zero, to be added: of one part nothing small meets them.
 constexpr bool GOES_ON = PARTS == 1;
 
-// As `product` has it; columns from `first` to before `last`, whole blocks of them.
+// As `product` has it; columns are whole blocks.
 static void product_of_parts(
     const char* weights, const real* bias, int64_t n, int64_t k, bool apart, int64_t rows, const store* const* a,
-    real* const* c, bool add, int64_t first, int64_t last, Fetch* fetch) {
+    real* const* c, bool add, Columns columns, Fetch* fetch) {
   constexpr int64_t MOST = PARTS == 1 ? 512 : 256, MANY = 4;  // k, and blocks of rows, that are near at once
   alignas(64) char near[MANY][MOST / DEEP_TILE * PARTS * TILE];
   alignas(64) real held[4][16][WIDE_TILE];
   Kind kind[MANY][16];
   const int64_t blocks = (rows + 15) / 16, tall = (rows + blocks - 1) / blocks, deep = up(k, DEEP_TILE);
-  const int64_t pairs = (last - first + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE);
+  const int64_t in_run = (columns.last - columns.first + 2 * WIDE_TILE - 1) / (2 * WIDE_TILE), pairs = columns.runs * in_run;
   const int64_t passes = (blocks + 1) / 2 * pairs * deep / DEEP_TILE;
   const int64_t lines = fetch ? fetch->lines() / passes + 1 : 0;
   auto beside = [&]() ALWAYS {
@@ -267,8 +311,10 @@ static void product_of_parts(
   };
   if (apart) {
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t u = first; u < last && !add; ++u) c[i][u] = bias[u];
-      add_apart(weights, deep, a[i], 0, k, c[i], first, last < n ? last : n);
+      columns.each([&](int64_t first, int64_t last) {
+        for (int64_t u = first; u < last && !add; ++u) c[i][u] = bias[u];
+        add_apart(weights, deep, a[i], 0, k, c[i], first, last < n ? last : n);
+      });
     }
     return;
   }
@@ -291,9 +337,10 @@ static void product_of_parts(
           huge |= kind[block][i] == HUGE;
         }
       const bool more = add || k0 > 0, goes_on = more && GOES_ON;
-      for (int64_t column = first; column < last; column += 2 * WIDE_TILE) {
-        // the last may be alone: it is made twice
-        const int64_t second = column + WIDE_TILE < last ? column + WIDE_TILE : column;
+      for (int64_t pair = 0; pair < pairs; ++pair) {
+        const int64_t run = pair / in_run * columns.apart, column = columns.first + run + pair % in_run * 2 * WIDE_TILE;
+        // the last of a run may be alone: it is made twice
+        const int64_t second = column + WIDE_TILE < columns.last + run ? column + WIDE_TILE : column;
         const char* b = weights + (column * deep + k0 * WIDE_TILE) * 2 * PARTS;
         const char* other = weights + (second * deep + k0 * WIDE_TILE) * 2 * PARTS;
         for (int64_t block = 0; block < MANY && count[block]; block += 2) {
@@ -337,7 +384,10 @@ static void product_of_parts(
       for (int64_t block = 0; block < MANY && huge; ++block)
         for (int64_t i = 0; i < count[block]; ++i) {
           const int64_t row = begin + block * tall + i;
-          if (kind[block][i] == HUGE) add_apart(weights, deep, a[row], k0, some, c[row], first, last < n ? last : n);
+          if (kind[block][i] != HUGE) continue;
+          columns.each([&](int64_t first, int64_t last) {
+            add_apart(weights, deep, a[row], k0, some, c[row], first, last < n ? last : n);
+          });
         }
     }
   }
@@ -348,8 +398,7 @@ static void product_of_parts(
 
 static bool pack_parts(char*, int64_t, int64_t, const store*, int64_t, bool, int64_t, int64_t) { return false; }
 static void product_of_parts(
-    const char*, const real*, int64_t, int64_t, bool, int64_t, const store* const*, real* const*, bool, int64_t, int64_t,
-    Fetch*) {}
+    const char*, const real*, int64_t, int64_t, bool, int64_t, const store* const*, real* const*, bool, Columns, Fetch*) {}
 
 #endif
 
@@ -389,8 +438,8 @@ static void product(
     Fetch* fetch = nullptr) {
   if (!b.in_parts) return product_of_panels(b, rows, a, c, add, first, last, fetch);
   if (rows && first < last)
-    product_of_parts((const char*)b.data, b.bias, b.n, b.k, *all_apart(b), rows, a, c, add, whole(b.n, first),
-                     whole(b.n, last), fetch);
+    product_of_parts((const char*)b.data, b.bias, b.n, b.k, *all_apart(b), rows, a, c, add,
+                     {whole(b.n, first), whole(b.n, last)}, fetch);
 }
 
 }  // namespace kernel
