@@ -12,9 +12,9 @@ from whorl.engines.cpu import generate
 
 
 def test_what_is_kept_as_it_is_read_takes_no_loop_of_its_own() -> None:
-    """Of layer norm: a loop before and one after the mean of c, where all of it is stored."""
+    """Of layer norm: loops of sigmoids and of the rest before the mean of c, and one after it, where all is stored."""
     made = generate.source(CELLS["layer_norm_lstm"])
-    assert made.forward.text.count("EACH_ALONE") == 2
+    assert made.forward.text.count("EACH_ALONE") == 3
     assert made.forward.text.count("[u] = keep_") == made.saved
 
 

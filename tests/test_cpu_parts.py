@@ -14,8 +14,9 @@ from torch import Tensor
 
 import whorl
 from engine_cases import CELLS, FORMS, assert_agrees
-from test_cpu_engine import threads
-from whorl.engines.cpu import build, generate
+from test_cpu_engine import sweeps, threads
+from whorl.engines.cpu import build, generate, sweep
+from whorl.engines.cpu.plain import sizes
 from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Products, kernel
 from whorl.plan import decide
 
@@ -237,3 +238,36 @@ def test_layers_of_many_sequences(kind: str, dtype: torch.dtype) -> None:
 def test_cells_and_options_in_bfloat16(cell: str, name: str) -> None:
     """The error rule, of sizes that the unit takes."""
     assert_agrees("cpu", CELLS[cell], replace(FORMS[name], inputs=24, units=37), torch.bfloat16)
+
+
+@pytest.mark.parametrize("units", [64, 80, 128])
+@pytest.mark.parametrize("kind", [whorl.LSTM, whorl.GRU])
+def test_pairs_of_threads_that_share_rows_change_no_bit(
+    kind: type[whorl.LSTM], units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 64 and 128 units each of a pair multiplies the columns of its own; with 80 not all would be whole tiles."""
+    monkeypatch.setattr(sweep, "_FAR", 0)
+    layer, x = kind(40, units, engine="cpu"), torch.randn(5, 33, 40)
+    asked = {"none": {}, "lengths": {"lengths": torch.arange(33) % 6}, "reset": {"reset": torch.rand(5, 33) < 0.3}}
+    for options in asked.values():
+        found = []
+        for count in (1, 2, 4):
+            sizes.cache_clear()
+            with threads(count):
+                found.append(sweeps(layer, x, **options))
+        for others in found[1:]:
+            assert all(map(torch.equal, found[0], others))
+    sizes.cache_clear()
+
+
+def test_threads_share_rows_in_pairs_where_weights_are_far() -> None:
+    lstm_512, pair = 4 * 512 * 512, sweep._in_pairs
+    assert pair(3, 32, 2, lstm_512) == pair(3, 96, 4, lstm_512) == has_the_unit()
+    others = [
+        (3, 32, 2, 4 * 256 * 256),
+        (1, 32, 2, lstm_512),
+        (3, 64, 2, lstm_512),
+        (3, 15, 2, lstm_512),
+        (3, 48, 3, lstm_512),
+    ]
+    assert not any(pair(*other) for other in others)

@@ -20,7 +20,7 @@ from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.stream import Stream
-from whorl.engines.cpu.sweep import Fields, Products, filled_up, kernel, laid, projects_within, turned
+from whorl.engines.cpu.sweep import PARTS, Fields, Products, filled_up, kernel, laid, projects_within, turned
 from whorl.engines.native import OneDNN
 from whorl.noise import given
 from whorl.problem import VIRTUAL, Call, Outcome, Plan, Problem, autocast_is_on
@@ -101,7 +101,7 @@ def _faults(command: str) -> list[str]:
 
 def _by_unit(problem: Problem) -> bool:
     """Whether the processor's matrix unit makes the recurrent products; of another machine's nothing is known."""
-    form, parts = problem.form, {torch.bfloat16: 1, torch.float32: 3}.get(problem.dtype, 0)
+    form, parts = problem.form, PARTS.get(problem.dtype, 0)
     here = bool(parts) and problem.device.compiler == compiler.found()
     return here and by_unit(parts, len(form.cell.recurrent) * form.units, form.width, problem.batch)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whorl.cells.cell import Graph
-from whorl.engines.cpu.build import load, openmp
+from whorl.engines.cpu.build import by_unit, load, openmp
 from whorl.engines.cpu.generate import Source, source, sweep
 from whorl.engines.cpu.memory import empty, keep_freed, no_memory
 from whorl.engines.cpu.rows import Rows
@@ -93,12 +93,18 @@ class Plain(Structure):
     )
 
 
+PARTS = {torch.bfloat16: 1, torch.float32: 3}
+"""Of bfloat16, in which a processor's matrix unit takes a number of a dtype, as kernels/types.cpp has it."""
+
+
 class Kernel(NamedTuple):
     """The compiled loop of a dtype with the compiled step of a cell."""
 
     source: Source
     cell: int
     """Where its `Cell` lies."""
+    parts: int
+    """Of its dtype; 0: a matrix unit takes none."""
     forward: Callable[..., int]
     backward: Callable[..., int]
     project: Callable[..., int]
@@ -130,7 +136,9 @@ def kernel(graph: Graph, dtype: torch.dtype) -> Kernel:
     made, loop, defines = source(graph), _loop(dtype), f"-DWHORL_DTYPE={_BITS[dtype]}"
     step = load(f"the step of {graph.name}", made.text, defines)
     step.whorl_cell.restype = c_void_p
-    return Kernel(made, step.whorl_cell(), *(getattr(loop, f"whorl_{name}") for name in Kernel._fields[2:]))
+    return Kernel(
+        made, step.whorl_cell(), PARTS.get(dtype, 0), *(getattr(loop, f"whorl_{name}") for name in Kernel._fields[3:])
+    )
 
 
 @lru_cache(maxsize=8)
@@ -259,6 +267,23 @@ def _team(batch: int, threads: int, weights: int, means: bool = False) -> int:
     return max(1, min(threads // batch, weights // (_WEIGHTS_WITH_MEANS if means else _WEIGHTS)))
 
 
+def _in_pairs(parts: int, batch: int, threads: int, weights: int) -> bool:
+    """Whether two threads share the rows of both, each with half of the units, where a matrix unit multiplies.
+
+    It waits for weights that come from the third cache; so each thread brings half of them, and multiplies twice the
+    rows.  With 512 units at batch 32 a train step of the LSTM is 1.10 times as fast, of the GRU 1.05 times, with 256
+    units 0.88 times, on 2 cores of an Intel Xeon.
+
+    Args:
+        parts: of bfloat16, in which it takes a number.
+        weights: of the recurrent product.
+    """
+    far = parts == 3 and weights >= _FAR
+    return far and threads % 2 == 0 and 8 * threads <= batch <= 24 * threads and by_unit(parts, 64, 64, batch)
+
+
+_FAR = 786432
+"""Weights of the recurrent product that take, in three parts, more than the second cache of a core."""
 _WEIGHTS = 16384
 """Of the recurrent product for each member of a team: fewer take less time than waiting for one another."""
 _WEIGHTS_WITH_MEANS = 65536
@@ -291,7 +316,10 @@ class Fields:
 
     def __init__(self, made: Kernel, rows: Rows, threads: int, units: int, width: int, reverse: bool) -> None:
         means = made.source.forward.means > 0
-        team = _team(rows.batch, threads, len(made.source.leaves) * units * width, means)
+        weights = len(made.source.leaves) * units * width
+        team = _team(rows.batch, threads, weights, means)
+        if not means and _in_pairs(made.parts, rows.batch, threads, weights):
+            team = 2
         order, ends, largest = rows.groups(threads // team)
         groups = len(ends) - 1
         self._kept: list[object] = [order, ends]

@@ -44,7 +44,7 @@ struct Group {
       : k(k), cell(*k.cell), w(w), rows(rows), count(count), team(team) {
     padded = up(k.units, LANES), wide = up(k.width, LANES), larger = padded > wide ? padded : wide;
     own_columns = team.members > 1 && k.units == k.width;
-    for (int64_t member = 1; member < team.members; ++member)
+    for (int64_t member = 1; member <= team.members; ++member)
       own_columns = own_columns && team.part(k.units, 16, member) % (2 * WIDE_TILE) == 0;
     first = team.first(k.units), last = team.last(k.units), wfirst = team.first(k.width), wlast = team.last(k.width);
   }

@@ -19,7 +19,7 @@ struct InParts {
   int32_t wild;   // a number that the unit cannot take was found
 
   static constexpr int64_t DEEP = 512, BLOCKS = DEEP / DEEP_TILE, BLOCK = BLOCKS * PARTS * TILE;
-  static constexpr int64_t PIECE = 256, FEW = 4, LEAST = PARTS == 1 ? 16 : 256;
+  static constexpr int64_t PIECE = 256, FEW = 4, LEAST = PARTS == 1 ? 16 : 64;
   // How many rows from `begin` on are multiplied at once.
   static int64_t deep(const Outer& o, int64_t begin) { return o.rows - begin < DEEP ? up(o.rows - begin, DEEP_TILE) : DEEP; }
   void found(bool wild_one) {
