@@ -68,6 +68,7 @@ struct Group {
     const int64_t at = k.reverse ? t + 1 : t;
     return k.reset && at < length(r) && k.reset[outer(at, r)];
   }
+  // Of a matrix of one gate or several beside each other: the columns of each that this member's units are.
   void by_units(const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, Fetch* fetch) const {
     const Columns own = {first, last, b.n / k.units, k.units};
     if (rows && first < last)

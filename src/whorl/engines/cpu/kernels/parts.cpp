@@ -83,7 +83,7 @@ INLINE __m512 leading(__m512 x) {
   return _mm512_castsi512_ps(_mm512_and_si512(rounded, _mm512_set1_epi32(int(UPPER))));
 }
 
-INLINE __m512i in_turn(__m512 low, __m512 high) {
+INLINE __m512i interleaved(__m512 low, __m512 high) {
   return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
 }
 INLINE __m512i one_after_the_other(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
@@ -111,7 +111,7 @@ APART static void split_wild(const __m512 (&x)[2], char* to) {
     rest[half] = _mm512_maskz_sub_ps(__mmask16(~endless), x[half], part[half]);
   }
   for (int which = 0; which < PARTS; ++which) {
-    _mm512_storeu_si512(to + which * TILE, in_turn(part[0], part[1]));
+    _mm512_storeu_si512(to + which * TILE, interleaved(part[0], part[1]));
     for (int half = 0; half < 2; ++half)
       part[half] = leading(rest[half]), rest[half] = _mm512_sub_ps(rest[half], part[half]);
   }
@@ -123,7 +123,7 @@ INLINE bool split_weights(const Row& row, char* to) {
   __mmask16 found = 0;
   for (int64_t k = 0; k < DEEP_TILE; k += 2) {
     const __m512 low = row(k), high = row(k + 1);
-    split(low, high, to + k / 2 * (TILE / 16), in_turn);
+    split(low, high, to + k / 2 * (TILE / 16), interleaved);
     found |= wild(low) | wild(high);
   }
   if (__builtin_expect(!found, 1)) return false;
