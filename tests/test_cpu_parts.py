@@ -264,6 +264,7 @@ def test_threads_share_rows_in_pairs_where_weights_are_far() -> None:
     lstm_512, pair = 4 * 512 * 512, sweep._in_pairs
     assert pair(3, 32, 2, lstm_512) == pair(3, 96, 4, lstm_512) == has_the_unit()
     others = [
+        (3, 32, 2, 3 * 512 * 512),
         (3, 32, 2, 4 * 256 * 256),
         (1, 32, 2, lstm_512),
         (3, 64, 2, lstm_512),

@@ -1,7 +1,7 @@
 """The lines of a stage in several loops, for a processor.
 
 Functions beside each other have more numbers than a processor has registers, and each unit's wait for each other: in
-three loops the LSTM's step takes 0.8 times as long as in one (2 cores of an Intel Xeon with AVX-512, GCC 12).
+three loops the LSTM's step takes 0.82 times as long as in one (2 cores of an Intel Xeon with AVX-512, GCC 12).
 """
 
 import re
