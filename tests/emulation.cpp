@@ -1,6 +1,7 @@
 // What a CUDA kernel of whorl uses of its GPU, on the host: each thread is a fiber, and what threads do together is done
 // by the last of them to come.  It knows clusters, shared memory, mbarriers, mma.sync and ldmatrix; it knows nothing of
-// time, caches or the order in which memory becomes visible, and threads run in one order only.
+// time, caches or the order in which memory becomes visible.  Threads run one after the other, or in an order drawn anew in
+// each round, in which warps sleep: then what should be waited for and is not comes too late or is overwritten.
 //
 // Without headers of C++, which the compiler would read again for each kernel, for as long as the kernel itself takes.
 #include <setjmp.h>
@@ -434,6 +435,12 @@ static void enter() {
   host::yield();
 }
 
+extern "C" { uint64_t order_of_threads; }  // 0: one after the other; else the generator's next number
+inline unsigned drawn(unsigned below) {
+  order_of_threads = order_of_threads * 6364136223846793005u + 1442695040888963407u;
+  return (unsigned)((order_of_threads >> 32) * below >> 32);
+}
+
 // `shared`: bytes of a block's shared memory.  0: all is well, 1: threads wait for each other, 2: who has less wrote to more.
 extern "C" int launch(
     unsigned grid, unsigned second, unsigned block, unsigned cluster, unsigned shared, const Arguments* arguments) {
@@ -455,21 +462,34 @@ extern "C" int launch(
         f.stack = stacks + host::STACK * i, f.block = &host::blocks[i / block];
         f.thread = {i % block, 0, 0}, f.of_block = {first + i / block, y, 0};
       }
-      unsigned left = all;
+      unsigned left = all, *const asleep = (unsigned*)calloc(all / 32 + 1, sizeof(unsigned));
       bool ran = true;
       for (int idle = 0; left && ran && idle <= 100000; ++idle) {
         ran = false;
-        for (unsigned i = 0; i < all; ++i) {
+        const bool any = order_of_threads != 0;
+        const unsigned far = 16411 % all;  // a prime that is larger than the number of threads: it meets each
+        const unsigned begin = any ? drawn(all) : 0, apart = !any ? 1 : drawn(2) ? far : all - far;
+        bool slept = false;
+        for (unsigned n = 0, i = begin; n < all; ++n, i = (i + apart) % all) {
           if (fibers[i].done || host::waits(fibers[i])) continue;
+          if (asleep[i / 32]) {
+            slept = true;
+            continue;
+          }
           ran = true, host::resume(fibers[i], enter);
           if (fibers[i].done) --left, idle = 0;
         }
+        for (unsigned warp = 0; any && warp < all / 32; ++warp) {  // some sleep for long, but not where all others wait
+          if (asleep[warp]) asleep[warp] = ran ? asleep[warp] - 1 : 0;
+          else if (drawn(16) == 0) asleep[warp] = drawn(64);
+        }
+        ran = ran || slept;
       }
       over = left == 0;  // else they wait for each other
       for (unsigned rank = 0; rank < cluster; ++rank)
         for (unsigned i = shared; i < host::SHARED; ++i) within &= host::blocks[rank].shared[i] == 0xff;
       for (unsigned i = 0; i < all; ++i) free(fibers[i].copies.items), free(fibers[i].products.items);
-      free(fibers), free(host::blocks);
+      free(fibers), free(asleep), free(host::blocks);
     }
   free(stacks);
   return !over ? 1 : !within ? 2 : 0;

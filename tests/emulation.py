@@ -44,6 +44,8 @@ from whorl.plan import plan
 H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
 CHIP = Chip((9, 0), 132)
 FLAGS = ("-Og", "-fno-strict-aliasing")  # with -O1 kernels take twice as long to compile, and run no faster
+ORDER = 0
+"""From which the order is drawn in which threads run; 0: one after the other."""
 _HOST = Path(__file__).with_suffix(".cpp")
 
 
@@ -78,14 +80,16 @@ class Kernel:
         assert shared <= 232448
         self.name, self._layout, self._together = name, struct.Struct(layout), together
         self._block, self._cluster, self._shared = block, cluster, shared
-        self._function = ctypes.CDLL(code.decode()).launch
+        self._library = ctypes.CDLL(code.decode())
 
     def alone(self, shared: int) -> "Kernel":
         return self
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
         cluster = grid if self._together else self._cluster
-        status = self._function(grid, second, self._block, cluster, self._shared, self._layout.pack(*values))
+        ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
+        packed = self._layout.pack(*values)
+        status = self._library.launch(grid, second, self._block, cluster, self._shared, packed)
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
 

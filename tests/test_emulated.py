@@ -29,13 +29,14 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 def outcome(
-    layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, engine: str, folder: Path, tf32: bool = False
-) -> dict[str, Tensor]:
+    layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, engine: str, folder: Path, tf32: bool = False,
+    gradients: bool = True,
+) -> dict[str, Tensor]:  # fmt: skip
     layer = layer.to(dtype)
     layer.engine = engine
-    x = x.to(dtype).detach().requires_grad_()
-    with emulated(folder, tf32):
-        return with_gradients(layer, x)
+    x = x.to(dtype).detach().requires_grad_(gradients)
+    with emulated(folder, tf32), torch.set_grad_enabled(gradients):
+        return with_gradients(layer, x) if gradients else dict(enumerate(flat(layer(x))))
 
 
 def assert_right(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, folder: Path) -> None:
@@ -409,6 +410,34 @@ def test_products_of_four_warps(
     truth = outcome(layer, x, torch.float64, "reference", folder)
     got = outcome(layer, x, dtype, "persistent", folder, tf32)
     plain = with_gradients(PlainLoop(layer, to_tf32 if tf32 else None), x.float().detach().requires_grad_())
+    assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    "units, ahead",
+    [
+        (520, (64, 1, 1, 8, 8, 2)),  # three pieces of 32 times 16 bytes in a row, two of them in the first part
+        (520, (64, 1, 2, 8, 4, 2)),  # four warps share the depth with the other four, two parts of the batch in turn
+        (780, (64, 2, 1, 8, 8, 4)),  # a part for each piece
+    ],
+)
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
+def test_products_of_what_has_come_while_the_rest_is_on_its_way(
+    units: int, ahead: tuple[int, ...], precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        *tile, parts = ahead
+        return spreading.forward(size, *tile, chip.shared, 9, parts=parts, wide=True)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
+    torch.manual_seed(1)
+    tf32, dtype = precision == "tf32", torch.float32 if precision == "tf32" else torch.bfloat16
+    layer, x = whorl.RNN(6, units).to(dtype), torch.randn(3, 10, 6).to(dtype)
+    truth = outcome(layer, x, torch.float64, "reference", folder, gradients=False)
+    got = outcome(layer, x, dtype, "persistent", folder, tf32, gradients=False)
+    with torch.no_grad():
+        plain = dict(enumerate(flat(PlainLoop(layer, to_tf32 if tf32 else None)(x.float()))))
     assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 

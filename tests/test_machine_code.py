@@ -293,8 +293,10 @@ def test_with_an_option_four_warps_have_the_plain_layers_tile_and_spill_nothing(
     """In half as many sequences at a time a step is half as many instructions more."""
     cell = CELLS["lstm"].graph
     tile = grid.estimated(size_of(cell, 1024, 2, features), H200, 128, 1, "forward")
-    assert tile is not None
-    assert tile == grid.estimated(size_of(cell, 1024, 2), H200, 128, 1, "forward")
+    plain = grid.estimated(size_of(cell, 1024, 2), H200, 128, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert isinstance(plain, Spread)
+    assert (tile.slice, tile.tiles, tile.subs, tile.wide) == (plain.slice, plain.tiles, plain.subs, plain.wide)
     text = source.forward(cell, 1024, torch.bfloat16, tile, True, features)
     lines = disassembled(text, tile, tmp_path / "kernel.cubin")
     assert any("HGMMA" in line for line in lines)

@@ -505,7 +505,7 @@ def has_options(graph: Graph, features: Features) -> bool:
 
 def _spread(tile: Spread) -> dict[str, int]:
     numbers = {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts, "ASIDE": int(tile.aside)}
-    return numbers | ({} if tile.chunk else {"BLOCKS": tile.blocks})
+    return numbers | ({} if tile.chunk else {"BLOCKS": tile.blocks, "BESIDE": int(tile.beside)})
 
 
 def _source(

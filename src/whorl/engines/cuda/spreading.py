@@ -48,6 +48,8 @@ class Spread:
     memory; on compute capability 9.0 alone."""
     parts: int = 1
     """In which a part of the sequences' words arrive."""
+    beside: bool = False
+    """Forward: the product of a part of the units runs while the next part is on its way."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
@@ -113,14 +115,18 @@ def forward(
     strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
     share = -(-strips // groups)
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
-    arriving = 4 * -(-(-(-rows // warps) * -(-size.units // (128 * words)) * planes) // parts)
+    across, down = -(-size.units // (128 * words)), -(-rows // warps) * planes
+    # Of exact products, which end in runs, it takes longer: LSTM with 1,500 units at batch 20 43.2 us a step of both
+    # layers where 40.4 (one H200).  With lengths or a reset the compiler spills 9 to 18 words for it.
+    beside = wide and size.bare
+    arriving = 4 * (down * splits * -(-depths // (16 * parts)) if beside else -(-down * across // parts))
     pair = size.gate // 2  # registers of two neighbours
     sums = share * tiles * 4 * (2 if share * tiles < 4 else 1) + 4 * tiles * (not wide)
     if planes > 1:
         sums = share * tiles * 12
     late = planes > 1 and subs > 1  # a part's input is read while its own product is computed
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(sums, arriving + (after if subs > 1 else 0), after)
+    live = max(sums + arriving * (beside and parts > 1), arriving + (after if subs > 1 else 0), after)
     live += (1 if late else subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (size.recurrent + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
@@ -141,7 +147,7 @@ def forward(
     shared = 4 * (streamed + states + partial + masks + scales + fixed)
     if shared > limit:
         return None
-    made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts)
+    made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, beside)
     return Spread(
         *made, exact=size.exact, halves=halves, collected=_collected(size, "forward", units, tiles, subs, collected),
         aside=aside,
@@ -339,16 +345,9 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
         return
     for units, shape in product(_of(size, slices), _WIDE_SHAPES):
         given = size, units, *shape, 8, 4 if size.recurrent * units <= 64 else 8, chip.shared
-        # means of 32 sequences at once are worth operands that are spilled
-        wide_ways = [(1, 0), (2, 0), *([(4, 7)] if size.staged else [])]
-        if not size.staged and (size.ahead or size.gate > size.element):
-            wide_ways += [(2, more) for more in _WIDE_MORE]
-        if not size.staged and width < size.element:
-            wide_ways[1:1] = _WIDE_FIRST if (units, *shape) == (32, 4, 1) and size.bare and size.recurrent == 3 else []
-            wide_ways += [(2, more) for more in _WIDE_SCALED.get((units, *shape), ())]
         found = (
             forward(*given, parts=parts, wide=True, spilled=spilled, aside=aside)
-            for aside, (parts, spilled) in product(places, wide_ways)
+            for aside, (parts, spilled) in product(places, _wide_ways(size, units, shape))
         )
         yield from _first(found, chip)
 
@@ -371,6 +370,18 @@ def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
     """Whether four warps may multiply together: forward not by gate, where each gate has states of its own."""
     of_all = not size.masks and (kind == "backward" or not size.bits) and (size.staged is None or size.element == 2)
     return chip.capability == (9, 0) and operand(size, kind) == 2 and of_all
+
+
+def _wide_ways(size: Size, units: int, shape: tuple[int, int]) -> Sequence[tuple[int, int]]:
+    """Parts in which states arrive forward, and operands that are spilled."""
+    if size.staged:
+        return (1, 0), (2, 0), (4, 7)  # means of 32 sequences at once are worth operands that are spilled
+    scaled = operand(size, "forward") < size.element
+    if size.bare and shape == (4, 1):
+        return _WIDE_QUARTERS_SCALED if scaled else _WIDE_QUARTERS[size.recurrent > 3]
+    more: tuple[int, ...] = _WIDE_MORE if size.ahead or size.gate > size.element else ()
+    more += _WIDE_SCALED.get((units, *shape), ()) if scaled else ()
+    return [(1, 0), (2, 0), *((2, spilled) for spilled in more)]
 
 
 def _wide_ways_back(size: Size, tiles: int, subs: int) -> Sequence[tuple[int, int]]:
@@ -404,9 +415,10 @@ _WIDE_SCALED = {(32, 4, 1): (5, 6), (16, 2, 2): (4,)}
 a block the plain layer, of which nothing is spilled, took 491 us over 100 steps where 16 in turn took 538, and with
 zoneout, of which 5 words are, 545 and 637. LSTM with 2,048 units at batch 64, of which nothing is, took 12.7 us a
 step in two parts of 16 sequences, and 18.6 in four of 8 (H200)."""
-_WIDE_FIRST = [(1, 4)]
-"""GRU with TF32 products, of which nothing is spilled: 4.28 us a step with 1,024 units at batch 128, 4.34 in two
-parts."""
+_WIDE_QUARTERS = {False: [(4, 0)], True: [(4, 2), (4, 0)]}
+_WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
+"""Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
+batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92 (H200)."""
 _WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4))
 _WIDE_TWO = ((1, 2), (1, 3), (1, 6), (2, 3), (2, 4))  # of states in two planes fewer are held at a time
 
@@ -523,7 +535,8 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
                 part += 0.4 * (tile.parts - 1) if tile.tiles == 1 else 0.84 * (tile.parts > 2)
                 slow = 1.25 if tile.tiles > 3 and tile.parts < 4 else 1.0  # 6.28 us with 512 units at batch 128
                 return count * max(LEAST[kind], (0.7 + tile.subs * part) * slow) + _BEGIN * (count - 1)
-            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.4 * (tile.parts - 1) + 0.225 * read
+            part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.225 * read
+            part += 0.4 * (tile.parts - 1) * (not tile.beside)
             return count * (1.45 + tile.subs * part)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2

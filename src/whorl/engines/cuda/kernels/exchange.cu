@@ -112,29 +112,43 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
 // those of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from`
 // and `to` are of the warp's first row and the lane's chunk, `left` is how many rows there are from it on, `phase` that of
 // the step.  What is of a second plane lies PLANE_PITCH words behind in L2, and PLANEWARDS in shared memory.  They travel
-// in PARTS, the first of which is asked for beforehand; more than one take more time and fewer registers.  AFTERWARDS,
+// in PARTS, the first of which is asked for beforehand; more than one take more time and fewer registers.  Where rows are
+// SIDES times SIDE chunks, a part is neighbouring chunks of each side of all rows: a product may begin with the first.  AFTERWARDS,
 // where a lane has more than 2 chunks, the rest of the first part is asked for when the first words of a warp have come:
 // where nobody can have written yet, what is asked for in vain keeps the rest waiting.  LSTM, 1,500 units at batch 20,
 // took 3.77 us a step forward and not 4.06, with TF32 products a train step 668 us and not 723; with layer norm 6.8 and
 // not 8.2 forward; with 2 chunks, 512 units at 128, 4.0 and 3.9.
 template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS, bool AFTERWARDS,
-          int PLANE_PITCH, int PLANEWARDS>
+          int PLANE_PITCH, int PLANEWARDS, int SIDES = 0, int SIDE = CHUNKS>
 struct Arrival {
-  static constexpr int ACROSS = (CHUNKS + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS, COUNT = DOWN * ACROSS * PLANES;
-  static constexpr int WIDE = (COUNT + PARTS - 1) / PARTS;
+  static constexpr bool BY_SIDES = SIDES > 0;
+  static constexpr int ACROSS = (SIDE + 31) / 32, DOWN = (ROWS + WARPS - 1) / WARPS;
+  static constexpr int COUNT = DOWN * MOST(SIDES) * ACROSS * PLANES;
+  static constexpr int OF_PART = (ACROSS + PARTS - 1) / PARTS;  // times 32 chunks of each side
+  static constexpr int WIDE = BY_SIDES ? OF_PART * SIDES * DOWN * PLANES : (COUNT + PARTS - 1) / PARTS;
   static constexpr bool AFTER_ONE = AFTERWARDS && COUNT > 2;
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
   uint4 data[WIDE];
 
+  // of the k-th piece of a lane the row, in turns of the warps, and the first lane's chunk
+  __device__ __forceinline__ static constexpr int row(int k) {
+    return BY_SIDES ? k / (PLANES * SIDES) % DOWN : k / (PLANES * ACROSS);
+  }
+  __device__ __forceinline__ static constexpr int across(int k) {  // of its side, in 32 chunks
+    return BY_SIDES ? k / (PLANES * SIDES * DOWN) : k / PLANES % ACROSS;
+  }
+  __device__ __forceinline__ static constexpr int chunk(int k) {
+    return (BY_SIDES ? k / PLANES % SIDES * SIDE : 0) + across(k) * 32;
+  }
   __device__ __forceinline__ static bool is_there(int left, int lane, int k) {
-    const int i = k / PLANES / ACROSS, j = k / PLANES % ACROSS;
-    return k < COUNT && left > i * WARPS && (CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
+    const int j = across(k), of_side = SIDE - j * 32, of_row = CHUNKS - chunk(k), most = of_side < of_row ? of_side : of_row;
+    return k < COUNT && left > row(k) * WARPS &&
+           (BY_SIDES ? most >= 32 || lane < most : CHUNKS % 32 == 0 || j + 1 < ACROSS || lane < CHUNKS - j * 32);
   }
   __device__ __forceinline__ static uint4 one(const unsigned* from, int lane, unsigned phase, int k) {
-    const int i = k / PLANES / ACROSS, j = k / PLANES % ACROSS;
     const unsigned zero = absent(phase);
-    uint4 words = look(from + i * WARPS * PITCH + j * 128 + k % PLANES * PLANE_PITCH);
-    if (LAST < 4 && j + 1 == ACROSS && lane == CHUNKS - 1 - j * 32) {
+    uint4 words = look(from + row(k) * WARPS * PITCH + chunk(k) * 4 + k % PLANES * PLANE_PITCH);
+    if (LAST < 4 && chunk(k) + 32 >= CHUNKS && lane == CHUNKS - 1 - chunk(k)) {
       if (LAST < 2) words.y = zero;
       if (LAST < 3) words.z = zero;
       words.w = zero;
@@ -152,33 +166,30 @@ struct Arrival {
     for (int k = 0; k < (AFTER_ONE && part == 0 ? 1 : WIDE); ++k) ask(from, left, lane, phase, k, part);
   }
 
-  // all that has been asked for, and the rest
-  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase) {
+  // a part that has been asked for; then the next one is
+  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase, int part) {
+    if (AFTER_ONE && part == 0) {
+      while (!__all_sync(0xffffffffu, !is_missing(data[0], phase)))
+        if (is_missing(data[0], phase)) data[0] = one(from, lane, phase, 0);
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-      if (part > 0) look_at(from, left, lane, phase, part);
-      if (AFTER_ONE && part == 0) {
-        while (!__all_sync(0xffffffffu, !is_missing(data[0], phase)))
-          if (is_missing(data[0], phase)) data[0] = one(from, lane, phase, 0);
-#pragma unroll
-        for (int k = 1; k < WIDE; ++k) ask(from, left, lane, phase, k, 0);
-      }
-      for (;;) {
-        bool all = true;
-#pragma unroll
-        for (int k = 0; k < WIDE; ++k)
-          if (is_missing(data[k], phase)) {
-            data[k] = one(from, lane, phase, part * WIDE + k);
-            all = false;
-          }
-        if (all) break;
-      }
-#pragma unroll
-      for (int k = 0; k < WIDE; ++k) {
-        const int all = part * WIDE + k, i = all / PLANES / ACROSS, j = all / PLANES % ACROSS;
-        if (is_there(left, lane, all))
-          *(uint4*)(to + i * DOWNWARDS + j * SIDEWARDS + all % PLANES * PLANEWARDS) = data[k];
-      }
+      for (int k = 1; k < WIDE; ++k) ask(from, left, lane, phase, k, 0);
     }
+    for (;;) {
+      bool all = true;
+#pragma unroll
+      for (int k = 0; k < WIDE; ++k)
+        if (is_missing(data[k], phase)) {
+          data[k] = one(from, lane, phase, part * WIDE + k);
+          all = false;
+        }
+      if (all) break;
+    }
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) {
+      const int all = part * WIDE + k;
+      if (is_there(left, lane, all))
+        *(uint4*)(to + row(all) * DOWNWARDS + chunk(all) * (SIDEWARDS / 32) + all % PLANES * PLANEWARDS) = data[k];
+    }
+    if (part + 1 < PARTS) look_at(from, left, lane, phase, part + 1);
   }
 };

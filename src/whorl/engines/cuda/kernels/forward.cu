@@ -29,7 +29,8 @@
 // step before have arrived, of this block's own units too: they come through the same barrier.
 //   - Partial sums are read, the cell is computed of them, its states are sent.  A warp that overwrites them at the next
 //     step has waited for those very states: each reader has read.  (Where no state that is sent is made of a sum, its
-//     load still stands before the sends in the one queue of the warp's loads and stores.)
+//     load still stands before the sends in the one queue of the warp's loads and stores.)  With ORDER a sequence that
+//     has ended sends nothing: there each warp tells its own block's barrier that it has read.
 //   - States that were read at step t are overwritten by what is sent at step t + 1.  Who sends there has waited for
 //     the states that this block sent at step t, and a warp sends after the group's barrier (or of its own products), so
 //     that all warps of its group have read; every group sends.
@@ -56,6 +57,8 @@ constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 
                                                     : 0;
 // what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each initial state alone
 constexpr bool SCALED = HALVES && EXACT;
+constexpr bool TELLS = ORDER && SPLITS > 1 && !SCALED;  // scales are sent of ended sequences too
+constexpr int READERS = TELLS ? GROUPS * (TAKERS < 2 * PART ? TAKERS : 2 * PART) : 0;  // warps, of a sub-tile
 constexpr int SCALES = SCALED ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + SCALED);
 constexpr int WEIGHT_SCALES = HALVES ? MULTIPLYING * RECURRENT * 16 : 0;  // and those of weights: [warp, gate, unit]
 constexpr bool PARTED = ORDER && SUBS > 1;  // sub-tiles are done without once all their sequences have ended
@@ -471,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   if (ORDER ? warp == EXPECTING : threadIdx.x == 0) {
     if (!ORDER || lane == 0) {
-      for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
+      for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1 + READERS);
       barriers_started();
     }
     for (int i = 0; i < 2 * SUBS; ++i) {
@@ -700,6 +703,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
 
+#if CLUSTER > 1
+      if (TELLS && t + 1 < time) {
+        __syncwarp();
+        if (lane == 0) arrive_here(barriers + 8 * (2 * sub + 1 - now));
+      }
+#endif
       if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
         Planes data[OWN];
         float unscales[OWN];

@@ -825,11 +825,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         __syncwarp();
       }
       compute(t, turn, ahead);
-      if (GATHERED == 1 && goes_on) {
+      if (GATHERED == 1 && (goes_on || turn + 1 < TURNS)) {
         show_gradients();
-        __syncthreads();
-        product(t, turn);
+        __syncthreads();  // the last step's too: its next turn writes where a product of the step before may still read
       }
+      if (GATHERED == 1 && goes_on) product(t, turn);
     }
     if (GATHERED > 1 && goes_on) {
       const auto place_for = [&](int sub) { return gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at; };
@@ -837,7 +837,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub) {
         const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-        arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t));
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+          arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t), part);
         level(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS);
         if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
         show_gradients();

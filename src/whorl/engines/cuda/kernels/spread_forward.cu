@@ -8,7 +8,8 @@
 //
 // The product's rows are the block's units times gates, 16 in each strip; warp (group, split) owns SHARE strips and, of
 // the depth, the DEPTHS x 8 words from split x DEPTHS x 8 on.  The partial sums of all splits meet in shared memory.
-// With WARPGROUPS the four warps of neighbouring groups multiply together (warpgroup.cu).
+// With WARPGROUPS the four warps of neighbouring groups multiply together (warpgroup.cu); with BESIDE the product of a part
+// of the units runs while the next part is on its way.
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): each row of weights has a scale, the states of a
@@ -76,7 +77,9 @@ __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
-                SUBS == 1, PLANE_PITCH, state_at(ROWS, 0)> States;
+                SUBS == 1, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
+constexpr int PART_DEPTHS = BESIDE ? States::OF_PART * 16 : DEPTHS;  // steps of depth of a part
+static_assert(!BESIDE || (WARPGROUPS && PLANES == 1), "all states are there before the product");
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -387,8 +390,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned phase = phase_of(t), phase_before = phase_of(t - 1);
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
+      const auto settle = [&](int part) {
+        arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before, part);
+      };
       if (t > 0) {
-        arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before);
+#pragma unroll
+        for (int part = 0; part < (BESIDE ? 1 : PARTS); ++part) settle(part);
       } else if (a.initial[0] != nullptr || RESET_TO) {
         for (int i = threadIdx.x; i < ROWS * PLANE_PITCH; i += THREADS) {
           const int line = i / PLANE_PITCH, word = i % PLANE_PITCH;
@@ -473,6 +480,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         begin_products();
 #pragma unroll
         for (int i = 0; i < SHARE * DEPTHS; ++i) {
+          if (i > 0 && i % (SHARE * PART_DEPTHS) == 0) {
+            end_products();
+            if (t > 0) {
+              settle(i / (SHARE * PART_DEPTHS));
+              show_products();
+              __syncthreads();
+            }
+            begin_products();
+          }
           const unsigned columns = columns_at + i / SHARE * 2 * STRIDE / 4;
           const bool adds = i >= SHARE * CHAINS;
           float(&to)[TILES][4] = sums[i / SHARE % CHAINS][i % SHARE];

@@ -405,6 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
     if constexpr (SPLITS > 1) {
+      // of two rounds that were sent at once: a warp may still read the sums of the first
+      if (round > 1 && round_stage(round) == round_stage(round - 1)) named_barrier(1 + group, 32 * SPLITS);
 #pragma unroll
       for (int item = 0; item < ITEMS; ++item) {
         float* const to = partial + ((group * ITEMS + item) * SPLITS + split) * WIDEST * 64;

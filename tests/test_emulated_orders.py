@@ -1,0 +1,78 @@
+"""Kernels give the same bits in whatever order threads run: so what is not waited for is found.
+
+On a GPU compute-sanitizer's racecheck looks for the like, in shared memory alone.
+"""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulation
+import engine_cases
+import option_draws
+import test_emulated
+from test_emulated import (  # noqa: F401  # collected here too
+    test_both_directions_of_float32_where_blocks_exchange,
+    test_layers_spread_over_blocks_that_exchange,
+    test_plain_layers,
+    test_products_of_four_warps,
+    test_products_of_four_warps_backward,
+    test_products_of_what_has_come_while_the_rest_is_on_its_way,
+    test_sequences_of_many_lengths_in_sub_tiles,
+    test_sub_tiles_that_travel_while_others_are_computed,
+)
+from test_staged import test_a_step_of_several_stages  # noqa: F401
+
+RESULTS: list[tuple[Any, str, Callable[..., str]]] = [
+    (test_emulated, "outcome", lambda layer, x, dtype, engine, *rest: engine),
+    (option_draws.Drawn, "results", lambda case, layer, *rest: layer.engine),
+    (engine_cases, "results", lambda form, call, engine, *rest: engine),
+]
+"""Where tests find what an engine gives, and of which engine."""
+
+
+@pytest.fixture(autouse=True)
+def again_in_another_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = zlib.crc32(request.node.name.encode()) + 1
+
+    def in_both(function: Callable[..., dict[str, Tensor]], of: Callable[..., str]) -> Callable[..., dict[str, Tensor]]:
+        def both(*given: Any, **more: Any) -> dict[str, Tensor]:
+            drawn = torch.get_rng_state()
+            found = function(*given, **more)
+            if of(*given) == "persistent":
+                torch.set_rng_state(drawn)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(emulation, "ORDER", order)
+                    again = function(*given, **more)
+                assert [name for name in found if not torch.equal(found[name], again[name])] == []
+            return found
+
+        return both
+
+    for place, name, of in RESULTS:
+        monkeypatch.setattr(place, name, in_both(getattr(place, name), of))
+
+
+FAULTS = {
+    "a part of the states is multiplied before all threads have brought it": (
+        "show_products();\n              __syncthreads();", "show_products();",
+    ),
+    "the cell is computed before all sums are there": (
+        "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (right, wrong), on_host = FAULTS[fault], emulation.on_host
+    monkeypatch.setattr(emulation, "on_host", lambda source: on_host(source.replace(right, wrong)))
+    with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
+        test_products_of_what_has_come_while_the_rest_is_on_its_way(
+            780, (64, 2, 1, 8, 8, 4), "bfloat16", tmp_path, patch
+        )
