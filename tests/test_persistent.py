@@ -452,7 +452,7 @@ def slowed(write: Callable) -> Callable:
 
     def written(*args: Any) -> str:
         text = write(*args)
-        changed = text.replace('extern "C" __global__', DELAY + 'extern "C" __global__', 1)
+        changed = DELAY + text  # functions before the kernel wait too
         for place, instead in SLOWED:
             changed = changed.replace(place, instead)
         assert changed.count("delay();") >= 3
