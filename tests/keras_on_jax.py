@@ -360,7 +360,12 @@ def test_vmap_runs_rows_one_after_the_other() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    layer = whorl.keras.LSTM(4)
+    layer = whorl.keras.LSTM(2)
     layer.build(x.shape)
     with pytest.raises(whorl.InputError, match="has 2 features"):
         layer(x[..., :2])
+    with pytest.raises(whorl.InputError, match="x has no steps, this LSTM takes 1 or more"):
+        layer(x[:, :0])
+    for given in (1, 3):
+        with pytest.raises(whorl.InputError, match=f"initial_state has {given} tensor.* this LSTM takes 2"):
+            layer(x, initial_state=[jnp.zeros((4, 2))] * given)

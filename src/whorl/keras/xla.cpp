@@ -37,14 +37,13 @@ struct Numbers {  // as `Numbers` in xla.py
 
   void project_rows(real* y, const real* x, const real* w, const real* bias, int64_t rows, int64_t in, int64_t out,
                     int64_t stride, bool across) const {
-    auto call = (int64_t (*)(real*, const real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))project;
-    done(call(y, x, w, bias, rows, in, out, stride, across, threads));
+    auto call = (decltype(&whorl_project))project;
+    done(call(y, x, w, bias, rows, in, out, stride, batch, across, threads));
   }
   // out [n, m] = a' (b times factor), and the columns of a into `sums`, which are there already.
   void add_outer(real* out, real* sums, const real* a, const real* b, int64_t rows, int64_t n, int64_t m, int64_t lda,
                  const real* factor, const int64_t* sequence) const {
-    auto call = (int64_t (*)(real*, real*, const real*, const real*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                             const real*, const int64_t*, int64_t, int64_t))outer;
+    auto call = (decltype(&whorl_outer))outer;
     done(call(out, sums, a, b, rows, n, m, lda, m, 0, factor, sequence, batch, threads));
   }
 };
@@ -145,7 +144,7 @@ static void forward(const Numbers& n, Buffers& at) {
     if (!k.x) k.x = scratch.take<real>(places.rows * n.x_stride);
     n.project_rows(k.x, places.gathered(x, n.x_apart(), n.inputs, scratch), ih, bias_ih, places.rows, n.inputs, wide, n.x_stride, false);
   }
-  done(((int64_t (*)(const Sweep*))n.forward)(&k));
+  done(((decltype(&whorl_forward))n.forward)(&k));
 }
 
 // In: x, ih, hh, mask, noise, what forward kept, then the gradients of final states and of y that there are.
@@ -179,7 +178,7 @@ static void backward(const Numbers& n, Buffers& at) {
   k.dr = cell.dr_is_dx ? k.dx : scratch.take<real>(rows * recurrent);
   for (int p = 0; p < cell.products; ++p) dp[p] = scratch.take<real>(rows * units);
   k.dp = dp;
-  done(((int64_t (*)(const Sweep*))n.backward)(&k));
+  done(((decltype(&whorl_backward))n.backward)(&k));
 
   if (to_bias_ih) memset(to_bias_ih, 0, size_t(wide) * sizeof(real));
   n.add_outer(to_ih, to_bias_ih, k.dx, places.gathered(x, n.x_apart(), n.inputs, scratch), rows, wide, n.inputs, wide, nullptr, nullptr);

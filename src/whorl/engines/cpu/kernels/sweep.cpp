@@ -83,3 +83,16 @@ struct Sweep {
 };
 
 }  // namespace kernel
+
+// What of run.cpp another library calls by address: it takes their types from here, and what differs does not compile.
+extern "C" {
+int64_t whorl_forward(const kernel::Sweep* k);
+int64_t whorl_backward(const kernel::Sweep* k);
+int64_t whorl_project(
+    kernel::real* y, const kernel::store* x, const kernel::store* w, const kernel::real* bias, int64_t rows,
+    int64_t inputs, int64_t outputs, int64_t stride, int64_t batch, int64_t across, int64_t threads);
+int64_t whorl_outer(
+    kernel::real* out, kernel::real* sums, const kernel::store* a, const kernel::store* b, int64_t rows, int64_t n,
+    int64_t m, int64_t lda, int64_t ldb, int64_t add, const kernel::real* factor, const int64_t* sequence, int64_t batch,
+    int64_t threads);
+}
