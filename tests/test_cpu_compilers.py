@@ -30,7 +30,7 @@ DENIED, DRIVER = (
     Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("denied.cpp", "cpu_driver.cpp")
 )
 X86 = platform.machine() in ("x86_64", "AMD64")
-AS_BUILT = "-std=c++17 -fno-math-errno -fno-trapping-math -pthread"
+AS_BUILT = "-std=c++17 -fno-math-errno -fno-trapping-math -ffp-contract=fast -pthread"
 
 
 def _gcc() -> str:
@@ -250,6 +250,16 @@ def test_a_compiler_may_lie_where_a_path_has_blanks(tmp_path: Path, monkeypatch:
     said = compiler.version(command)
     monkeypatch.setenv("CXX", str(tmp_path / "my tools" / "c++"))
     assert compiler.version(compiler.found()) == said != ""
+
+
+@pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
+def test_what_cxx_says_beside_the_compiler_is_in_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept ones made without it are not taken in their place."""
+    command, source = compiler.found(), 'extern "C" int answer() { return ANSWER; }'
+    with whorl.settings(cache=tmp_path):
+        for number in (1, 2):
+            monkeypatch.setenv("CXX", f"{command} -DANSWER={number}")
+            assert build.load("a number", source, "").answer() == number
 
 
 @pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")

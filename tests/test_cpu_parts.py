@@ -5,6 +5,8 @@ Where this processor has no such unit the same is asked of the products that are
 
 import ctypes
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +147,17 @@ def test_what_no_part_holds(name: str, dtype: torch.dtype) -> None:
         sums = torch.zeros(64)
         assert_alike(made.outer(*pair, sums=sums), pair[0].float().t() @ pair[1].float())
         assert_alike(sums, pair[0].float().sum(0))
+
+
+@pytest.mark.skipif(not has_the_unit(), reason="this processor has no unit for products of bfloat16")
+def test_the_unit_is_told_the_shape_of_its_registers() -> None:
+    """All of it, also where the compiler knows it: else the processor ends the program."""
+    asked = 'extern "C" bool whorl_told() { kernel::configure(16), _tile_release(); return true; }'
+    begin = 'extern "C" bool whorl_given() { return kernel::unit_is_given(); }'
+    library = build.load("a shape", "\n".join((generate.shared(), begin, asked)), "-DWHORL_DTYPE=32")
+    path = library._name
+    told = f"import ctypes; it = ctypes.CDLL({path!r}); assert it.whorl_given() and it.whorl_told()"
+    subprocess.run([sys.executable, "-c", told], check=True)
 
 
 @pytest.mark.skipif(not has_the_unit(), reason="this processor has no unit for products of bfloat16")

@@ -174,7 +174,7 @@ class _Pass:
         y = y.reshape(rows.outer, width)
         for layer in reversed(range(form.layers)):
             first = layer * form.directions
-            below = call.x.reshape(rows.outer, -1)
+            below = call.x.reshape(rows.outer, -1).contiguous()
             if layer:
                 below = from_bytes(saved[3 * (first - form.directions) + 2], (rows.outer, width), self.dtype)
             x = below * call.dropout[layer - 1].reshape(below.shape) if layer and call.dropout else below

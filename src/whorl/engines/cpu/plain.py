@@ -8,6 +8,7 @@ of a core: so each pass is one call into the kernel for each layer and direction
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,12 +22,12 @@ from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, giv
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import (
+    PLAIN_BACKWARD,
+    PLAIN_FORWARD,
     Fields,
     Kernel,
-    Plain,
     Sweep,
     address,
-    addresses,
     filled_up,
     kernel,
     laid,
@@ -134,18 +135,16 @@ def forward(made: Sizes, call: Call) -> Outcome:
             one, sweep = weights[index], made.sweep(index)
             if problem.gradient:
                 kept.append(borrowed(made.kept, dtype=torch.uint8))
-            projected = borrowed(rows, sweep.x_stride, dtype=wide) if sweep.x_stride else None
+            projected = borrowed(rows * sweep.x_stride * wide.itemsize, dtype=torch.uint8) if sweep.x_stride else None
             noise, seed = _noise(made, call, (layer, direction))
             if made.reads_x and projected is not None:
-                read.append(as_bytes(projected))
-            plain = Plain(
-                x.data_ptr(), *apart_x, *one.described, ctypes.addressof(one.addresses),
-                made.within[index], address(projected),
-                y.data_ptr() + direction * form.units * dtype.itemsize if wanted else None,
-                kept[-1].data_ptr() if problem.gradient else None, _each(starts, index * apart),
-                _each(finals, index * apart), noise=address(noise), seed=seed,
-                entered=_entered(made, kept[-1]) if problem.gradient else None, reset_to=_each(to, index * apart),
-                **marks,
+                read.append(projected)
+            plain = PLAIN_FORWARD.pack(
+                x.data_ptr(), *apart_x, *one.described, made.within[index], address(projected) or 0,
+                y.data_ptr() + direction * form.units * dtype.itemsize if wanted else 0,
+                kept[-1].data_ptr() if problem.gradient else 0, *_each(starts, index * apart),
+                *_each(finals, index * apart), address(noise) or 0, seed,
+                _entered(made, kept[-1]) if problem.gradient else 0, *marks, *_each(to, index * apart),
             )  # fmt: skip
             made.kernel.plain_forward(sweep, plain, made.threads)
         if problem.gradient and layer < form.layers - 1:
@@ -190,16 +189,17 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             noise, seed = _noise(made, call, (layer, direction))
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(*shape, columns, dtype=wide)
-            plain = Plain(
-                below.data_ptr(), *apart_x, *one.described, ctypes.addressof(one.addresses), False,
-                saved[count + index].data_ptr() if made.reads_x else None, y.data_ptr() + begin,
-                saved[index].data_ptr(), (), (),
-                None if grad is None else grad.data_ptr() + begin, *apart_y, _each(dfinals, index * apart),
-                _each(dstarts, index * apart), *_each(starts, index * problem.batch * units * narrow) or (None,),
-                dx.data_ptr(), address(dr), address(found), *map(address, to[: each - vectors]),
-                dv=dv.data_ptr(), sums=ctypes.addressof(made.sums), noise=address(noise), seed=seed,
-                to_vectors=address(to[-vectors] if vectors else None), entered=_entered(made, saved[index]),
-                dreset=_each(dresets, index * apart), **marks,
+            plain = PLAIN_BACKWARD.pack(
+                below.data_ptr(), *apart_x, *one.described, False,
+                saved[count + index].data_ptr() if made.reads_x else 0, y.data_ptr() + begin,
+                saved[index].data_ptr(), *_NONE, *_NONE, address(noise) or 0, seed, _entered(made, saved[index]),
+                *marks, *_NONE, 0 if grad is None else grad.data_ptr() + begin, *apart_y,
+                *_each(dfinals, index * apart), *_each(dstarts, index * apart),
+                starts[0].data_ptr() + index * problem.batch * units * narrow if starts else 0,
+                dx.data_ptr(), address(dr) or 0, address(found) or 0,
+                *(_addresses(to[:4]) if form.bias else (*_addresses(to[:2]), 0, 0)),
+                dv.data_ptr(), ctypes.addressof(made.sums), to[-vectors].data_ptr() if vectors else 0,
+                *_each(dresets, index * apart),
             )  # fmt: skip
             made.kernel.plain_backward(made.sweep(index), plain, made.threads)
             if found is not None:
@@ -220,39 +220,33 @@ def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | No
     return None, 0 if call.marks.seed is None else int(call.marks.seed) % 2**64
 
 
-def _marks(call: Call) -> dict[str, int]:
-    """Which steps count and where states are reset, as a `Plain` is told."""
-    found, marks = {}, call.marks
-    for name, mark in (("mask", marks.mask), ("reset", marks.reset)):
-        if mark is not None:
-            found[name] = mark.data_ptr()
-            found[f"{name}_step"], found[f"{name}_row"] = mark.stride()
-    if marks.lengths is not None:
-        found["lengths"], found["lengths_row"] = marks.lengths.data_ptr(), marks.lengths.stride(0)
-    return found
+def _marks(call: Call) -> tuple[int, ...]:
+    """Which steps count and where states are reset, as a Plain is told."""
+    mask, lengths, reset = call.marks.mask, call.marks.lengths, call.marks.reset
+    if mask is lengths is reset is None:
+        return _NO_MARKS
+    return (
+        *((0, 0, 0) if mask is None else (mask.data_ptr(), *mask.stride())),
+        *((0, 0) if lengths is None else (lengths.data_ptr(), *lengths.stride())),
+        *((0, 0, 0) if reset is None else (reset.data_ptr(), *reset.stride())),
+    )
 
 
-def _entered(made: Sizes, kept: Tensor) -> int | None:
-    return None if made.entered is None else kept.data_ptr() + made.entered
+_NO_MARKS = (0,) * 8
+_NONE = (0,) * 4
+
+
+def _entered(made: Sizes, kept: Tensor) -> int:
+    return 0 if made.entered is None else kept.data_ptr() + made.entered
 
 
 class _Weights(NamedTuple):
     """Of one layer and direction."""
 
-    ih: Tensor
-    hh: Tensor
-    biases: Sequence[Tensor | None]
-    """In the dtype of sums."""
-    vectors: Sequence[Tensor]
-    """In the dtype of sums."""
-    addresses: ctypes.Array
-    """Of the vectors."""
-
-    @property
-    def described(self) -> tuple[int | bool | None, ...]:
-        """What a `Plain` says of the matrices and biases."""
-        ih, hh = self.ih, self.hh
-        return (ih.data_ptr(), hh.data_ptr(), turned(ih), turned(hh), *map(address, self.biases))
+    described: tuple[int, ...]
+    """What a Plain says of the matrices, biases and vectors."""
+    held: tuple[object, ...]
+    """What it points to."""
 
 
 def _weights(made: Sizes, call: Call) -> list[_Weights]:
@@ -262,10 +256,19 @@ def _weights(made: Sizes, call: Call) -> list[_Weights]:
         ih, hh, *rest = call.weights[start : start + each]
         if made.wide != made.problem.dtype:
             rest = [tensor.to(made.wide) for tensor in rest]
-        wide = [tensor.contiguous() for tensor in rest]
-        biases, vectors = (wide[:2], wide[2:]) if form.bias else ([None, None], wide)
-        found.append(_Weights(laid(ih), laid(hh), biases, vectors, addresses(vectors)))
+        rows = [tensor.data_ptr() for tensor in rest if tensor.is_contiguous()]
+        if len(rows) < len(rest):
+            rest = [tensor.contiguous() for tensor in rest]
+            rows = _addresses(rest)
+        biases, vectors = (rows[:2], rows[2:]) if form.bias else ([0, 0], rows)
+        ih, hh, listed = laid(ih), laid(hh), array("Q", vectors)
+        described = ih.data_ptr(), hh.data_ptr(), turned(ih), turned(hh), *biases, listed.buffer_info()[0]
+        found.append(_Weights(described, (ih, hh, rest, listed)))
     return found
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _entering(x: Tensor, free: bool = True) -> tuple[Tensor, int, int]:
@@ -279,6 +282,9 @@ def _entering(x: Tensor, free: bool = True) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def _each(tensors: Sequence[Tensor | None], offset: int) -> tuple[int | None, ...]:
-    """The address so many bytes into each."""
-    return tuple([None if tensor is None else tensor.data_ptr() + offset for tensor in tensors])
+def _each(tensors: Sequence[Tensor | None], offset: int) -> tuple[int, ...]:
+    """The address so many bytes into each, as a Plain has those of the states."""
+    if not tensors:
+        return _NONE
+    found = [0 if tensor is None else tensor.data_ptr() + offset for tensor in tensors]
+    return (*found, *_NONE[len(found) :])

@@ -28,6 +28,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
     if (!cell.dr_is_dx) wanted.want(k.dr + c * cell.recurrent * k.units, rows * cell.recurrent * k.units);
     if (k.x) wanted.want(k.x + c * k.x_stride, rows * k.x_stride);
   };
+  const int64_t beside = g.beside_backward();
   const bool together = g.together();
   bool fetched = false;
   for (int64_t i = 0; i < g.count; ++i)
@@ -89,7 +90,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
         row.d[s] = s == 0 && k.hr ? unprojected + j * g.padded : d;
         row.ds[s] = made + (j * cell.states + s) * larger;
       }
-      row.scratch = g.scratch_of(cell.backward, scratch, j, 1), row.padded = g.padded;
+      row.scratch = g.scratch_of(cell.backward, scratch, j, beside), row.padded = g.padded;
       row.saved = k.saved + c * row_saved;
       row.means = own.means + j * cell.backward.means;
       row.v = k.vectors;
@@ -123,7 +124,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
           const int64_t before = k.reverse ? t + 1 : t - 1, r = g.rows[own.active[j]];
           fetch<0>(g.dy(before, r, g.outer(before, r)) + g.wfirst, g.wlast - g.wfirst);
         }
-        cell.backward.segment(segment, own.row + j, 1, g.team);
+        if (j % beside == 0) cell.backward.segment(segment, own.row + j, n - j < beside ? n - j : beside, g.team);
       }
       for (int l = 0; l < cell.backward.links; ++l) {
         const Link& link = cell.backward.link[l];

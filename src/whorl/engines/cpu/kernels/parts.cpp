@@ -224,6 +224,7 @@ INLINE void configure(int64_t rows) {
     uint8_t rows[16] = {};
   } shape;
   for (int tile = 0; tile < 8; ++tile) shape.bytes[tile] = 64, shape.rows[tile] = uint8_t(tile < 6 ? rows : 16);
+  asm volatile("" ::"r"(&shape) : "memory");  // GCC takes the unit to read its first 8 bytes alone
   _tile_loadconfig(&shape);
 }
 

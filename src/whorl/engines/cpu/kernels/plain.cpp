@@ -17,6 +17,19 @@ struct Plain {
   real* saved;                       // [outer rows, saved x units + saved_means]; null: not kept
   const real* starts[MOST_STATES];   // initial states [batch, width]; null: zero
   real* finals[MOST_STATES];         // forward: final states
+  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn
+  uint64_t seed;
+  store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
+                                     // step before times `noise`
+  const uint8_t* mask;               // which steps count: then the rows that are kept or room are compact; null: all
+  int64_t mask_step, mask_row;       // from one of its steps and sequences to the next
+  const int64_t* lengths;            // of each sequence how many steps count, likewise; null: all
+  int64_t lengths_row;
+  const uint8_t* reset;              // before which steps states are reset; null: none
+  int64_t reset_step, reset_row;
+  const real* reset_to[MOST_STATES];  // [batch, width]; null: zero
+
+  // What follows is backward's alone.
   const store* dy;                   // [outer rows, dy_stride]; null: zero
   int64_t dy_step, dy_row;           // as a Sweep has them
   const real* dfinals[MOST_STATES];  // gradients of the final states; null: zero
@@ -29,17 +42,6 @@ struct Plain {
   real* dv;                          // of the vectors in each sequence, [batch, vectors, units]: room
   const int64_t* sums;               // of each vector the one whose gradient it has
   real* to_vectors;                  // of the vectors, [vectors, units]
-  const real* noise;                 // of the recurrent product: as a Sweep has it; null: none, or drawn
-  uint64_t seed;
-  store* entered;                    // what entered the recurrent product, [outer rows, width]; null: the output of the
-                                     // step before times `noise`
-  const uint8_t* mask;               // which steps count: then the rows that are kept or room are compact; null: all
-  int64_t mask_step, mask_row;       // from one of its steps and sequences to the next
-  const int64_t* lengths;            // of each sequence how many steps count, likewise; null: all
-  int64_t lengths_row;
-  const uint8_t* reset;              // before which steps states are reset; null: none
-  int64_t reset_step, reset_row;
-  const real* reset_to[MOST_STATES];  // [batch, width]; null: zero
   real* dreset[MOST_STATES];          // gradients of it; null: not wanted
 
   // Also tells `k` of them.
