@@ -1,5 +1,6 @@
 """A bad call raises what the installed torch raises: the same class, the same text."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import whorl
 from comparison import CELLS, make
+from whorl import compiler
 from whorl.cells import library
 from whorl.engines.native import OneDNN
 from whorl.problem import Form
@@ -119,6 +121,34 @@ def test_a_pair_of_states_for_a_layer_of_one(cell: str, call: str) -> None:
     given = {"hx a tuple": x(), "hx a tuple, unbatched": x(TIME, INPUTS), "hx a tuple, packed": packed()}[call]
     middle = () if call == "hx a tuple, unbatched" else (BATCH,)
     assert_raises_as_torch(cell, lambda layer: layer(given, (torch.zeros(1, *middle, UNITS),) * 2))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("sizes, what", [
+    ([3, 2], "are [3, 2], of 5 rows, and its data has 10: "),
+    ([3] * 9, "are [3, 3, 3, 3, 3, 3, 3, 3, ...], of 27 rows, and its data has 10: "),
+    ([4, 6], "never more than at the step before: pack x with"),
+    ([11, -1], "never more than at the step before"),
+    (torch.tensor([6, 4], dtype=torch.int32), "are torch.int32 with 1 axes: they must be int64 [time]."),
+    (torch.tensor([[6, 4]]), "are torch.int64 with 2 axes"),
+])  # fmt: skip
+def test_a_packed_sequence_that_fits_no_data(sizes: Any, what: str, compiled: bool) -> None:
+    """Made by hand: an engine would read and write beside the rows.  Torch takes some of these."""
+    given = PackedSequence(x(10, INPUTS), sizes if isinstance(sizes, Tensor) else torch.tensor(sizes))
+    layer = whorl.LSTM(INPUTS, UNITS, layer_norm=True)
+    if compiled:
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with pytest.raises(whorl.InputError, match=re.escape(what)):
+        layer(given)
+
+
+def test_a_step_that_no_sequence_reaches() -> None:
+    """Which torch takes: the states are those of the step before."""
+    data, layer = torch.randn(5, INPUTS), whorl.GRU(INPUTS, UNITS, engine="cpu" if compiler.found() else "auto")
+    found = layer(PackedSequence(data, torch.tensor([3, 2, 0])))
+    once = layer(PackedSequence(data, torch.tensor([3, 2])))
+    assert torch.equal(found[0].data, once[0].data)
+    assert torch.equal(found[1], once[1])
 
 
 STEPS = {

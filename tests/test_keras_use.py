@@ -86,6 +86,26 @@ def test_what_is_not_pointwise_runs_on_keras_loop_and_says_so(activation: Any) -
         ours(x)
 
 
+@pytest.mark.parametrize("activation", [lambda x, v: x * v, lambda x, v: v * x, lambda x, v: keras.ops.relu(x) - v])
+def test_a_variable_in_an_activation_is_no_constant(activation: Any) -> None:
+    """Keras' own loop reads its value at each call, and takes its gradient."""
+    slope = keras.Variable(0.5)
+    ours, stock = (
+        source.SimpleRNN(4, activation=lambda x: activation(x, slope)) for source in (whorl.keras, keras.layers)
+    )
+    for layer in (ours, stock):
+        layer.build(x.shape)
+    ours.set_weights(stock.get_weights())
+    for value in (0.5, 0.25):
+        slope.assign(value)
+        with whorl.settings(slow="allow"):
+            found = [layer(x) for layer in (ours, stock)]
+        assert torch.equal(*found)
+        one, other = (torch.autograd.grad(y.sum(), slope.value)[0] for y in found)
+        assert torch.equal(one, other)
+        assert one != 0
+
+
 @pytest.mark.parametrize("activation", ["tanh", "softmax"], ids=["whorl's loop", "Keras' loop"])
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
 def test_evaluation_takes_the_numbers_of_the_seed_and_draws_no_masks(
@@ -306,6 +326,31 @@ def test_what_does_not_fit_is_refused() -> None:
         empty.build((None, None, 3))
         with pytest.raises(whorl.InputError, match="x has no steps, this LSTM takes 1 or more"):
             empty(x[:, :0])
+    with pytest.raises(whorl.InputError, match="x has no steps, this GRU takes 1 or more"):
+        whorl.keras.GRU(4, dropout=0.2, stateful=True)(x[:, :0])
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_initial_states_of_another_number_are_refused(name: str, gradient: bool) -> None:
+    """An h without its c among them: what is missing would have been zero."""
+    layer, state, count = getattr(whorl.keras, name)(4), torch.zeros(4, 4), 2 if name == "LSTM" else 1
+    for both in (False, True):
+        called = whorl.keras.Bidirectional(layer) if both else layer
+        called.build(x.shape)
+        for given in {0, 1, 3, 5} - {count * (1 + both)}:
+            many = r"initial_state has \d tensors?" if both else f"initial_state has {given} tensor"
+            with (
+                torch.set_grad_enabled(gradient),
+                pytest.raises(whorl.InputError, match=f"{many}.* this {name} takes {count}"),
+            ):
+                called(x, initial_state=[state] * given)
+    if name == "LSTM":
+        with (
+            torch.set_grad_enabled(gradient),
+            pytest.raises(whorl.InputError, match="initial_state has 1 tensor, this"),
+        ):
+            layer(x, initial_state=state)
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._library.fake_impl import allocate_size
 
 from whorl.engines import ENGINES
+from whorl.errors import InputError
 from whorl.plan import announce, plan
-from whorl.problem import Call, Facts, Form, Plan, facts, problem, slots
+from whorl.problem import Call, Facts, Form, Plan, facts, misfit, problem, slots
 from whorl.run import backward, forward
 
 # Graphs that call these lie in torch's caches on disk: a schema that changes takes the next number into its name.
@@ -49,6 +50,9 @@ def _forward(
     gradient: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     call = Call.of(tensors, layout, marks)
+    reason = None if call.batch_sizes is None else misfit(call.batch_sizes, call.x.shape[0])
+    if reason is not None:  # the graph was made without looking at them
+        raise InputError(reason)
     made = plan(form, facts(call, gradient, sequences), engine)
     if made.slow:
         announce(made)

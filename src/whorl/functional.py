@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whorl import compiled
 from whorl.plan import plan
-from whorl.problem import Call, Facts, Plan, autocast_is_on, constants, facts, kind_of, wants_gradient
+from whorl.problem import Call, Facts, Plan, autocast_is_on, constants, facts, kind_of, misfit, wants_gradient
 from whorl.run import run
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,11 +41,13 @@ def recurrent(
         return _recurrent(form, call, engine, sequences, outputs)
 
 
-def planned(form: str, call: Call, engine: str = "auto", sequences: bool = False) -> Plan:
+def planned(
+    form: str, call: Call, engine: str = "auto", sequences: bool = False, outputs: bool = True
+) -> Plan:  # fmt: skip
     """The plan that `recurrent` would run; touches no data."""
     if autocasts(call.x, *call.weights):
         call = _cast(call, torch.get_autocast_dtype(call.x.device.type))
-    return plan(form, _facts(call, sequences), engine)
+    return plan(form, _facts(call, sequences, outputs), engine)
 
 
 def _recurrent(form: str, call: Call, engine: str, sequences: bool, outputs: bool) -> tuple[Tensor, ...]:
@@ -108,6 +110,9 @@ def complaint(
         )
     if shape[0] == 0:
         return f"x has no steps, {who} takes 1 or more: leave empty sequences out."
+    reason = None if sizes is None else misfit(sizes, shape[0])
+    if reason is not None:
+        return reason
     if x.device != weight.device:
         return f"x is on {x.device} and the weights of this {who} on {weight.device}: move one with .to()."
     if x.dtype != weight.dtype and not autocasts(x, weight):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -375,6 +376,28 @@ def problem(form: str, known: Facts) -> Problem:
     )
 
 
+def misfit(sizes: Tensor, rows: int) -> str | None:
+    """What is wrong with the batch sizes of a PackedSequence of so many rows: kernels would read and write beside them.
+
+    None where nothing is, or where they cannot be read: in a graph that is traced.
+    """
+    if torch.compiler.is_compiling() or is_virtual((sizes,)):
+        return None
+    if sizes.dtype != torch.int64 or sizes.dim() != 1:
+        return f"the batch sizes of x are {sizes.dtype} with {sizes.dim()} axes: they must be int64 [time]."
+    steps = sizes.tolist()
+    if steps[-1] < 0 or sum(steps) != rows or steps != sorted(steps, reverse=True):
+        return (
+            f"the batch sizes of x are {_some(steps)}, of {sum(steps)} rows, and its data has {rows}: they must be the "
+            "sequences at each step, never more than at the step before: pack x with torch.nn.utils.rnn.pack_sequence."
+        )
+    return None
+
+
+def _some(numbers: list[int]) -> str:
+    return f"[{', '.join(map(str, numbers[:8]))}{', ...' * (len(numbers) > 8)}]"
+
+
 def wants_gradient(tensors: Iterable[Tensor]) -> bool:
     """Whether a backward pass may follow a call on these."""
     if not torch.is_grad_enabled():
@@ -412,7 +435,10 @@ _ORDINARY = {Tensor, torch.nn.Parameter}
 
 
 def _any_wants(tensors: Iterable[Tensor]) -> bool:
-    return True in [tensor.requires_grad for tensor in tensors]  # half the time of `any`
+    return any(map(_REQUIRES, tensors))  # most often the first or the second does; a generator takes longer
+
+
+_REQUIRES = attrgetter("requires_grad")
 
 
 def kind_of(tensor: Tensor) -> str:

@@ -157,6 +157,11 @@ def lift(value: Any) -> Expr:
         )
     if isinstance(value, bool | np.bool_):
         raise CellError(f"a step uses {value} as a value: write a number, or a condition such as x.i > 0.")
+    if hasattr(value, "assign"):  # a variable of Keras is a number here, which would stay what it is now
+        raise CellError(
+            f"a step uses {value!r}, which can be assigned another value: a number that stays is float(v), and what is "
+            "trained is declared for each unit, as @whorl.cell(vectors={'name': initial value}), and read as v.name."
+        )
     if isinstance(value, numbers.Real) or (hasattr(value, "__float__") and getattr(value, "ndim", 1) == 0):
         return const(float(value))
     raise CellError(f"a step uses {value!r}, of type {type(value).__name__}: it can use expressions and plain numbers.")

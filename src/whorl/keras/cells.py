@@ -58,10 +58,10 @@ def _made(
     engine: str,
 ) -> Part | str:
     try:
-        made = _make(kind, activation, recurrent_activation, reset_after)
+        graph = _make(kind, activation, recurrent_activation, reset_after).graph
     except CellError as error:
         return str(error)
-    return part(kind, Form(cell=made.graph, inputs=inputs, units=units, bias=bias), engine)
+    return part(kind, Form(cell=graph, inputs=inputs, units=units, bias=bias), engine)
 
 
 def _make(kind: str, activation: Any, recurrent_activation: Any, reset_after: bool) -> cells.Cell:
@@ -80,7 +80,7 @@ def tensors_of(cell: Any, x: Any, state: Any, states: tuple[Any, ...], training:
         state: likewise of its first state, [batch, units].
         states: before the first step; none where they are zero.
     """
-    own, dtype = cell.variables_in_order if isinstance(cell, Cell) else _variables(cell), cell.compute_dtype
+    own, dtype = cell.variables_in_order if isinstance(cell, Cell) else variables(cell), cell.compute_dtype
     weights = tuple([_value(variable, x, dtype) for variable in own])
     if not training:
         return Tensors(weights, states)
@@ -221,7 +221,7 @@ _MASKS = ("_dropout_mask", "_recurrent_dropout_mask")
 """Where a cell of Keras holds those of the input and of the state during a call."""
 
 
-def _variables(cell: Any) -> list[Any]:
+def variables(cell: Any) -> list[Any]:
     return [cell.kernel, cell.recurrent_kernel, *([cell.bias] if cell.use_bias else [])]
 
 

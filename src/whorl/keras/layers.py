@@ -11,7 +11,7 @@ import keras
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.errors import InputError
-from whorl.keras import loops
+from whorl.keras import held, loops
 from whorl.keras.cells import draw_masks, drop_undrawn, has_masks, settle
 from whorl.keras.explanation import Explanation, explain
 from whorl.plan import check_engine
@@ -77,6 +77,10 @@ class Recurrent:
     @loops.of_whorl
     def call(self, sequences: Any, initial_state: Any = None, mask: Any = None, training: Any = False) -> Any:
         """As Keras' own."""
+        if initial_state is None and mask is None and not training:
+            output = held.call(self, sequences)
+            if output is not None:
+                return output
         return loops.call(self, super().call, sequences, initial_state, mask, training)  # type: ignore[misc]
 
     @loops.of_whorl

@@ -14,7 +14,7 @@ import torch
 from whorl.errors import SlowError, SlowWarning, UnsupportedError
 from whorl.keras.cells import Cell, part_of, settle, tensors_of
 from whorl.keras.path import BACKEND, both_ways, sweep
-from whorl.keras.sweep import Part, Tensors
+from whorl.keras.sweep import Part, Tensors, check_states, check_steps
 from whorl.problem import Plan
 from whorl.settings import settings
 
@@ -70,9 +70,17 @@ def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any
 
     Args:
         own: the layer's own `call`, which goes to its `inner_loop`.
+
+    Raises:
+        InputError: the input has no steps, or there are other initial states than the layer has.
     """
+    who = type(layer).__name__
+    if len(sequences.shape) == 3:
+        check_steps(who, sequences)
+    if initial_state is not None:
+        check_states(who, len(keras.tree.flatten(layer.state_size)), keras.tree.flatten(initial_state))
     straight = initial_state is None and not layer.stateful and isinstance(sequences, torch.Tensor)
-    if not straight or not _start_at_zero(layer) or not hasattr(type(layer).inner_loop, "of_whorl"):
+    if not straight or not start_at_zero(layer) or not hasattr(type(layer).inner_loop, "of_whorl"):
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
     parts, reasons = parts_of(layer, sequences)
     if reasons:
@@ -93,7 +101,7 @@ def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     return tensor.to(getattr(torch, dtype))
 
 
-def _start_at_zero(*layers: Any) -> bool:
+def start_at_zero(*layers: Any) -> bool:
     """Whether the initial states that layers make are zero and an engine can do without: none is handed on then."""
     if BACKEND != "torch" or torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
@@ -237,7 +245,7 @@ def bidirectional(
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
     if isinstance(mask, list | tuple):
         mask = mask[0]
-    count, tensors, zero = len(there.state_size), [], _start_at_zero(there, back)
+    count, tensors, zero = len(there.state_size), [], start_at_zero(there, back)
     for place, one in enumerate((there, back)):
         if initial_state is not None:
             given = initial_state[place * count : (place + 1) * count]

@@ -232,14 +232,37 @@ def check(cell: Part, x: Tensor, own: Tensors, mask: Tensor | None, first: bool 
         raise InputError(
             f"x has {inputs} features in its last axis, this {cell.kind} was built for {cell.inputs}: build another."
         )
-    if isinstance(time, int) and time == 0:
-        raise InputError(f"x has no steps, this {cell.kind} takes 1 or more: leave empty sequences out.")
+    check_steps(cell.kind, x)
+    if own.states:
+        check_states(cell.kind, cell.states, own.states)
     for place, state in enumerate(own.states):
         if state.shape != (batch, cell.units):
             wanted = (batch, cell.units)
             raise InputError(f"initial state {place} has shape {tuple(state.shape)}, this {cell.kind} takes {wanted}.")
     if mask is not None and mask.shape != (batch, time):
         raise InputError(f"the mask has shape {tuple(mask.shape)}, this {cell.kind} takes {(batch, time)} for this x.")
+
+
+def check_steps(kind: str, x: Any) -> None:
+    """
+    Args:
+        x: [batch, time, inputs]; in an export time may be open.
+
+    Raises:
+        InputError: there are none.
+    """
+    if isinstance(x.shape[1], int) and x.shape[1] == 0:
+        raise InputError(f"x has no steps, this {kind} takes 1 or more: leave empty sequences out.")
+
+
+def check_states(kind: str, count: int, states: Sequence[Any]) -> None:
+    """
+    Raises:
+        InputError: there are not as many; an engine would take others for zero, or read beside them.
+    """
+    if len(states) != count:
+        many = f"{len(states)} tensor{'s' * (len(states) != 1)}"
+        raise InputError(f"initial_state has {many}, this {kind} takes {count} (both directions twice as many).")
 
 
 def _weights(kind: str, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
