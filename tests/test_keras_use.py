@@ -353,6 +353,15 @@ def test_initial_states_of_another_number_are_refused(name: str, gradient: bool)
             layer(x, initial_state=state)
 
 
+def test_initial_states_of_cells_are_lists_of_each() -> None:
+    layer = whorl.keras.RNN([keras.layers.LSTMCell(4), keras.layers.GRUCell(4)])
+    h, c, other = torch.randn(3, 4, 4)
+    assert layer(x, initial_state=[[h, c], [other]]).shape == (4, 4)
+    for given in ([h, c, other], [[h], [c, other]], [[h, c, other]]):
+        with pytest.raises(whorl.InputError, match=r"this RNN takes \[2, 1\], one list of states for each cell"):
+            layer(x, initial_state=given)
+
+
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_dropout_by_gate_without_recurrent_dropout(name: str) -> None:
     """Keras 3.15 crashes here: a mask for each gate, as with `recurrent_dropout`."""

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import torch
 
-from whorl.errors import SlowError, SlowWarning, UnsupportedError
+from whorl.errors import InputError, SlowError, SlowWarning, UnsupportedError
 from whorl.keras.cells import Cell, part_of, settle, tensors_of
 from whorl.keras.path import BACKEND, both_ways, sweep
 from whorl.keras.sweep import Part, Tensors, check_states, check_steps
@@ -79,6 +79,8 @@ def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any
         check_steps(who, sequences)
     if initial_state is not None:
         check_states(who, len(keras.tree.flatten(layer.state_size)), keras.tree.flatten(initial_state))
+        if is_stacked(layer):
+            _check_nesting(who, cells_of(layer), initial_state)
     straight = initial_state is None and not layer.stateful and isinstance(sequences, torch.Tensor)
     if not straight or not start_at_zero(layer) or not hasattr(type(layer).inner_loop, "of_whorl"):
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
@@ -94,6 +96,20 @@ def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any
     note(layer, notes)
     output = _as(swept.outputs if layer.return_sequences else swept.last, dtype)
     return (output, *[_as(state, dtype) for state in swept.states[0]]) if layer.return_state else output
+
+
+def _check_nesting(who: str, cells: list[Any], initial_state: Any) -> None:
+    """
+    Raises:
+        InputError: the initial states of several cells are not a list for each.
+    """
+    found = [len(keras.tree.flatten(states)) for states in initial_state]
+    wanted = [len(keras.tree.flatten(cell.state_size)) for cell in cells]
+    if found != wanted:
+        raise InputError(
+            f"initial_state has lists of {found} tensors, this {who} takes {wanted}, one list of states for each cell: "
+            "[[h, c], [h]] for an LSTMCell and a GRUCell."
+        )
 
 
 def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
