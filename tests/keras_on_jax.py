@@ -14,6 +14,7 @@ import torch
 import whorl
 import whorl.keras
 from whorl.engines import ENGINES
+from whorl.keras import on_jax, xla
 
 generator = np.random.default_rng(0)
 x = generator.standard_normal((4, 5, 3)).astype("float32")
@@ -28,6 +29,14 @@ ENGINES_HERE = (
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(params=["", "in XLA's memory"] if jax.default_backend() == "cpu" else [""])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backward reads lies where it does on this device; on a CPU also where on a GPU, always by a callback."""
+    if request.param:
+        monkeypatch.setattr(on_jax, "_lies_in_xla", lambda device: True)
+        monkeypatch.setattr(xla, "takes", lambda *given, **more: False)
 
 
 def close(one: Any, other: Any) -> None:
@@ -76,7 +85,7 @@ def test_a_layer_is_keras_own(name: str, option: str, masked: bool) -> None:
         close(one, other)
 
 
-def test_training_gives_keras_losses() -> None:
+def test_training_gives_keras_losses(kept: None) -> None:
     tokens = generator.integers(0, 10, (24, 6))
     targets = generator.standard_normal((24, 1)).astype("float32")
     found = []
@@ -107,7 +116,7 @@ def test_a_cell_of_whorl() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES_HERE)
-def test_a_gradient_does_not_run_the_forward_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_does_not_run_the_forward_again(name: str, kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, calls = ENGINES[name], []
     for kind in ("forward", "backward"):
         own = getattr(engine, kind)
@@ -119,18 +128,22 @@ def test_a_gradient_does_not_run_the_forward_again(name: str, monkeypatch: pytes
     jax.block_until_ready(gradient(weights, x))
     calls.clear()
     jax.block_until_ready(gradient(weights, x))
-    by_torch = engine.recorded and jax.default_backend() == "cpu"  # its backward, which autograd recorded
+    by_torch = engine.recorded and not on_jax._lies_in_xla(
+        jax.default_backend()
+    )  # its backward, that autograd recorded
     assert calls == (["forward"] * 2 if by_torch else ["forward", "forward", "backward", "backward"])
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what engine `cpu` is asked")
 @pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["", "dropout"])
-def test_no_gradient_is_made_that_jax_does_not_ask_for(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradient_is_made_that_jax_does_not_ask_for(
+    dropout: float, kept: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of x, and of dropout's masks; by the operation of XLA, which takes no dropout of x, and by the callback."""
-    seen, own = [], ENGINES["cpu"].backward
-    monkeypatch.setattr(ENGINES["cpu"], "backward", lambda plan, *given: seen.append(plan) or own(plan, *given))
+    seen, engine = [], ENGINES[ENGINES_HERE[0]]
+    own = engine.backward
+    monkeypatch.setattr(engine, "backward", lambda plan, *given: seen.append(plan) or own(plan, *given))
     traced = recorded(monkeypatch)
-    layer = whorl.keras.LSTM(2, engine="cpu", dropout=dropout, recurrent_dropout=0.2, seed=1)
+    layer = whorl.keras.LSTM(2, engine=ENGINES_HERE[0], dropout=dropout, recurrent_dropout=0.2, seed=1)
     layer.build(x.shape)
     weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
 
@@ -143,14 +156,32 @@ def test_no_gradient_is_made_that_jax_does_not_ask_for(dropout: float, monkeypat
         close(one, other)
     assert np.abs(both[1]).sum() > 0
     asked = [numbers.wants_x for name, numbers in traced if name == "backward"]
-    assert [plan.problem.constants for plan in seen] == ([("x", "noise"), ("noise",)] if dropout else [])
-    assert asked == ([] if dropout else [0, 1])
+    direct = not dropout and not on_jax._lies_in_xla(jax.default_backend())
+    assert [plan.problem.constants for plan in seen] == ([] if direct else [("x", "noise"), ("noise",)])
+    assert asked == ([0, 1] if direct else [])
+
+
+def test_of_cells_upon_another_the_upper_hand_their_gradient_down(kept: None) -> None:
+    """Also where JAX asks for none of the lowest one's input."""
+    cells, found = [keras.layers.LSTMCell(2), keras.layers.GRUCell(3), keras.layers.LSTMCell(2)], []
+    for source in (whorl.keras, keras.layers):
+        layer = source.RNN(cells)
+        layer.build(x.shape)
+        weights, others = (
+            [v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables)
+        )
+
+        def loss(weights: Any, layer: Any = layer, others: Any = others) -> Any:
+            return layer.stateless_call(weights, others, x)[0].sum()
+
+        found.append(jax.jit(jax.grad(loss))(weights))
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+    assert all(np.abs(gradient).sum() > 0 for gradient in found[0])
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU nothing waits on the host")
 def test_what_waits_too_long_for_its_backward_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whorl.keras import on_jax
-
     calls, own = [], ENGINES["cpu"].forward
     monkeypatch.setattr(ENGINES["cpu"], "forward", lambda *given: calls.append("forward") or own(*given))
     layer = whorl.keras.RNN([keras.layers.GRUCell(2), keras.layers.GRUCell(2)], engine="cpu")
@@ -166,7 +197,7 @@ def test_what_waits_too_long_for_its_backward_is_computed_again(monkeypatch: pyt
     assert len(calls) == 2 * (3 + 2)
 
 
-def test_what_is_saved_lives_as_long_as_the_gradient_needs_it() -> None:
+def test_what_is_saved_lives_as_long_as_the_gradient_needs_it(kept: None) -> None:
     """Two forwards before both backwards, each of which runs twice; masks that leave less to save."""
     layer = whorl.keras.RNN([keras.layers.LSTMCell(3), keras.layers.GRUCell(2)])
     layer.build(x.shape)
@@ -181,8 +212,6 @@ def test_what_is_saved_lives_as_long_as_the_gradient_needs_it() -> None:
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What becomes an operation of XLA from here on: (name, numbers) of each."""
-    from whorl.keras import xla
-
     made, own = [], xla._call
     monkeypatch.setattr(xla, "_call", lambda name, *given: made.append((name, given[1])) or own(name, *given))
     return made
@@ -222,8 +251,6 @@ def test_an_operation_of_xla_gives_what_the_callback_gives(
     name: str, masked: str, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs, final states, and gradients of x, initial states and weights."""
-    from whorl.keras import xla
-
     batch, time, inputs, units = SIZES[size]
     x, given = generator.standard_normal((batch, time, inputs)).astype("float32"), MASKS[masked](batch, time)
     how = dict(return_sequences=masked != "ends", return_state=True, zero_output_for_mask=masked == "holes")
@@ -262,8 +289,6 @@ def test_what_onednn_infers_an_operation_of_xla_differentiates(
     wrapped: Any, sequences: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the plans say: onednn is faster at these sizes, engine `cpu` with a gradient."""
-    from whorl.keras import xla
-
     layer = wrapped(whorl.keras.LSTM(2, return_sequences=sequences))
     layer.build(x.shape)
     assert "onednn" in str(layer.explain(x, training=False))

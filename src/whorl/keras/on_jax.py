@@ -11,7 +11,7 @@ Where the plan with a gradient differs from that without, what JAX differentiate
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
@@ -32,7 +32,9 @@ from whorl.functional import recurrent
 from whorl.keras import sweep as on_torch
 from whorl.keras import xla
 from whorl.keras.sweep import Part, Swept, Tensors
-from whorl.problem import Call, Plan
+from whorl.plan import announce, plan
+from whorl.problem import Call, Outcome, Plan, constants, facts
+from whorl.run import backward, forward
 
 Kind = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -55,7 +57,7 @@ class _Job:
     wanted: tuple[bool, ...] = ()
     """Which of them have a gradient; none where no gradient is taken."""
     rooms: tuple["_Room", ...] = ()
-    """On a GPU: of each call of an engine, where it keeps what its backward reads."""
+    """Of each call of an engine, where in XLA's memory it keeps what its backward reads; none: it stays with torch."""
     given: tuple[bool, ...] = ()
     """Of a backward pass: which of the outputs have a cotangent, the others' is zero."""
 
@@ -198,9 +200,10 @@ def _operation_forward(job: _Job, *given: Any) -> tuple[tuple[Any, ...], tuple[A
     leaves = [one.value for one in given]
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
     wanted = tuple(one.perturbed and real for one, real in zip(given, floating, strict=True))
-    rooms = () if job.device == "cpu" else _rooms(job, tuple(map(_kind, leaves)))
+    job = replace(job, wanted=wanted)
+    rooms = _rooms(job, tuple(map(_kind, leaves))) if _lies_in_xla(job.device) else ()
     outputs, kept = _outputs(job, leaves), [kind for room in rooms for kind in room.kinds] or [_NUMBER]
-    job = replace(job, wanted=wanted, rooms=rooms)
+    job = replace(job, rooms=rooms)
     made = _callback(_forward_saving, job)((*outputs, *kept))(*leaves)
     return tuple(made[: len(outputs)]), (job, *leaves, *made[len(outputs) :])
 
@@ -286,30 +289,30 @@ def _forward_saving(job: _Job, leaves: Sequence[Tensor], out: Sequence[Tensor]) 
             f"the program runs on {leaves[0].device.type} and was traced for {job.device}: trace it with "
             "jax.default_device set to the one that it runs on."
         )
-    if job.device == "cpu":
+    if not job.rooms:
         kept = _Kept.of(job, leaves)
         _fill(out[:-1], kept.outputs)
         out[-1].fill_(_keep(kept))
         return
-    saving = _Saving()
+    saving = _Saving(room.plan for room in job.rooms)
     with torch.no_grad():
         outputs = _compute(job, leaves, run=saving)
     _fill(out[: len(outputs)], outputs)
     free = iter(out[len(outputs) :])
-    for room, (y, saved) in zip(job.rooms, saving.made, strict=True):
-        next(free).copy_(y)
-        room.fill(next(free), saved)
+    for room, (_, made) in zip(job.rooms, saving.made, strict=True):
+        next(free).copy_(made.y)
+        room.fill(next(free), made.saved)
 
 
 def _backward(job: _Job, row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """The gradient of each tensor that has one, given the call's, what was kept, and cotangents of its outputs."""
     leaves, rest = row[: len(job.wanted)], row[len(job.wanted) :]
-    if job.device == "cpu":
+    if not job.rooms:
         cotangents, made = rest[1:], _taken(int(rest[0]), job, leaves)
     else:
         cotangents, kept = rest[2 * len(job.rooms) :], iter(rest)
-        saved = iter([(next(kept), room.saved(next(kept))) for room in job.rooms])
-        made = _Kept.of(job, leaves, lambda form, call, engine, outputs=True: _again(form, call, *next(saved)))
+        saved = iter([(room.plan, next(kept), room.saved(next(kept))) for room in job.rooms])
+        made = _Kept.of(job, leaves, lambda form, call, engine, outputs=True: _again(call, *next(saved)))
     outputs = list(compress(made.outputs, job.given))
     grads = torch.autograd.grad(outputs, made.wanted, list(cotangents), retain_graph=True, allow_unused=True)
     _fill(out, [out.new_zeros(()) if grad is None else grad for grad, out in zip(grads, out, strict=True)])
@@ -331,9 +334,9 @@ class _Kept(NamedTuple):
 
     @staticmethod
     def of(job: _Job, leaves: Sequence[Tensor], run: on_torch.Run = recurrent) -> "_Kept":
-        """On a CPU of copies: XLA's buffers are its own again when the callback returns."""
+        """Of what stays with torch a copy: XLA's buffers are its own again when the callback returns."""
         made = [leaf.detach() for leaf in leaves]
-        if job.device == "cpu":
+        if not job.rooms:
             x = made[0].transpose(0, 1).clone(memory_format=torch.contiguous_format)  # as an engine reads it
             made = [x.transpose(0, 1), *(leaf.clone() for leaf in made[1:])]
         wanted = [leaf.requires_grad_() for leaf in compress(made, job.wanted)]
@@ -374,24 +377,37 @@ def _taken(number: int, job: _Job, leaves: Sequence[Tensor]) -> _Kept:
 # --- on a GPU: what lies in XLA's memory ------------------------------------------------------------------------------
 
 
-class _Saving:
-    """Runs calls of engines, and keeps what their backward reads: the output, and what they saved."""
+def _lies_in_xla(device: str) -> bool:
+    """Whether what an engine saves for its backward is an array of XLA's; else it stays with torch."""
+    return device != "cpu"
 
-    def __init__(self) -> None:
-        self.made: list[tuple[Tensor, list[Tensor]]] = []
+
+class _Saving:
+    """Runs calls of engines, and keeps what their backward reads.
+
+    Args:
+        plans: of each call in turn; what they do not name is planned.
+    """
+
+    def __init__(self, plans: Iterable[Plan] = ()) -> None:
+        self._plans = iter(plans)
+        self.made: list[tuple[Plan, Outcome]] = []
 
     def __call__(self, form: str, call: Call, engine: str, outputs: bool = True) -> tuple[Tensor, ...]:
-        y, rest, saved = torch.ops.whorl.recurrent_2(
-            list(call.tensors), list(call.marks), call.layout, form, engine, False, True
-        )
-        self.made.append((y, saved))
-        return (y, *rest)
+        made = next(self._plans, None) or plan(form, facts(call, True, constants=constants(call)), engine)
+        if made.slow:
+            announce(made)
+        with torch.no_grad():
+            outcome = forward(made, call)
+        self.made.append((made, outcome))
+        y, *finals = outcome.outputs
+        return (y.detach().requires_grad_(any(tensor.requires_grad for tensor in call.tensors)), *finals)
 
 
-def _again(form: str, call: Call, y: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
+def _again(call: Call, made: Plan, y: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     """A call that was run before, for autograd: of its final states only the shapes, which is all that is read."""
     finals = [call.x.new_empty(state.shape) for state in call.states]
-    return _Again.apply((form, call.layout, call.marks, y, saved), finals, *call.tensors)
+    return _Again.apply((made, call.layout, call.marks, y, saved), finals, *call.tensors)
 
 
 class _Again(torch.autograd.Function):
@@ -403,16 +419,14 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        form, layout, marks, y, saved = ctx.made
-        found = torch.ops.whorl.recurrent_backward_2(
-            list(grads), list(ctx.tensors), list(marks), layout, y, saved, form, False
-        )
-        return (None, None, *found)
+        made, layout, marks, y, saved = ctx.made
+        return (None, None, *backward(made, Call.of(ctx.tensors, layout, marks), y, saved, grads))
 
 
 class _Room(NamedTuple):
     """Where one call of an engine keeps what its backward reads: its output, and one array of bytes."""
 
+    plan: Plan
     output: Kind
     sizes: tuple[int, ...]
 
@@ -426,7 +440,7 @@ class _Room(NamedTuple):
         """Of the arrays."""
         return self.output, ((self.places[-1],), "uint8")
 
-    def fill(self, whole: Tensor, saved: list[Tensor]) -> None:
+    def fill(self, whole: Tensor, saved: Sequence[Tensor]) -> None:
         """Keeps what an engine saved in the second array."""
         assert tuple([tensor.numel() for tensor in saved]) == self.sizes, "they follow from the shapes"
         for start, tensor in zip(self.places, saved, strict=False):
@@ -443,12 +457,19 @@ def _rooms(job: _Job, kinds: tuple[Kind, ...]) -> tuple[_Room, ...]:
     saving = _Saving()
     _in_worker(_run_on_ones, job, kinds, saving)
     return tuple(
-        _Room((tuple(y.shape), str(y.dtype).removeprefix("torch.")), tuple([part.numel() for part in saved]))
-        for y, saved in saving.made
+        _Room(made, _kind_of(outcome.y), tuple([part.numel() for part in outcome.saved]))
+        for made, outcome in saving.made
     )
 
 
+def _kind_of(tensor: Tensor) -> Kind:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
 def _run_on_ones(job: _Job, kinds: tuple[Kind, ...], run: on_torch.Run) -> None:
+    """Which of them have a gradient decides the plans."""
     ones = [torch.ones(shape, dtype=getattr(torch, name), device=job.device) for shape, name in kinds]
-    with torch.no_grad():
+    for one in compress(ones, job.wanted):
+        one.requires_grad_()
+    with torch.enable_grad():
         _compute(job, ones, run=run)
