@@ -152,3 +152,26 @@ def test_the_plan_of_a_compiled_backward_is_one_object(monkeypatch: pytest.Monke
         run(x)[0].sum().backward()
     assert len(seen) == 2
     assert seen[0] is seen[1]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_no_gradient_is_made_that_nobody_asks_for(wanted: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of x and of masks, as in eager."""
+    options: dict[str, Any] = dict(dropout=0.5, recurrent_dropout=0.5, recurrent_dropout_mode="shared")
+    layer, x = whorl.LSTM(3, 4, 2, engine="reference", **options), torch.randn(5, 2, 3)
+    masks = {"dropout": [torch.rand(5, 2, 4)], "recurrent_dropout": [torch.rand(2, 4)] * 2}
+    for tensor in (x, *masks["dropout"], *masks["recurrent_dropout"]):
+        tensor.requires_grad_(wanted)
+    seen: list[Any] = []
+    real = compiled_operation.backward
+    monkeypatch.setattr(compiled_operation, "backward", lambda made, *rest: seen.append(made) or real(made, *rest))
+    leaves, found = (
+        [*layer.parameters(), *([x, masks["dropout"][0], masks["recurrent_dropout"][1]] if wanted else [])],
+        [],
+    )
+    for run in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+        found.append(torch.autograd.grad(run(x, dropout_masks=masks)[0].pow(2).sum(), leaves))
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert [made.problem.constants for made in seen] == [() if wanted else ("x", "dropout", "noise")]

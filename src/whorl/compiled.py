@@ -16,25 +16,29 @@ from torch._library.fake_impl import allocate_size
 from whorl.engines import ENGINES
 from whorl.errors import InputError
 from whorl.plan import announce, plan
-from whorl.problem import Call, Facts, Form, Plan, facts, misfit, problem, slots
+from whorl.problem import PLAIN, Call, Facts, Form, Plan, facts, misfit, problem, slots
 from whorl.run import backward, forward
 
 # Graphs that call these lie in torch's caches on disk: a schema that changes takes the next number into its name.
 _library = torch.library.Library("whorl", "DEF")
 _library.define(
-    "recurrent_2(Tensor[] tensors, Tensor?[] marks, int[] layout, str form, str engine, bool sequences, bool gradient)"
-    " -> (Tensor, Tensor[], Tensor[])"
+    "recurrent_3(Tensor[] tensors, Tensor?[] marks, int[] layout, str form, str engine, bool sequences, bool gradient,"
+    " str constants) -> (Tensor, Tensor[], Tensor[])"
 )
 _library.define(
-    "recurrent_backward_2(Tensor?[] grads, Tensor[] tensors, Tensor?[] marks, int[] layout, Tensor y, Tensor[] saved,"
-    " str form, bool sequences) -> Tensor[]"
+    "recurrent_backward_3(Tensor?[] grads, Tensor[] tensors, Tensor?[] marks, int[] layout, Tensor y, Tensor[] saved,"
+    " str form, bool sequences, str constants) -> Tensor[]"
 )
 
 
-def recurrent(call: Call, form: str, engine: str, sequences: bool, gradient: bool) -> tuple[Tensor, ...]:
+def recurrent(call: Call, form: str, engine: str, sequences: bool) -> tuple[Tensor, ...]:
     """What `run` gives; what a compiled graph holds."""
-    y, rest, _ = torch.ops.whorl.recurrent_2(
-        call.tensors, list(call.marks), call.layout, form, engine, sequences, gradient
+    gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
+    parts = {"x": (call.x,), "dropout": call.dropout, "noise": call.noise}
+    constant = [name for name, part in parts.items() if part and not any(tensor.requires_grad for tensor in part)]
+    constants = " ".join(constant) if gradient else ""
+    y, rest, _ = torch.ops.whorl.recurrent_3(
+        call.tensors, list(call.marks), call.layout, form, engine, sequences, gradient, constants
     )
     return (y, *rest)
 
@@ -48,12 +52,13 @@ def _forward(
     engine: str,
     sequences: bool,
     gradient: bool,
+    constants: str,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     call = Call.of(tensors, layout, marks)
     reason = None if call.batch_sizes is None else misfit(call.batch_sizes, call.x.shape[0])
     if reason is not None:  # the graph was made without looking at them
         raise InputError(reason)
-    made = plan(form, facts(call, gradient, sequences), engine)
+    made = plan(form, facts(call, gradient, sequences, tuple(constants.split())), engine)
     if made.slow:
         announce(made)
     with torch.no_grad():  # an operator's gradient is registered below, never recorded inside
@@ -75,6 +80,7 @@ def _forward_fake(
     engine: str,
     sequences: bool,
     gradient: bool,
+    constants: str,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     call, known = Call.of(tensors, layout, marks), Form.from_json(form)
     x = call.x
@@ -105,16 +111,32 @@ def _backward(
     saved: list[Tensor],
     form: str,
     sequences: bool,
+    constants: str,
 ) -> list[Tensor]:
-    call = Call.of(tensors, layout, marks)
-    made = _planned(form, facts(call, True, sequences), list(ENGINES)[saved[-1].numel()])
+    call, constant = Call.of(tensors, layout, marks), _constant(layout, len(tensors), constants)
+    known = facts(call, True, sequences, tuple(constants.split()))
+    made = _planned(form, known, list(ENGINES)[saved[-1].numel()])
     found = backward(made, call, y, saved[:-1], grads)
     return [
-        torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        tensor.new_empty(0)
+        if place in constant
+        else torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         if grad is None
         else grad.to(tensor.dtype).contiguous()
-        for grad, tensor in zip(found, call.tensors, strict=True)
+        for place, (grad, tensor) in enumerate(zip(found, call.tensors, strict=True))
     ]
+
+
+def _constant(layout: Sequence[int], count: int, constants: str) -> set[int]:
+    """Which of a call's tensors have no gradient.
+
+    Args:
+        count: of all.
+        constants: as `Problem.constants` names them, in one text.
+    """
+    places: Any = Call.of(range(count), layout, PLAIN)  # type: ignore[arg-type]
+    parts = {"x": (places.x,), "dropout": places.dropout, "noise": places.noise}
+    return {place for name in constants.split() for place in parts[name]}
 
 
 @lru_cache(maxsize=8192)
@@ -123,12 +145,16 @@ def _planned(form: str, known: Facts, engine: str) -> Plan:
     return Plan(problem(form, known), engine)
 
 
-def _backward_fake(grads: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in tensors]
+def _backward_fake(
+    grads: Any, tensors: list[Tensor], marks: Any, layout: list[int], y: Any, saved: Any, form: str, sequences: bool,
+    constants: str,
+) -> list[Tensor]:  # fmt: skip
+    constant = _constant(layout, len(tensors), constants)
+    return [tensor.new_empty(0 if place in constant else tensor.shape) for place, tensor in enumerate(tensors)]
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    tensors, marks, ctx.layout, ctx.form, _, ctx.sequences, _ = inputs
+    tensors, marks, ctx.layout, ctx.form, _, ctx.sequences, _, ctx.constants = inputs
     y, _, saved = output
     ctx.present = [mark is not None for mark in marks]
     ctx.count = len(tensors)
@@ -140,16 +166,18 @@ def _differentiate(ctx: Any, grad_y: Tensor | None, grad_rest: Sequence[Tensor |
     tensors = [next(row) for _ in range(ctx.count)]
     marks = [next(row) if present else None for present in ctx.present]
     y, *saved = row
-    grads = torch.ops.whorl.recurrent_backward_2(
-        [grad_y, *grad_rest], tensors, marks, ctx.layout, y, saved, ctx.form, ctx.sequences
+    found = torch.ops.whorl.recurrent_backward_3(
+        [grad_y, *grad_rest], tensors, marks, ctx.layout, y, saved, ctx.form, ctx.sequences, ctx.constants
     )
-    return grads, None, None, None, None, None, None
+    constant = _constant(ctx.layout, ctx.count, ctx.constants)
+    grads = [None if place in constant else grad for place, grad in enumerate(found)]
+    return grads, None, None, None, None, None, None, None
 
 
 for _name, _function, _fake in (
-    ("recurrent_2", _forward, _forward_fake),
-    ("recurrent_backward_2", _backward, _backward_fake),
+    ("recurrent_3", _forward, _forward_fake),
+    ("recurrent_backward_3", _backward, _backward_fake),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"whorl::{_name}", _fake, lib=_library)
-torch.library.register_autograd("whorl::recurrent_2", _differentiate, setup_context=_setup, lib=_library)
+torch.library.register_autograd("whorl::recurrent_3", _differentiate, setup_context=_setup, lib=_library)

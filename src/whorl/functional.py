@@ -52,8 +52,7 @@ def planned(
 
 def _recurrent(form: str, call: Call, engine: str, sequences: bool, outputs: bool) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
-        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
-        return compiled.recurrent(call, form, engine, sequences, gradient)
+        return compiled.recurrent(call, form, engine, sequences)
     return run(plan(form, _facts(call, sequences, outputs), engine), call)
 
 
