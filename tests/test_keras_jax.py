@@ -18,6 +18,7 @@ def run(platform: str) -> None:
         "WHORL_TEST_KERAS": "jax",
         "JAX_PLATFORMS": platform,
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time of small programs is their compilation
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch needs memory too
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }

@@ -42,6 +42,7 @@ def test_keras_own_tests_pass(backend: str, tmp_path: Path) -> None:
     environment = os.environ | {
         "KERAS_BACKEND": backend,
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time of small programs is their compilation
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "OMP_NUM_THREADS": "1",
     }
