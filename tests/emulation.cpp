@@ -462,27 +462,33 @@ extern "C" int launch(
         f.stack = stacks + host::STACK * i, f.block = &host::blocks[i / block];
         f.thread = {i % block, 0, 0}, f.of_block = {first + i / block, y, 0};
       }
-      unsigned left = all, *const asleep = (unsigned*)calloc(all / 32 + 1, sizeof(unsigned));
+      // What sleeps: any warps; single threads, which a GPU too may let go on one after the other; or for all of the launch
+      // one warp, or one block, that runs a little where all others wait for it, or have looked for it long.
+      enum { WARPS, SINGLE, ONE_WARP, ONE_BLOCK };
+      const bool any = order_of_threads != 0;
+      const unsigned how = any ? drawn(4) : WARPS, alike = how == SINGLE ? 1 : how == ONE_BLOCK ? block : 32;
+      const unsigned sleepers = (all + alike - 1) / alike, late = any ? drawn(sleepers) : 0;
+      unsigned left = all, *const asleep = (unsigned*)calloc(sleepers, sizeof(unsigned));
       bool ran = true;
-      for (int idle = 0; left && ran && idle <= 100000; ++idle) {
+      for (int idle = 0; left && ran && idle <= 4000000; ++idle) {
         ran = false;
-        const bool any = order_of_threads != 0;
         const unsigned far = 16411 % all;  // a prime that is larger than the number of threads: it meets each
         const unsigned begin = any ? drawn(all) : 0, apart = !any ? 1 : drawn(2) ? far : all - far;
         bool slept = false;
         for (unsigned n = 0, i = begin; n < all; ++n, i = (i + apart) % all) {
           if (fibers[i].done || host::waits(fibers[i])) continue;
-          if (asleep[i / 32]) {
+          if (asleep[i / alike]) {
             slept = true;
             continue;
           }
           ran = true, host::resume(fibers[i], enter);
           if (fibers[i].done) --left, idle = 0;
         }
-        for (unsigned warp = 0; any && warp < all / 32; ++warp) {  // some sleep for long, but not where all others wait
-          if (asleep[warp]) asleep[warp] = ran ? asleep[warp] - 1 : 0;
-          else if (drawn(16) == 0) asleep[warp] = drawn(64);
-        }
+        for (unsigned one = 0; any && one < sleepers; ++one)  // some sleep for long, but not where all others wait
+          if (asleep[one]) asleep[one] = ran ? asleep[one] - 1 : 0;
+          else if (how == WARPS && drawn(16) == 0) asleep[one] = drawn(64);
+          else if (how >= ONE_WARP && one == late) asleep[one] = 20;
+        if (any && how == SINGLE) asleep[drawn(all)] = drawn(64);  // a few at once: others soon wait for each
         ran = ran || slept;
       }
       over = left == 0;  // else they wait for each other

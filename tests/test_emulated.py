@@ -557,6 +557,9 @@ def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[...,
         ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
         ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
         ("LSTM", 340, 7, 1, torch.bfloat16, (8, 1, 4, 1), (8, 1, 4, 1), {}),  # a warp has all of two blocks
+        # no cluster: barriers of the block alone
+        ("LSTM", 40, 19, 1, torch.bfloat16, (1, 2, 4, 2), (1, 2, 4, 2), {}),
+        ("GRU", 33, 14, 1, torch.float16, (1, 2, 2, 1), (1, 2, 8, 1), dict(bidirectional=True, zoneout=0.2)),
     ],
 )
 def test_sub_tiles_that_travel_while_others_are_computed(

@@ -3,6 +3,7 @@
 On a GPU compute-sanitizer's racecheck looks for the like, in shared memory alone.
 """
 
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -36,15 +37,19 @@ RESULTS: list[tuple[Any, str, Callable[..., str]]] = [
 """Where tests find what an engine gives, and of which engine."""
 
 
+ORDERS = 1
+"""How many others each test tries."""
+
+
 @pytest.fixture(autouse=True)
 def again_in_another_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = zlib.crc32(request.node.name.encode()) + 1
+    first = zlib.crc32(request.node.name.encode()) + 1
 
     def in_both(function: Callable[..., dict[str, Tensor]], of: Callable[..., str]) -> Callable[..., dict[str, Tensor]]:
         def both(*given: Any, **more: Any) -> dict[str, Tensor]:
             drawn = torch.get_rng_state()
             found = function(*given, **more)
-            if of(*given) == "persistent":
+            for order in range(first, first + ORDERS) if of(*given) == "persistent" else ():
                 torch.set_rng_state(drawn)
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(emulation, "ORDER", order)
@@ -58,21 +63,39 @@ def again_in_another_order(request: pytest.FixtureRequest, monkeypatch: pytest.M
         monkeypatch.setattr(place, name, in_both(getattr(place, name), of))
 
 
+def of_four_warps(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    parts = (64, 2, 1, 8, 8, 4)
+    test_products_of_what_has_come_while_the_rest_is_on_its_way(780, parts, "bfloat16", folder, patch)
+
+
+def of_clusters(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    tiles, options = ((2, 3, 4, 3, 2), (2, 3, 8, 3)), "lengths mask reset states"
+    test_sequences_of_many_lengths_in_sub_tiles("LSTM", 40, 45, 2, torch.float16, *tiles, options, 1, 1, folder, patch)
+
+
 FAULTS = {
     "a part of the states is multiplied before all threads have brought it": (
-        "show_products();\n              __syncthreads();", "show_products();",
+        "show_products();\n              __syncthreads();", "show_products();", of_four_warps,
     ),
     "the cell is computed before all sums are there": (
-        "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]",
+        "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]", of_four_warps,
+    ),
+    "a warp waits for which nobody waits, and a barrier passes it by": (
+        "if (goes_on(sub) && has_strips) {", "if (goes_on(sub)) {", of_clusters,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (right, wrong), on_host = FAULTS[fault], emulation.on_host
-    monkeypatch.setattr(emulation, "on_host", lambda source: on_host(source.replace(right, wrong)))
+    (right, wrong, run), on_host, changed = FAULTS[fault], emulation.on_host, []
+
+    def faulty(source: str) -> str:
+        changed.append(right in source)
+        return on_host(source.replace(right, wrong))
+
+    monkeypatch.setattr(emulation, "on_host", faulty)
+    monkeypatch.setattr(sys.modules[__name__], "ORDERS", 8)
     with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
-        test_products_of_what_has_come_while_the_rest_is_on_its_way(
-            780, (64, 2, 1, 8, 8, 4), "bfloat16", tmp_path, patch
-        )
+        run(tmp_path, patch)
+    assert any(changed)

@@ -637,6 +637,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     constexpr bool ALL = SHARE % GROUPS == 0;  // it has all strips of its blocks: most is known when compiled, not kept
     const auto block_of = [&](int i) { return ALL ? warp * (SHARE / GROUPS) + i / GROUPS : (warp * SHARE + i) / GROUPS; };
     const auto group_of = [&](int i) { return ALL ? i % GROUPS : (warp * SHARE + i) % GROUPS; };
+    // One without strips sends nothing, so nobody waits for it: it must not wait, the barrier's phases could pass it by.
+    const bool has_strips = SHARE * (WARPS - 1) < STRIPS || warp * SHARE < STRIPS;
     const auto multiply_and_send = [&](int sub) {
       const int its = t - late(sub);
 #pragma unroll
@@ -812,7 +814,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int sub = 0; sub < SUBS; ++sub) {
         if (!lasts(t, sub)) break;  // those after it have none that is longer
         if (sub + 1 < SUBS && lasts(t, sub + 1)) compute(sub + 1);
-        if (goes_on(sub)) {
+        if (goes_on(sub) && has_strips) {
           const int its = t - late(sub);
           wait(made + 8 * (2 * sub + its % 2), its / 2 % 2);
           multiply_and_send(sub);
