@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from whorl.errors import InputError
@@ -173,12 +173,17 @@ def test_a_vocabulary_of_words_keeps_the_most_frequent(tmp_path: Path) -> None:
     assert corpus.held_out.tolist() == [1, 2]
 
 
+@example(["a <eos>", "b<eos>"])  # the mark as a word of the text ends a line too
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
 def test_words_are_those_of_split_and_come_back_by_line(lines: list[str]) -> None:
     text = "\n".join(lines)
     assert list(words(text)) == text.replace("\n", f" {END} ").split()
     vocabulary = Vocabulary("words", "\n".join(sorted({*words(text), UNKNOWN})))
-    plain = "\n".join(" ".join(line.split()) for line in text.split("\n"))
+    cut: list[list[str]] = [[]]
+    for word in text.replace("\n", f" {END} ").split():
+        cut += [[]] if word == END else []
+        cut[-1] += [] if word == END else [word]
+    plain = "\n".join(" ".join(line) for line in cut)
     assert vocabulary.decode(vocabulary.encode(text.encode())) == plain
 
 
