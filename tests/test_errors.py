@@ -129,6 +129,7 @@ def test_a_pair_of_states_for_a_layer_of_one(cell: str, call: str) -> None:
     ([3] * 9, "are [3, 3, 3, 3, 3, 3, 3, 3, ...], of 27 rows, and its data has 10: "),
     ([4, 6], "never more than at the step before: pack x with"),
     ([11, -1], "never more than at the step before"),
+    (torch.tensor([], dtype=torch.int64), "are [], of 0 rows, and its data has 10: "),
     (torch.tensor([6, 4], dtype=torch.int32), "are torch.int32 with 1 axes: they must be int64 [time]."),
     (torch.tensor([[6, 4]]), "are torch.int64 with 2 axes"),
 ])  # fmt: skip

@@ -386,7 +386,7 @@ def misfit(sizes: Tensor, rows: int) -> str | None:
     if sizes.dtype != torch.int64 or sizes.dim() != 1:
         return f"the batch sizes of x are {sizes.dtype} with {sizes.dim()} axes: they must be int64 [time]."
     steps = sizes.tolist()
-    if steps[-1] < 0 or sum(steps) != rows or steps != sorted(steps, reverse=True):
+    if min(steps, default=0) < 0 or sum(steps) != rows or steps != sorted(steps, reverse=True):
         return (
             f"the batch sizes of x are {_some(steps)}, of {sum(steps)} rows, and its data has {rows}: they must be the "
             "sequences at each step, never more than at the step before: pack x with torch.nn.utils.rnn.pack_sequence."

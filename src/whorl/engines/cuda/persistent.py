@@ -169,7 +169,8 @@ def _whole(plan: Plan, device: torch.device) -> Layers:
 
 _INFERENCE = {"rounded": 0.8, "wide": 0.7, "exact": 0.6}
 _TRAINING = {"rounded": 0.75, "wide": 0.58, "exact": 0.42}
-"""Of what cuDNN takes, with products of TF32 and exact ones: the rest is for products of whole matrices."""
+"""Of what cuDNN takes, with rounded products, in two bytes of many units, and with exact ones: the rest is for products
+of whole matrices."""
 
 
 def warm(problem: Problem, chip: Chip) -> list[str]:
