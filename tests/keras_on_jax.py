@@ -134,6 +134,19 @@ def test_a_gradient_does_not_run_the_forward_again(name: str, kept: None, monkey
     assert calls == (["forward"] * 2 if by_torch else ["forward", "forward", "backward", "backward"])
 
 
+def test_a_callback_gets_no_states_of_zero_and_the_masks_of_all_gates_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(xla, "takes", lambda *given, **more: False)
+    own = on_jax._operation
+    monkeypatch.setattr(on_jax, "_operation", lambda job, *leaves: found.append([*leaves]) or own(job, *leaves))
+    layer = whorl.keras.LSTM(2, dropout=0.2, recurrent_dropout=0.2)
+    layer(x, training=True)
+    layer(x, initial_state=[jnp.zeros((len(x), 2))] * 2)
+    drawn, given = found
+    assert [leaf.shape for leaf in drawn[4:]] == [(4, len(x), x.shape[2]), (4, len(x), 2)]
+    assert [leaf.shape for leaf in given[4:]] == [(len(x), 2)] * 2
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["", "dropout"])
 def test_no_gradient_is_made_that_jax_does_not_ask_for(
     dropout: float, kept: None, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,7 @@ def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any
         check_states(who, len(keras.tree.flatten(layer.state_size)), keras.tree.flatten(initial_state))
         if is_stacked(layer):
             _check_nesting(who, cells_of(layer), initial_state)
-    straight = initial_state is None and not layer.stateful and isinstance(sequences, torch.Tensor)
+    straight = initial_state is None and not layer.stateful and keras.ops.is_tensor(sequences)
     if not straight or not start_at_zero(layer) or not hasattr(type(layer).inner_loop, "of_whorl"):
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
     parts, reasons = parts_of(layer, sequences)
@@ -112,14 +112,14 @@ def _check_nesting(who: str, cells: list[Any], initial_state: Any) -> None:
         )
 
 
-def _as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """In a dtype of Keras: its own cast takes longer than this where nothing is to be done."""
-    return tensor.to(getattr(torch, dtype))
+def _as(tensor: Any, dtype: str) -> Any:
+    """In a dtype of Keras: on torch its own cast takes longer than this where nothing is to be done."""
+    return tensor.to(getattr(torch, dtype)) if BACKEND == "torch" else keras.ops.cast(tensor, dtype)
 
 
 def start_at_zero(*layers: Any) -> bool:
     """Whether the initial states that layers make are zero and an engine can do without: none is handed on then."""
-    if BACKEND != "torch" or torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if BACKEND not in ("torch", "jax") or torch.jit.is_tracing() or torch.compiler.is_exporting():
         return False
     makers = [one for layer in layers for one in (layer, layer.cell)]
     return {getattr(type(one), "get_initial_state", None) for one in makers} <= _ZEROS
@@ -142,7 +142,11 @@ def _tensors_of_call(layer: Any, x: Any, states: tuple[Any, ...], training: Any)
     if not (cell.dropout or cell.recurrent_dropout):
         return tensors_of(cell, x, None, states, training)
     entering = x[:, 0, :]
-    state = states[0] if states else entering.new_empty((x.shape[0], cell.units))
+    size = x.shape[0], cell.units
+    if states:
+        state = states[0]
+    else:  # only its shape, dtype and device are read
+        state = entering.new_empty(size) if BACKEND == "torch" else keras.ops.empty(size, entering.dtype)
     layer._maybe_config_dropout_masks(cell, entering, [state])
     try:
         return tensors_of(cell, entering, state, states, training)

@@ -35,6 +35,7 @@ from whorl.keras.sweep import Part, Swept, Tensors
 from whorl.plan import announce, plan
 from whorl.problem import Call, Outcome, Plan, constants, facts
 from whorl.run import backward, forward
+from whorl.weights import reordered
 
 Kind = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -77,12 +78,12 @@ def sweep(
         on_torch.check(part, x, own, mask, first=place == 0)
 
     def direct(x: Any, own: Tensors) -> Swept:
-        return xla.sweep(parts[0], x, own, mask, go_backwards, zero_output, sequences)
+        return xla.sweep(parts[0], x, _with_states(parts[0], x, own), mask, go_backwards, zero_output, sequences)
 
     def called_back(x: Any, *tensors: Tensors) -> Swept:
-        outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
+        outputs, *states = _run([*parts], x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
         ends = iter(states)
-        return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in own.states) for own in tensors))
+        return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in range(cell.states)) for cell in parts))
 
     alone = len(parts) == 1 and notes is None
     return _planned(direct, called_back, alone, parts[0], x, tensors, mask)
@@ -102,8 +103,9 @@ def both_ways(
     for own in (forward, backward):
         on_torch.check(cell, x, own, mask)
 
-    def direct(x: Any, forward: Tensors, backward: Tensors) -> tuple[Swept, Swept]:
-        return xla.both_ways(cell, x, forward, backward, mask, zero_output, sequences)
+    def direct(x: Any, *tensors: Tensors) -> tuple[Swept, Swept]:
+        there, back = [_with_states(cell, x, own) for own in tensors]
+        return xla.both_ways(cell, x, there, back, mask, zero_output, sequences)
 
     def called_back(x: Any, *tensors: Tensors) -> tuple[Swept, Swept]:
         there, back, *states = _run([cell], x, tensors, mask, True, False, zero_output, sequences, notes)
@@ -111,6 +113,12 @@ def both_ways(
         return Swept(there[:, -1], there, (tuple(states[:count]),)), Swept(back[:, 0], back, (tuple(states[count:]),))
 
     return _planned(direct, called_back, notes is None, cell, x, (forward, backward), mask)
+
+
+def _with_states(cell: Part, x: Any, own: Tensors) -> Tensors:
+    """The same with initial states, zero where there are none."""
+    zeros = (jnp.zeros((x.shape[0], cell.units), x.dtype),) * cell.states
+    return own if own.states else own._replace(states=zeros)
 
 
 def _planned(
@@ -147,15 +155,26 @@ def _whole(cotangent: Any) -> Any:
 
 
 def _run(
-    parts: Sequence[Part], x: Any, tensors: Sequence[Tensors], mask: Any, both: bool, go_backwards: bool,
+    parts: list[Part], x: Any, tensors: Sequence[Tensors], mask: Any, both: bool, go_backwards: bool,
     zero_output: bool, sequences: bool, notes: list[Plan] | None,
 ) -> Sequence[Any]:  # fmt: skip
     """Outputs (of each direction), then the final states of each cell (or direction)."""
-    leaves, structure = jax.tree.flatten((x, tuple(tensors), mask))
+    cells = parts * (1 + both)
+    together = tuple([_stacked(cell.kind, own) for cell, own in zip(cells, tensors, strict=True)])
+    leaves, structure = jax.tree.flatten((x, together, mask))
     job = _Job(tuple(parts), both, go_backwards, zero_output, sequences, structure, _device(leaves))
     if notes is not None:  # somebody asks what would run: now, with arrays that are there
         return _in_worker(_as_asked, job, leaves, notes, torch.is_grad_enabled())
     return _operation(job, *leaves)
+
+
+def _stacked(kind: str, own: Tensors) -> Tensors:
+    """The same with the masks of all gates as one array, as an engine reads them: each array costs the host time."""
+    of_x, of_state = [
+        (jnp.stack(reordered(kind, masks)),) if len(masks) > 1 else masks
+        for masks in (own.input_masks, own.recurrent_masks)
+    ]
+    return own._replace(input_masks=of_x, recurrent_masks=of_state)
 
 
 def _as_asked(job: _Job, leaves: Sequence[Any], notes: list[Plan], gradient: bool) -> list[Any]:
@@ -226,10 +245,11 @@ def _kind(leaf: Any) -> Kind:
 
 
 def _outputs(job: _Job, leaves: Sequence[Any]) -> tuple[Kind, ...]:
-    x, tensors, _ = jax.tree.unflatten(job.structure, leaves)
+    x, *_ = jax.tree.unflatten(job.structure, leaves)
     (batch, time, _), name = _kind(x)
     outputs = [((batch, time if job.sequences else 1, job.parts[-1].units), name)] * (1 + job.both)
-    return (*outputs, *((tuple(state.shape), name) for own in tensors for state in own.states))
+    cells = job.parts * (1 + job.both)  # of both directions there is one
+    return (*outputs, *(((batch, cell.units), name) for cell in cells for _ in range(cell.states)))
 
 
 @lru_cache(maxsize=1024)
@@ -242,7 +262,10 @@ def _callback(function: Callable[..., Any], job: _Job) -> Callable[..., Any]:
             function(job, leaves, out)
 
     def run(context: Any, out: Any, *buffers: Any) -> None:
-        _in_worker(work, context, buffers, out)
+        if job.device == "cpu":
+            _in_worker(work, context, buffers, out)
+        else:  # a GPU's kernels need none of its threads
+            work(context, buffers, out)
 
     @lru_cache(maxsize=256)
     def giving(kinds: tuple[Kind, ...]) -> Any:
@@ -406,7 +429,9 @@ class _Saving:
 
 def _again(call: Call, made: Plan, y: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     """A call that was run before, for autograd: of its final states only the shapes, which is all that is read."""
-    finals = [call.x.new_empty(state.shape) for state in call.states]
+    form = made.problem.form
+    rows = form.layers * form.directions, made.problem.batch
+    finals = [call.x.new_empty(*rows, form.state_width(index)) for index in range(len(form.cell.states))]
     return _Again.apply((made, call.layout, call.marks, y, saved), finals, *call.tensors)
 
 
