@@ -35,6 +35,7 @@ class Fake:
     name: str
     clock: Clock
     milliseconds: list[float]
+    graphed: bool = False
 
     def change(self) -> None:
         self.clock.now += 1000
@@ -65,6 +66,57 @@ def test_a_host_that_has_to_get_warm_is_not_timed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(timing, "time", type("", (), {"perf_counter": lambda: clock.now}))
     runner = Fake("a", clock, [9.0, 5.0, 1.0, 2.0])
     assert timing._by_the_clock(runner, CPU, 2, settle=2) == pytest.approx([1.0, 2.0])
+
+
+@dataclass
+class Queue:
+    """A GPU that begins what it is given when it has done what came before; times are microseconds."""
+
+    host: float = 0.0
+    free: float = 0.0
+
+    def give(self, takes: float, launch: float = 1.0) -> float:
+        """When it will be done with something."""
+        self.host += launch
+        self.free = max(self.host, self.free) + takes
+        return self.free
+
+
+@dataclass
+class Launch:
+    """A call that the host takes longer to hand over than the GPU to do."""
+
+    queue: Queue
+    graphed: bool
+
+    def change(self) -> None:
+        self.queue.give(2.0)
+
+    def run(self) -> tuple[()]:
+        self.queue.host += 15
+        self.queue.give(10.0)
+        return ()
+
+
+@pytest.mark.parametrize(("graphed", "taken"), [(True, 10.0), (False, 15.0)])
+def test_a_replay_holds_nothing_of_the_host(graphed: bool, taken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = Queue()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            self.at = queue.give(0.0, launch=0.0)
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) / 1e3
+
+    monkeypatch.setattr(timing, "time", type("", (), {"perf_counter": lambda: queue.host / 1e6}))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: queue.give(cycles / 2e3), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = timing._between_events(Launch(queue, graphed), 3)
+    assert [1e3 * one for one in found] == pytest.approx([taken] * 3)
 
 
 def test_the_spread_is_of_the_middle_half() -> None:

@@ -114,7 +114,7 @@ class Step:
         self._contender, self._program, self._model, self._which, self._batches = (
             contender, program, model, which, batches,
         )  # fmt: skip
-        self._turn = 0
+        self.graphed, self._turn = contender.graphed, 0
         self.x, self.target = (tensor.clone() for tensor in batches[0])
         self.out = self.x
         cuda = contender.device == "cuda"

@@ -71,6 +71,7 @@ class Runner:
         engine: which engine of whorl runs it; None for a rival.
         memory: bytes that torch's allocator held during a call beyond what it held before; None on a CPU, whose
             allocator does not count.
+        graphed: whether a call is the replay of a CUDA graph.
         names: of what `run` gives: "y", and where a backward pass follows "grad of x" and "grad of NAME" of weights.
     """
 
@@ -81,6 +82,7 @@ class Runner:
             RuntimeError: what torch raises where this cannot run, or cannot be captured.
         """
         self.which, self._layer, self._material = which, layer, material
+        self.graphed = contender.graphed
         self.names = ("y", *(["grad of x", *(f"grad of {name}" for name in layer.parameters)] * (which == "train")))
         layer.module.train(which != "inference")
         device = material.x.device

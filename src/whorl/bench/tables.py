@@ -91,8 +91,8 @@ def reading(results: Results) -> list[str]:
         + " ".join(f"{which.capitalize()}: {text}." for which, text in PASSES.items()),
         (
             "GPU time passes between two CUDA events around a call while calls follow each other without waiting, so "
-            "it holds the gaps between launches; wall time passes on the host's clock from before one call alone until "
-            "its results are there. "
+            "it holds the gaps between launches, of which a replayed graph has none; wall time passes on the host's "
+            "clock from before one call alone until its results are there. "
             if gpu
             else "Times are of the host's clock. "
         )
