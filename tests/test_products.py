@@ -84,6 +84,8 @@ def test_float32_is_as_precise_as_asked_whatever_torchs_switch_of_products_says(
 def test_a_long_sum_of_float32_is_as_precise_as_a_short_one() -> None:
     a, b = torch.randn(25_600, 4096, device="cuda"), torch.randn(25_600, 1024, device="cuda")
     assert error(product(a.t(), b), a.double().t() @ b.double()) < 1.2e-6
+    a, b = torch.randn(5817, 413, device="cuda"), torch.randn(413, 4, device="cuda")
+    assert error(product(a, b), a.double() @ b.double()) < 2e-7
 
 
 @pytest.mark.parametrize("turned", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
@@ -98,8 +100,13 @@ def test_a_long_sum_of_float32_is_made_of_parts(
         depths, library = [], products.cublas()
         multiply = library.cublasGemmEx
         library.cublasGemmEx = lambda *given: depths.append(given[5].value) or multiply(*given)
-        for large, tf32, wanted in ((41, False, [1250, 1250]), (42, False, [2500]), (0, True, [2500])):
+        narrow = [125] * 20
+        for large, high, tf32, wanted in (
+            (41, 9, False, [1250, 1250]), (42, 9, False, [2500]), (0, 0, True, [2500]),
+            (42, 6, False, narrow), (42, 7, False, [2500]), (41, 6, False, [1250, 1250]),
+        ):  # fmt: skip
             monkeypatch.setattr(products, "_LARGE", large)
+            monkeypatch.setattr(products, "_HIGH", high)
             depths.clear()
             made = torch.full((6, 7), 3.0)
             ready = Product(torch.float32, (6, 2500, 7), turned, (a_step, b_step, 7), tf32)
