@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
+from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.options import Options, is_by_gate
 from whorl.engines.cuda.plain import OfSome, Plain, Room, is_plain_cell
@@ -92,6 +93,9 @@ class Marked(Plain):
             over = self._product.ready(dtype, (wide, rows, units), (1, 0), (step, units, units), self.tf32)
             places = first * units * element, step * element, into * units * units * element
             self._of_whole.append(OfSome(is_apart, *places, over, over))
+
+    def _products_back(self) -> list[Made]:
+        return [*super()._products_back(), *(some.over for some in self._of_whole)]
 
     def _whole(
         self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]

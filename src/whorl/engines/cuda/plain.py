@@ -16,10 +16,11 @@ from torch import Tensor
 from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
+from whorl.engines.cuda.branch import branch
 from whorl.engines.cuda.layers import Layers, address, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
-from whorl.engines.cuda.products import handle
+from whorl.engines.cuda.products import Product, handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
 from whorl.problem import Call, Outcome, Plan, Problem
@@ -86,6 +87,7 @@ class Plain(Layers):
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
+            self._branch = branch(self.index) if self._leaves_room() else None
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
 
@@ -198,6 +200,17 @@ class Plain(Layers):
             places = first * units * element, step * element, into * units * units * element
             self._of_hh.append(OfSome(is_apart, *places, over, start))
 
+    def _leaves_room(self) -> bool:
+        """Whether two products of backward may run beside each other, and gain by it."""
+        form, (units, batch, time, _) = self.form, self.sizes
+        largest = time * batch * len(self.cell.gates) * units * max(units, form.inputs, form.layer_inputs(1))
+        # what copies or splits its matrices does so on torch's stream, which also clears a gradient of a single step
+        return time > 1 and largest < _BESIDE and all(isinstance(one, Product) for one in self._products_back())
+
+    def _products_back(self) -> list[Made]:
+        """Those of backward."""
+        return [*self._of_x, *self._of_ih, *(one for some in self._of_hh for one in (some.over, some.start))]
+
     def _weights(self, call: Call) -> tuple[Sequence[Tensor], list[int]]:
         """The weights as kernels read them, mostly themselves; and their addresses, behind which stands 0."""
         weights: Sequence[Tensor] = call.weights
@@ -274,6 +287,7 @@ class Plain(Layers):
             output, address(grad_y), *[state.data_ptr() + away for state in (*starts, *grad_starts) for away in far],
             *[0 if grad is None else grad.data_ptr() + away for grad in grad_finals for away in far],
         ]  # fmt: skip
+        beside = self._branch if torch._C._cuda_isCurrentStreamCapturing() else None
         for layer in reversed(range(self.form.layers)):
             reads, first = self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
@@ -290,21 +304,31 @@ class Plain(Layers):
             elif call.dropout:
                 dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
                 entered = dropped.data_ptr()
+            aside = beside if beside is not None and beside.fork() else None
             if self.form.bias:
                 self._adding.launch(
-                    stream, directions, self._back.sums, *sums, *[into[place] for place in reads[4:] + reads[2:4]], 0, 0
-                )
+                    stream if aside is None else aside.stream, directions, self._back.sums, *sums,
+                    *[into[place] for place in reads[4:] + reads[2:4]], 0, 0,
+                )  # fmt: skip
             for direction in range(directions):
                 own = first + direction * self._every
                 if target:
                     self._of_x[layer](blas, to_gates[direction], at[own], target, direction > 0)
                 self._of_ih[layer](blas, to_gates[direction], entered, into[own])
+            _room = None
+            if aside is not None:
+                blas, _room = aside.handle(dtype)
+            for direction in range(directions):
+                recurrent = first + direction * self._every + 1
                 of_gates = to_gates[direction], to_apart[direction]
                 if whole:
-                    self._multiply_whole(blas, *of_gates, whole[direction], into[own + 1])
+                    self._multiply_whole(blas, *of_gates, whole[direction], into[recurrent])
                 else:
                     start = starts[0].data_ptr() + far[layer] if starts else 0
-                    self._multiply_recurrent(blas, direction, *of_gates, output, start, made[own + 1])
+                    self._multiply_recurrent(blas, direction, *of_gates, output, start, made[recurrent])
+            if aside is not None:
+                aside.join()
+                blas = handle(dtype)
             if call.dropout and layer:
                 first_byte = self._to_below
                 to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], y.shape, dtype)
@@ -361,6 +385,9 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """As kernels read it; what has the dtype is not asked to take it, which would be 0.8 us."""
     return plain(tensor if tensor.dtype is dtype else tensor.to(dtype))
 
+
+_BESIDE = 2_000_000_000
+"""Multiplications of the largest product of backward, below which two of them run beside each other in a graph."""
 
 _ALIGNED = 256
 """Bytes: where parts of a room begin."""

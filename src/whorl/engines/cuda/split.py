@@ -16,7 +16,7 @@ from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.products import Product
 from whorl.engines.cuda.tiling import Chip
 
-LEAST = 1_000_000_000
+LEAST = 1_200_000_000
 """Multiplications of a product that is worth it, where some launches more are little beside it."""
 
 TALL = 2048

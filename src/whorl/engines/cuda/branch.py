@@ -1,0 +1,65 @@
+"""A second branch in a CUDA graph that is being captured: what it has runs beside what follows on the first.
+
+The products of a small layer's backward leave most of a GPU idle, and one after another take as long as the loop over
+time.  Launched one by one they come no faster than the host hands them over, so that streams would gain nothing there
+and cost it time; a graph has them all at once.
+"""
+
+import ctypes
+from functools import cache
+from threading import Lock
+
+import torch
+
+from whorl.engines.cuda.launch import check, driver
+from whorl.engines.cuda.memory import empty, laid_out
+from whorl.engines.cuda.products import cublas, handle
+
+_NON_BLOCKING = 1  # CUstream_flags
+_WORKSPACE = laid_out((32 << 20,), torch.uint8)
+"""As much as torch gives cuBLAS on its own streams (of a compute capability of 9.0), so that it chooses alike."""
+
+
+class Branch:
+    """The second stream of one device, which no one else has.
+
+    Args:
+        index: torch's number of the device, which is the current one.
+    """
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.current_stream(index)  # torch has made the context now
+        made = ctypes.c_void_p()
+        check(driver().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING), "make a stream")
+        assert made.value, "the driver says that it made one"
+        self.stream, self._index = made.value, index
+        self._own = torch.cuda.ExternalStream(self.stream, device=torch.device("cuda", index))
+        self._of, self._lock = 0, Lock()
+
+    def fork(self) -> bool:
+        """Whether it begins here, with all that the current stream has so far; not where it is in another capture."""
+        with self._lock:
+            main, status = torch.cuda.current_stream(self._index), ctypes.c_int()
+            check(driver().cuStreamIsCapturing(ctypes.c_void_p(self.stream), ctypes.byref(status)), "ask a stream")
+            if status.value and self._of != main.cuda_stream:
+                return False
+            self._of = main.cuda_stream
+            self._own.wait_event(main.record_event())
+            return True
+
+    def handle(self, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+        """`products.handle` for products of this branch, until it is asked for again; and what is to live so long."""
+        made, space = handle(dtype), empty(*_WORKSPACE)
+        cublas().cublasSetStream_v2(made, self.stream)
+        cublas().cublasSetWorkspace_v2(made, space.data_ptr(), space.numel())
+        return made, space
+
+    def join(self) -> None:
+        """The current stream goes on when this branch is done."""
+        torch.cuda.current_stream(self._index).wait_event(self._own.record_event())
+
+
+@cache
+def branch(index: int) -> Branch:
+    """That of a device, which is the current one."""
+    return Branch(index)

@@ -1,0 +1,174 @@
+"""Products of a small layer's backward as a second branch of a captured CUDA graph."""
+
+import shutil
+import threading
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulation
+import whorl
+from comparison import in_a_graph
+from emulation import emulated
+from whorl.engines.cuda import branch as branches
+from whorl.engines.cuda import plain, prepare, products
+
+LAYERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "LSTM": ("LSTM", {}, ()),
+    "GRU, two layers, both directions": ("GRU", dict(num_layers=2, bidirectional=True), ()),
+    "no bias": ("RNN", dict(bias=False), ()),
+    "given masks held over all steps": ("LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="shared"), (1,)),
+    "given masks by gate": ("GRU", dict(recurrent_dropout=0.3), (3,)),
+}
+"""Class, options, and of given masks [.., batch, units] what is before that."""
+
+
+def gradients(name: str, layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    shape, given = LAYERS[name][2], {}
+    if shape:
+        leading = shape if shape != (1,) else ()
+        mask = torch.arange(1.0, 1 + layer.hidden_size).expand(*leading, x.shape[1], -1) % 3
+        given = dict(dropout_masks={"recurrent_dropout": mask.contiguous().to(x)})
+    y = layer(x, **given)[0]
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+
+class Recorder:
+    """A branch that notes what is done."""
+
+    stream = 5
+
+    def __init__(self, free: bool) -> None:
+        self.free, self.done = free, list[str]()
+
+    def fork(self) -> bool:
+        self.done.append("fork")
+        return self.free
+
+    def handle(self, dtype: torch.dtype) -> tuple[int, Tensor]:
+        return 9, torch.empty(0)
+
+    def join(self) -> None:
+        self.done.append("join")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("capturing, free", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_recurrent_weights_get_their_gradients_on_the_branch(
+    name: str, capturing: bool, free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options, _ = LAYERS[name]
+    layer = getattr(whorl, kind)(5, 8, engine="persistent", **options)
+    x, note = torch.randn(3, 2, 5, requires_grad=True), Recorder(free)
+    with emulated(tmp_path):
+        wanted = gradients(name, layer, x)
+
+    class Kernel(emulation.Kernel):
+        def __call__(self, stream: int, *given: Any) -> None:
+            note.done.append(f"{self.name.split('_')[0]} on {stream}")
+            super().__call__(stream, *given)
+
+    with emulated(tmp_path):
+        monkeypatch.setattr(plain, "branch", lambda index: note)
+        monkeypatch.setattr(prepare, "Kernel", Kernel)
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing)
+        library = products.cublas()
+        multiply = library.cublasGemmEx
+        library.cublasGemmEx = lambda handle, *given: (
+            note.done.append(f"product by {handle}") or multiply(handle, *given)
+        )
+        got = gradients(name, layer, x)
+    assert all(map(torch.equal, got, wanted))
+    forked = capturing and free
+    assert note.done.count("join") == forked * getattr(layer, "num_layers", 1)
+    assert any(one.endswith("by 9") for one in note.done) == forked
+    assert ("add on 5" in note.done) == (forked and layer.bias)
+    open_, since = False, 0
+    for one in note.done:
+        assert open_ or not one.endswith(("by 9", "on 5"))
+        since = 0 if one == "fork" else since + 1
+        open_ = one != "join" and (open_ or (one == "fork" and forked))
+
+
+def test_layers_that_gain_nothing_or_clear_a_gradient_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    with emulated(tmp_path):
+        monkeypatch.setattr(plain, "branch", made.append)
+        for time, least, wanted in ((1, 10**9, 0), (3, 3 * 2 * 32 * 8, 0), (3, 3 * 2 * 32 * 8 + 1, 1)):
+            monkeypatch.setattr(plain, "_BESIDE", least)
+            made.clear()
+            gradients("LSTM", whorl.LSTM(5, 8, engine="persistent"), torch.randn(time, 2, 5, requires_grad=True))
+            whorl.plan.plan.cache_clear()
+            assert len(made) == wanted
+
+
+def test_a_branch_that_another_capture_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it still is in a capture, it goes on only from the stream that it was forked from."""
+    busy, now = [0], SimpleNamespace(cuda_stream=1, record_event=lambda: "event", wait_event=lambda event: None)
+
+    def asked(stream: Any, status: Any) -> int:
+        status._obj.value = busy[0]
+        return 0
+
+    monkeypatch.setattr(branches, "driver", lambda: SimpleNamespace(cuStreamIsCapturing=asked))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: now)
+    one = object.__new__(branches.Branch)
+    one.stream, one._index, one._of, one._lock = 7, 0, 0, threading.Lock()
+    one._own = SimpleNamespace(wait_event=lambda event: None, record_event=lambda: "event")
+    assert one.fork()
+    busy[0] = 1
+    assert one.fork()
+    now.cuda_stream = 2
+    assert not one.fork()
+    busy[0] = 0
+    assert one.fork()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "float32"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_graphs_give_what_calls_do(name: str, precision: str) -> None:
+    """Captured one after the other and replayed in turns; in a graph products run beside each other."""
+    kind, options, _ = LAYERS[name]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
+        layers = [getattr(whorl, kind)(96, units, device="cuda", dtype=dtype, **options) for units in (128, 64)]
+        x = torch.randn(30, 32, 96, device="cuda", dtype=dtype, requires_grad=True)
+        wanted = [gradients(name, layer, x) for layer in layers]
+        graphs = [in_a_graph(lambda layer=layer: gradients(name, layer, x)) for layer in layers]
+        for _ in range(3):
+            for (graph, captured), eager in zip(graphs, wanted, strict=True):
+                for tensor in captured:
+                    tensor.detach().fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                for one, other in zip(captured, eager, strict=True):
+                    scale = float(other.abs().max()) + 1e-30
+                    assert float((one - other).abs().max()) / scale < (2e-2 if precision == "bf16" else 1e-3)
+
+
+@pytest.mark.gpu
+def test_a_graph_has_two_branches() -> None:
+    layer = whorl.GRU(128, 128, device="cuda")
+    x = torch.randn(30, 32, 128, device="cuda", requires_grad=True)
+    graph, _ = in_a_graph(lambda: gradients("LSTM", layer, x))
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    assert any(after[0] < before[1] and "gemm" in after[2] for before, after in pairwise(spans))
