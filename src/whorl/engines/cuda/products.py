@@ -181,6 +181,8 @@ def cublas() -> Any:
     pointer: Any = ctypes.c_void_p
     number: Any = ctypes.c_int
     library.cublasSetMathMode.argtypes = [pointer, number]
+    library.cublasSetStream_v2.argtypes = [pointer, pointer]
+    library.cublasSetWorkspace_v2.argtypes = [pointer, pointer, ctypes.c_size_t]
     matrix = [pointer, number, number]
     library.cublasGemmEx.argtypes = [
         pointer, *[number] * 5, pointer, *matrix, *matrix, pointer, *matrix, number, number,
