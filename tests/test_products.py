@@ -350,8 +350,8 @@ def test_the_kernel_that_splits_compiles_for_every_chip_that_takes_it(tmp_path: 
 
 @pytest.mark.parametrize(
     "exact, most, capability, wanted",
-    [(True, 3 << 29, (9, 0), True), (True, 3 << 29, (8, 0), True), (True, 3 << 29, (8, 9), False),
-     (False, 3 << 29, (9, 0), False), (True, (3 << 29) - 1, (9, 0), False)],
+    [(True, split.LEAST, (9, 0), True), (True, split.LEAST, (8, 0), True), (True, split.LEAST, (8, 9), False),
+     (False, split.LEAST, (9, 0), False), (True, split.LEAST - 1, (9, 0), False)],
 )  # fmt: skip
 def test_where_three_products_are_needed(exact: bool, most: int, capability: tuple[int, int], wanted: bool) -> None:
     assert split.needed(exact, most, Chip(capability, 132)) == wanted
@@ -361,7 +361,8 @@ def test_where_three_products_are_needed(exact: bool, most: int, capability: tup
     "sizes, wanted",
     [
         ((3840, 1024, 4096), True), ((3840, 1024, 3072), True), ((3840, 512, 2048), True), ((25_600, 256, 1024), True),
-        ((25_600, 128, 512), True), ((700, 1500, 6000), False), ((1024, 512, 2048), False), ((256, 1024, 4096), False),
+        ((25_600, 128, 512), True), ((25_600, 128, 384), True), ((12_400, 168, 504), False),
+        ((700, 1500, 6000), False), ((1024, 512, 2048), False), ((256, 1024, 4096), False),
         ((3840, 4096, 1024), False), ((4096, 3840, 1024), False), ((6000, 700, 1500), False),
         ((4096, 256, 1024), False),
         ((25_600, 1024, 256), False), ((1024, 25_600, 256), False),

@@ -6,6 +6,7 @@ fills in addresses.  It lists all that it has, and from there each kernel takes 
 """
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -201,8 +202,10 @@ class Plain(Layers):
             self._of_hh.append(OfSome(is_apart, *places, over, start))
 
     def _leaves_room(self) -> bool:
-        """Whether two products of backward may run beside each other, and gain by it."""
+        """Whether two products of backward may run beside each other, and gain by it: measured on 9.0."""
         form, (units, batch, time, _) = self.form, self.sizes
+        if self.chip.capability != (9, 0) or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+            return False  # torch gives cuBLAS another workspace there, with which a graph might have other bits
         largest = time * batch * len(self.cell.gates) * units * max(units, form.inputs, form.layer_inputs(1))
         # what copies or splits its matrices does so on torch's stream, which also clears a gradient of a single step
         return time > 1 and largest < _BESIDE and all(isinstance(one, Product) for one in self._products_back())
@@ -387,7 +390,11 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _BESIDE = 2_000_000_000
-"""Multiplications of the largest product of backward, below which two of them run beside each other in a graph."""
+"""Multiplications of the largest product of backward, below which two of them run beside each other in a graph.
+
+A train step took, one after the other and beside each other (one H200, 2026-11-23): GRU 1x32x30x128 107 and 96 us with
+TF32, 139 and 128 in float32, 1x62x200x168 556 and 554, LSTM in bfloat16 1x32x30x128 86 and 80, 1x32x30x512 118 and 117
+(TF32 188 and 183, float32 443 and 420), 1x128x200x128 408 and 406; from 4 billion on each product fills the GPU."""
 
 _ALIGNED = 256
 """Bytes: where parts of a room begin."""

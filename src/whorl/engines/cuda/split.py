@@ -17,7 +17,8 @@ from whorl.engines.cuda.products import Product
 from whorl.engines.cuda.tiling import Chip
 
 LEAST = 1_200_000_000
-"""Multiplications of a product that is worth it, where some launches more are little beside it."""
+"""Multiplications of a product that is worth it, where some launches more are little beside it: forward of a GRU took
+307 and 275 us with 25,600 x 128 x 384, and 328 and 329 with 12,400 x 168 x 504 (one H200, 2026-11-23)."""
 
 TALL = 2048
 """Rows of its result, at least, and ..."""
