@@ -53,8 +53,6 @@ multiple of that; the GRU with its reset before the product is beside the plain 
 `python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
 run. `lengths` are all full: sequences that are shorter cost less. An empty cell: at that commit the engine did not take it, or it was not measured. In TF32 a layer
 multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)); where its states have no bound, as softplus leaves them, TF32 itself, at half the rate.
-Beside the record before (e428083) the plain layer takes less in some columns (TF32, 256 units at batch 128: 462 us and 522; bfloat16, 1,024 at 32: 634 and 694), so that what an option adds counts for more there.
-In TF32 at batch 128 with 1,024 units softplus, layer norm and all at once are of 1d9a651.
 """
 
 CELLS = """
