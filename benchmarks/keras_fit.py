@@ -5,9 +5,10 @@
     python benchmarks/keras_fit.py --torch none --jax PYTHON                       on JAX alone
 
 Each contender is a process of its own, with the Python that is named for its backend (this one for torch), and they
-take turns.  First the numbers: all hold the same weights, `predict` must give the same, and the loss of the first epoch
-too (with dropout only on the same backend, whose random masks are the same); a case that differs is not timed, and the
-others are.  All is float32, without TF32 on a GPU.  Then the times, after that first epoch.
+take turns, case after case in each, so that cases can be compared with each other too.  First the numbers: all hold the
+same weights, `predict` must give the same, and the loss of the first epoch too (with dropout only on the same backend,
+whose random masks are the same); a case that differs is not timed, and the others are.  All is float32, without TF32 on
+a GPU.  Then the times, after that first epoch.
 Beside them runs Keras without the layer: the same model and weights, whose recurrent layer is next to nothing.  What it
 takes is what no recurrent layer can save.
 """
@@ -33,6 +34,13 @@ class Shape(NamedTuple):
     batches: int = 16
     steps: int = 100
     features: int = 64
+
+
+class Key(NamedTuple):
+    """A model: one of `CASES`, and the units of its layer."""
+
+    case: str
+    units: int
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -115,15 +123,19 @@ def work(side: str, shape: Shape) -> None:
         source, facts["whorl"] = whorl.keras, whorl.__version__
     elif side == "nothing":
         source = without_the_layer()
-    model, x, target, batch = None, None, None, shape.batch
+    models: dict[Key, Any] = {}
+    batch = shape.batch
     for line in sys.stdin:
         asked, found = json.loads(line), None
         what, some = asked["do"], slice(asked.get("batches", shape.batches) * batch)
         if what == "facts":
-            found = facts
-        elif what == "build":
-            model = build(asked["case"], asked["units"], source, shape)
-            x, target = data(asked["case"], shape)
+            print(json.dumps(facts), file=answers, flush=True)
+            continue
+        key = Key(asked["case"], asked["units"])
+        if what == "build":
+            models[key] = build(*key, source, shape), *data(key.case, shape)
+        model, x, target = models[key]
+        if what == "build":
             found = model.predict(x[:batch], verbose=0).ravel().tolist()
         elif what == "loss":
             found = model.fit(x[some], target[some], batch_size=batch, shuffle=False, verbose=0).history["loss"][0]
@@ -190,7 +202,7 @@ def started(pythons: dict[str, str], shape: Shape) -> Iterator[list[Contender]]:
             one.end()
 
 
-def check(contenders: list[Contender], case: str, units: int, **epoch: int) -> None:
+def check(contenders: list[Contender], key: Key, **epoch: int) -> None:
     """Builds the model in each, and compares what they predict and the loss of an epoch, but for those without a layer.
 
     Args:
@@ -199,17 +211,18 @@ def check(contenders: list[Contender], case: str, units: int, **epoch: int) -> N
     Raises:
         Differs: two whose numbers are not the same.
     """
+    case, which = key.case, key._asdict()
     for one in contenders:
         if one.side == "nothing":
             for do in ("build", "loss"):
-                one.ask(do, case=case, units=units, **epoch)
+                one.ask(do, **which, **epoch)
     contenders = [one for one in contenders if one.side != "nothing"]
-    predicted = [one.ask("build", case=case, units=units) for one in contenders]
+    predicted = [one.ask("build", **which) for one in contenders]
     for one, values in zip(contenders, predicted, strict=True):
         apart = max(abs(a - b) for a, b in zip(values, predicted[0], strict=True))
         if not apart < 1e-5:
             raise Differs(f"{case}: {one.name} predicts {apart} apart from {contenders[0].name}")
-    losses = [one.ask("loss", **epoch) for one in contenders]
+    losses = [one.ask("loss", **which, **epoch) for one in contenders]
     for one, loss in zip(contenders, losses, strict=True):
         alike = [other for other in contenders if other.backend == one.backend] if "dropout" in case else contenders
         wanted = losses[contenders.index(alike[0])]
@@ -218,39 +231,48 @@ def check(contenders: list[Contender], case: str, units: int, **epoch: int) -> N
 
 
 def measure(
-    contenders: list[Contender], case: str, units: int, rounds: int, most: float | None = None
-) -> Iterator[dict[str, Any]]:
-    """The median seconds of each contender, in turns.
+    contenders: list[Contender], keys: list[Key], rounds: int, most: float | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """The median seconds of each contender and model, all of them in turns: what is known after each round.
 
     Args:
+        keys: the models, which are built.
         most: seconds of an epoch; one of a contender that would take longer has fewer batches, which its row says.
     """
-    check(contenders, case, units, **({} if most is None else FEW))
+    engines = {
+        key: {one.name: engine for one in contenders if (engine := one.ask("engines", **key._asdict()))} for key in keys
+    }
     for do in DOES:
-        batches = {one.name: _batches(one, do, most) for one in contenders}
-        for one in contenders:
-            one.ask(do, batches=batches[one.name])  # compiles what it compiles
-        times: dict[str, list[float]] = {one.name: [] for one in contenders}
+        batches = {key: {one.name: _batches(one, do, key, most) for one in contenders} for key in keys}
+        for key in keys:
+            for one in contenders:
+                one.ask(do, **key._asdict(), batches=batches[key][one.name])  # compiles what it compiles
+        times: dict[Key, dict[str, list[float]]] = {key: {one.name: [] for one in contenders} for key in keys}
         for turn in range(rounds):
-            for one in contenders[:: (-1) ** turn]:
-                times[one.name].append(one.ask(do, batches=batches[one.name]))
-        seconds = {name: round(statistics.median(found), 4) for name, found in times.items()}
-        each = ", ".join(f"{name} {1e3 * took / batches[name]:.2f} ms a batch" for name, took in seconds.items())
-        print(f"{case}, {units} units, {do}: {each}", flush=True)
-        row: dict[str, Any] = {"case": case, "units": units, "do": do, "seconds": seconds}
-        if fewer := {one.name: batches[one.name] for one in contenders if batches[one.name] < one.shape.batches}:
-            row["batches"] = fewer
-        if do == "fit":
-            row["engines"] = {one.name: engine for one in contenders if (engine := one.ask("engines"))}
-        yield row
+            for key in keys:
+                for one in contenders[:: (-1) ** turn]:
+                    taken = one.ask(do, **key._asdict(), batches=batches[key][one.name])
+                    times[key][one.name].append(taken)
+            rows = []
+            for key in keys:
+                seconds = {name: round(statistics.median(found), 4) for name, found in times[key].items()}
+                row: dict[str, Any] = {**key._asdict(), "do": do, "seconds": seconds}
+                every = {one.name: (batches[key][one.name], one.shape.batches) for one in contenders}
+                if fewer := {name: some for name, (some, all_) in every.items() if some < all_}:
+                    row["batches"] = fewer
+                rows.append(row | ({"engines": engines[key]} if do == "fit" else {}))
+            yield rows
+        for key, row in zip(keys, rows, strict=True):
+            each = [f"{name} {1e3 * took / batches[key][name]:.2f} ms a batch" for name, took in row["seconds"].items()]
+            print(f"{key.case}, {key.units} units, {do}: {', '.join(each)}", flush=True)
 
 
-def _batches(one: Contender, do: str, most: float | None) -> int:
+def _batches(one: Contender, do: str, key: Key, most: float | None) -> int:
     """How many batches an epoch of a contender has."""
     if most is None:
         return one.shape.batches
-    one.ask(do, **FEW)  # compiles what it compiles
-    return min(one.shape.batches, max(2, int(most * FEW["batches"] / one.ask(do, **FEW))))
+    one.ask(do, **key._asdict(), **FEW)  # compiles what it compiles
+    return min(one.shape.batches, max(2, int(most * FEW["batches"] / one.ask(do, **key._asdict(), **FEW))))
 
 
 FEW = {"batches": 4}
@@ -286,14 +308,16 @@ def main() -> None:
     different: list[str] = []
     with started(pythons, Shape(*given.shape)) as contenders:
         facts = {one.name: one.ask("facts") for one in contenders}
-        for units in given.sizes:
-            for case in given.cases.split(";"):
-                try:
-                    for row in measure(contenders, case, units, given.rounds, given.most):
-                        if given.out:
-                            write(given.out, facts, [row], Shape(*given.shape))
-                except Differs as found:
-                    different.append(str(found))
+        keys = [Key(case, units) for units in given.sizes for case in given.cases.split(";")]
+        for key in [*keys]:
+            try:
+                check(contenders, key, **({} if given.most is None else FEW))
+            except Differs as found:
+                different.append(str(found))
+                keys.remove(key)
+        for rows in measure(contenders, keys, given.rounds, given.most):
+            if given.out:
+                write(given.out, facts, rows, Shape(*given.shape))
     if different:
         raise SystemExit("\n".join(different))
     return None

@@ -51,18 +51,26 @@ def test_slow_contenders_have_fewer_batches(tmp_path: Path) -> None:
             self.side, self.name, self.each = side, f"{names['SIDES'][side]}, torch", each
             self.shape = names["Shape"](batches=32)
 
-        def ask(self, do: str, batches: int = 0, **more: object) -> object:
-            if do in ("build", "loss", "engines"):
-                assert do != "loss" or batches == 4
-                return {"build": [1.0], "loss": 2.0, "engines": ""}[do]
-            asked.append((self.side, do, batches))
+        def ask(self, do: str, case: str, units: int, batches: int = 0) -> object:
+            assert units == 8
+            if do == "engines":
+                return ""
+            asked.append((self.side, case, batches))
             return self.each * batches
 
-    row = next(names["measure"]([Contender("whorl", 0.01), Contender("keras", 0.25)], "plain", 8, 2, 1.0))
-    assert row["seconds"] == {"whorl, torch": 0.32, "Keras, torch": 1.0}
-    assert row["batches"] == {"Keras, torch": 4}
-    assert [batches for side, _, batches in asked if side == "whorl"] == [4, 4, 32, 32, 32]
-    assert [batches for side, _, batches in asked if side == "keras"] == [4, 4, 4, 4, 4]
+    keys = [names["Key"](case, 8) for case in ("plain", "relu")]
+    rounds = names["measure"]([Contender("whorl", 0.01), Contender("keras", 0.25)], keys, 2, 1.0)
+    rows = [next(rounds), next(rounds)][-1]
+    assert [(row["case"], row["units"], row["do"]) for row in rows] == [("plain", 8, "fit"), ("relu", 8, "fit")]
+    assert [row["seconds"] for row in rows] == [{"whorl, torch": 0.32, "Keras, torch": 1.0}] * 2
+    assert [row["batches"] for row in rows] == [{"Keras, torch": 4}] * 2
+    for case in ("plain", "relu"):
+        assert [batches for side, name, batches in asked if (side, name) == ("whorl", case)] == [4, 4, 32, 32, 32]
+        assert [batches for side, name, batches in asked if (side, name) == ("keras", case)] == [4, 4, 4, 4, 4]
+    turns = [(side, case) for side, case, _ in asked[-8:]]  # case after case in each round, sides in the other order
+    assert turns == [(side, case) for order in (("whorl", "keras"), ("keras", "whorl"))
+                     for case in ("plain", "relu") for side in order]  # fmt: skip
+    row = rows[0]
     out = tmp_path / "results.json"
     names["write"](out, {name: {} for name in row["seconds"]}, [row], names["Shape"](batches=32))
     assert "| plain | 8 | 10.0 | 250.0, 25.0 |" in names["tables"](out)
@@ -84,11 +92,12 @@ def test_what_differs_is_not_timed() -> None:
     nothing = Contender("four", 9.0, 9.0)
     nothing.side = "nothing"
     same, other, worse = Contender("one", 1.0, 2.0), Contender("two", 1.1, 2.0), Contender("three", 1.0, 2.1)
-    names["check"]([same, nothing, same], "plain", 2)
+    key = names["Key"]("plain", 2)
+    names["check"]([same, nothing, same], key)
     assert nothing.asked == {"build", "loss"}
     for wrong in (other, worse):
         with pytest.raises(SystemExit, match=f"plain: {wrong.name} "):
-            names["check"]([same, wrong], "plain", 2)
+            names["check"]([same, wrong], key)
 
 
 def test_what_differs_ends_the_program_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,19 +109,22 @@ def test_what_differs_ends_the_program_after_the_others(monkeypatch: pytest.Monk
         assert pythons == {"jax": "python"}
         yield []
 
-    def measure(contenders: object, case: str, units: int, rounds: int, most: object) -> list[object]:
-        if case == "plain":
+    def check(contenders: object, key: tuple[str, int]) -> None:
+        if key[0] == "plain":
             raise main["Differs"]("plain: not the same")
-        measured.append(case)
+
+    def measure(contenders: object, keys: list[tuple[str, int]], rounds: int, most: object) -> list[object]:
+        measured.extend(keys)
         return []
 
     monkeypatch.setitem(main, "started", started)
+    monkeypatch.setitem(main, "check", check)
     monkeypatch.setitem(main, "measure", measure)
     arguments = ["keras_fit.py", "--torch", "none", "--jax", "python", "--cases", "plain;relu", "--sizes", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="plain: not the same"):
         names["main"]()
-    assert measured == ["relu"]
+    assert measured == [("relu", 2)]
 
 
 @pytest.mark.parametrize("results", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
