@@ -169,7 +169,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-        patch.setattr(plain, "branch", lambda index: None)
+        patch.setattr(plain, "branch_of", lambda index: None)
         library = SimpleNamespace(
             cublasGemmEx=multiply, cublasGemmStridedBatchedEx=multiply_each, cublasSetMathMode=lambda handle, mode: 0
         )

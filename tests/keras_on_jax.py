@@ -134,6 +134,16 @@ def test_a_gradient_does_not_run_the_forward_again(name: str, kept: None, monkey
     assert calls == (["forward"] * 2 if by_torch else ["forward", "forward", "backward", "backward"])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_recurrent_dropout_of_whole_numbers(training: bool, kept: None) -> None:
+    found = []
+    for source in (whorl.keras, keras.layers):
+        keras.utils.set_random_seed(0)
+        layer = source.LSTM(2, recurrent_dropout=0.3)
+        found.append(layer(np.round(x).astype("int32"), training=training))
+    close(*found)
+
+
 def test_a_callback_gets_no_states_of_zero_and_the_masks_of_all_gates_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(xla, "takes", lambda *given, **more: False)

@@ -407,6 +407,18 @@ def test_masks_are_those_that_keras_draws(name: str, rates: tuple[float, float])
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_recurrent_dropout_of_whole_numbers(name: str, training: bool) -> None:
+    """Masks are in the dtype in which the layer computes, not in that of its input."""
+    whole, found = np.arange(24).reshape(2, 3, 4) % 3, []
+    for source in (whorl.keras, keras.layers):
+        keras.utils.set_random_seed(0)
+        layer = getattr(source, name)(4, recurrent_dropout=0.3)
+        found.append(layer(keras.ops.convert_to_tensor(whole, "int32"), training=training).detach())
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_unroll_and_dropout_of_everything(name: str) -> None:
     layer, rolled = getattr(whorl.keras, name)(4, unroll=True, go_backwards=True), getattr(whorl.keras, name)(4)

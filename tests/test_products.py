@@ -101,12 +101,14 @@ def test_a_long_sum_of_float32_is_made_of_parts(
         multiply = library.cublasGemmEx
         library.cublasGemmEx = lambda *given: depths.append(given[5].value) or multiply(*given)
         narrow = [125] * 20
-        for large, high, tf32, wanted in (
-            (41, 9, False, [1250, 1250]), (42, 9, False, [2500]), (0, 0, True, [2500]),
-            (42, 6, False, narrow), (42, 7, False, [2500]), (41, 6, False, [1250, 1250]),
+        for large, high, shallow, tf32, wanted in (
+            (41, 9, 2500, False, [1250, 1250]), (42, 9, 2500, False, [2500]), (0, 0, 2500, True, [2500]),
+            (42, 6, 2500, False, narrow), (42, 7, 2500, False, [2500]), (42, 6, 2499, False, [2500]),
+            (41, 6, 2500, False, [1250, 1250]),
         ):  # fmt: skip
             monkeypatch.setattr(products, "_LARGE", large)
             monkeypatch.setattr(products, "_HIGH", high)
+            monkeypatch.setattr(products, "_SHALLOW", shallow)
             depths.clear()
             made = torch.full((6, 7), 3.0)
             ready = Product(torch.float32, (6, 2500, 7), turned, (a_step, b_step, 7), tf32)

@@ -111,7 +111,7 @@ def _between_events(runner: Runner, count: int) -> list[float]:
     for _ in range(settle + count):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         runner.change()
-        if runner.graphed:  # twice as long as the host took last: on an H200's 10 us, a pass of a small layer 20
+        if runner.graphed:  # for twice as long as the host took last: passes of 24 us seemed to take 25 to 27 (H200)
             torch.cuda._sleep(int(2 * min(host, _LONGEST / 2) * _CYCLES))
         began = time.perf_counter()
         start.record()

@@ -146,7 +146,9 @@ def _tensors_of_call(layer: Any, x: Any, states: tuple[Any, ...], training: Any)
     if states:
         state = states[0]
     else:  # only its shape, dtype and device are read
-        state = entering.new_empty(size) if BACKEND == "torch" else keras.ops.empty(size, entering.dtype)
+        dtype = cell.compute_dtype
+        on_torch = BACKEND == "torch"
+        state = entering.new_empty(size, dtype=getattr(torch, dtype)) if on_torch else keras.ops.empty(size, dtype)
     layer._maybe_config_dropout_masks(cell, entering, [state])
     try:
         return tensors_of(cell, entering, state, states, training)

@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     weights: tuple[Tensor, ...]
     """kernel, recurrent_kernel, bias; what of them it has.  Of a "Cell" also its recurrent bias and its vectors."""
     states: tuple[Tensor, ...]
-    """Initial states, [batch, units] each; or none on torch, where they are zero."""
+    """Initial states, [batch, units] each; or none where they are zero."""
     input_masks: tuple[Tensor, ...] = ()
     """[batch, inputs]: none, one, or one for each gate in Keras' order; what dropout multiplies its input with.
 

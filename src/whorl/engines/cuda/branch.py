@@ -24,13 +24,14 @@ class Branch:
     """The second stream of one device, which no one else has.
 
     Args:
-        index: torch's number of the device, which is the current one.
+        index: torch's number of the device.
     """
 
     def __init__(self, index: int) -> None:
-        torch.cuda.current_stream(index)  # torch has made the context now
         made = ctypes.c_void_p()
-        check(driver().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING), "make a stream")
+        with torch.cuda.device(index):
+            torch.cuda.current_stream()  # torch has made its context now, and it is this thread's
+            check(driver().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING), "make a stream")
         assert made.value, "the driver says that it made one"
         self.stream, self._index = made.value, index
         self._own = torch.cuda.ExternalStream(self.stream, device=torch.device("cuda", index))
@@ -60,6 +61,6 @@ class Branch:
 
 
 @cache
-def branch(index: int) -> Branch:
-    """That of a device, which is the current one."""
+def branch_of(index: int) -> Branch:
+    """That of a device."""
     return Branch(index)

@@ -17,8 +17,8 @@ from torch import Tensor
 from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
-from whorl.engines.cuda.branch import branch
-from whorl.engines.cuda.layers import Layers, address, pair, plain
+from whorl.engines.cuda.branch import branch_of
+from whorl.engines.cuda.layers import Layers, address, largest, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import Product, handle
@@ -88,7 +88,7 @@ class Plain(Layers):
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
-            self._branch = branch(self.index) if self._leaves_room() else None
+            self._branch = branch_of(self.index) if self._leaves_room() else None
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
 
@@ -203,12 +203,11 @@ class Plain(Layers):
 
     def _leaves_room(self) -> bool:
         """Whether two products of backward may run beside each other, and gain by it: measured on 9.0."""
-        form, (units, batch, time, _) = self.form, self.sizes
         if self.chip.capability != (9, 0) or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
             return False  # torch gives cuBLAS another workspace there, with which a graph might have other bits
-        largest = time * batch * len(self.cell.gates) * units * max(units, form.inputs, form.layer_inputs(1))
         # what copies or splits its matrices does so on torch's stream, which also clears a gradient of a single step
-        return time > 1 and largest < _BESIDE and all(isinstance(one, Product) for one in self._products_back())
+        alone = self.problem.time > 1 and all(isinstance(one, Product) for one in self._products_back())
+        return alone and largest(self.problem)[1] < _BESIDE
 
     def _products_back(self) -> list[Made]:
         """Those of backward."""
@@ -290,7 +289,7 @@ class Plain(Layers):
             output, address(grad_y), *[state.data_ptr() + away for state in (*starts, *grad_starts) for away in far],
             *[0 if grad is None else grad.data_ptr() + away for grad in grad_finals for away in far],
         ]  # fmt: skip
-        beside = self._branch if torch._C._cuda_isCurrentStreamCapturing() else None
+        branch = self._branch if torch._C._cuda_isCurrentStreamCapturing() else None
         for layer in reversed(range(self.form.layers)):
             reads, first = self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
@@ -307,7 +306,7 @@ class Plain(Layers):
             elif call.dropout:
                 dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
                 entered = dropped.data_ptr()
-            aside = beside if beside is not None and beside.fork() else None
+            aside = branch if branch is not None and branch.fork() else None
             if self.form.bias:
                 self._adding.launch(
                     stream if aside is None else aside.stream, directions, self._back.sums, *sums,
@@ -318,9 +317,9 @@ class Plain(Layers):
                 if target:
                     self._of_x[layer](blas, to_gates[direction], at[own], target, direction > 0)
                 self._of_ih[layer](blas, to_gates[direction], entered, into[own])
-            _room = None
+            _space = None  # the last layer's goes back before this one's is taken
             if aside is not None:
-                blas, _room = aside.handle(dtype)
+                blas, _space = aside.handle(dtype)
             for direction in range(directions):
                 recurrent = first + direction * self._every + 1
                 of_gates = to_gates[direction], to_apart[direction]

@@ -20,8 +20,8 @@ _DEFAULT_MATH, _DEFAULT_ALGORITHM = 0, -1
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 _LARGE = 1 << 20  # elements of a result, from which on cuBLAS adds one product after another to each
 _LONGEST = 2048  # of them in float32: a gradient of 25,600 rows was off by 2.0e-6, of 3,840 by 1.1e-6
-_HIGH, _NARROW = 2048, 32  # so many rows or more of fewer columns, of which it does so too
-_LONGEST_NARROW = 128  # 5,817 x 413 with 413 x 4 was off by 3.7e-7, in parts of 64 by 1.2e-7, as with 277 rows
+_HIGH, _NARROW, _SHALLOW = 2048, 32, 1024  # so many rows or more of fewer columns: it does so too, unless they are deep
+_LONGEST_NARROW = 128  # 5,817 x 413 with 413 x 4 was off by 3.7e-7, in parts of 64 by 1.2e-7, as with 277 rows (H200)
 
 
 def product(
@@ -74,7 +74,7 @@ class Product:
         self._text = f"{rows} x {depth} with {depth} x {columns} of {dtype}"
         self._multiply = cublas().cublasGemmEx
         # cuBLAS goes by columns, so that what it knows as b.T @ a.T is our a @ b.  Numbers are C's already: 1 us less.
-        longest = longest or (_longest(rows, columns) if dtype is torch.float32 and not tf32 else None) or max(1, depth)
+        longest = longest or (_longest(*sizes) if dtype is torch.float32 and not tf32 else None) or max(1, depth)
         parts = max(1, -(-depth // longest))
         each = -(-depth // parts)
         to_a, to_b = (each * dtype.itemsize * way for way in (a_step if turned[0] else 1, 1 if turned[1] else b_step))
@@ -102,11 +102,11 @@ class Product:
             add = True
 
 
-def _longest(rows: int, columns: int) -> int | None:
+def _longest(rows: int, depth: int, columns: int) -> int | None:
     """Of how many products of float32 a sum is made before it is added to the others; None: as cuBLAS does it."""
     if rows * columns > _LARGE:
         return _LONGEST
-    return _LONGEST_NARROW if rows >= _HIGH and columns < _NARROW else None
+    return _LONGEST_NARROW if rows >= _HIGH and depth <= _SHALLOW and columns < _NARROW else None
 
 
 def handle(dtype: torch.dtype) -> int:
