@@ -128,14 +128,13 @@ def work(side: str, shape: Shape) -> None:
     for line in sys.stdin:
         asked, found = json.loads(line), None
         what, some = asked["do"], slice(asked.get("batches", shape.batches) * batch)
-        if what == "facts":
-            print(json.dumps(facts), file=answers, flush=True)
-            continue
-        key = Key(asked["case"], asked["units"])
+        key = Key(asked.get("case", ""), asked.get("units", 0))
         if what == "build":
             models[key] = build(*key, source, shape), *data(key.case, shape)
-        model, x, target = models[key]
-        if what == "build":
+        model, x, target = models.get(key, (None, None, None))
+        if what == "facts":
+            found = facts
+        elif what == "build":
             found = model.predict(x[:batch], verbose=0).ravel().tolist()
         elif what == "loss":
             found = model.fit(x[some], target[some], batch_size=batch, shuffle=False, verbose=0).history["loss"][0]
@@ -256,9 +255,9 @@ def measure(
             rows = []
             for key in keys:
                 seconds = {name: round(statistics.median(found), 4) for name, found in times[key].items()}
-                row: dict[str, Any] = {**key._asdict(), "do": do, "seconds": seconds}
-                every = {one.name: (batches[key][one.name], one.shape.batches) for one in contenders}
-                if fewer := {name: some for name, (some, all_) in every.items() if some < all_}:
+                row: dict[str, Any] = {**key._asdict(), "do": do, "rounds": turn + 1, "seconds": seconds}
+                some = batches[key]
+                if fewer := {one.name: some[one.name] for one in contenders if some[one.name] < one.shape.batches}:
                     row["batches"] = fewer
                 rows.append(row | ({"engines": engines[key]} if do == "fit" else {}))
             yield rows
@@ -300,6 +299,8 @@ def main() -> None:
         return print(tables(given.tables), end="")
     if given.worker:
         return work(given.worker, Shape(*given.shape))
+    if given.rounds < 1:
+        parser.error(f"--rounds is {given.rounds}: write 1 or more")
     pythons = {
         backend: python
         for backend in ("torch", "jax", "tensorflow")

@@ -146,6 +146,18 @@ def test_there_is_none_where_torch_gives_cublas_another_workspace(
     assert not made
 
 
+def test_what_cublas_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a workspace of its own two products at once would write to the same."""
+    library = SimpleNamespace(cublasSetStream_v2=lambda *given: 0, cublasSetWorkspace_v2=lambda *given: 7)
+    monkeypatch.setattr(branches, "cublas", lambda: library)
+    monkeypatch.setattr(branches, "handle", lambda dtype: 1)
+    monkeypatch.setattr(branches, "empty", lambda *laid: torch.empty(1))
+    one = object.__new__(branches.Branch)
+    one.stream = 5
+    with pytest.raises(whorl.KernelError, match=r"a stream of its own in a CUDA graph \(7\)"):
+        one.handle(torch.float32)
+
+
 def test_a_branch_that_another_capture_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it still is in a capture, it goes on only from the stream that it was forked from."""
     busy, now = [0], SimpleNamespace(cuda_stream=1, record_event=lambda: "event", wait_event=lambda event: None)

@@ -64,6 +64,7 @@ def test_slow_contenders_have_fewer_batches(tmp_path: Path) -> None:
     assert [(row["case"], row["units"], row["do"]) for row in rows] == [("plain", 8, "fit"), ("relu", 8, "fit")]
     assert [row["seconds"] for row in rows] == [{"whorl, torch": 0.32, "Keras, torch": 1.0}] * 2
     assert [row["batches"] for row in rows] == [{"Keras, torch": 4}] * 2
+    assert [row["rounds"] for row in rows] == [2, 2]
     for case in ("plain", "relu"):
         assert [batches for side, name, batches in asked if (side, name) == ("whorl", case)] == [4, 4, 32, 32, 32]
         assert [batches for side, name, batches in asked if (side, name) == ("keras", case)] == [4, 4, 4, 4, 4]

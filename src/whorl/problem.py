@@ -56,6 +56,11 @@ class Form:
         """Of the state of this index; the first is projected."""
         return self.width if index == 0 else self.units
 
+    def state_shapes(self, batch: int) -> list[tuple[int, int, int]]:
+        """Of each state of all layers and directions, before the first step or after the last."""
+        widths = map(self.state_width, range(len(self.cell.states)))
+        return [(self.layers * self.directions, batch, width) for width in widths]
+
     def layer_inputs(self, layer: int) -> int:
         return self.inputs if layer == 0 else self.width * self.directions
 

@@ -243,10 +243,8 @@ def _backward(ctx: Any, grads: Row) -> Row:
     if not torch.is_grad_enabled():
         return backward(made, call, y, saved, grads)
     form, states = made.problem.form, len(made.problem.form.cell.states)
-    rows = (form.layers * form.directions, made.problem.batch)
-    finals = [(*rows, form.state_width(index)) for index in range(states)]
     sequences = [(*y.shape[:-1], form.state_width(index) * form.directions) for index in range(states)]
-    shapes = [y.shape, *finals, *sequences]
+    shapes = [y.shape, *form.state_shapes(made.problem.batch), *sequences]
     given = [
         y.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes[: len(grads)], strict=True)
     ]

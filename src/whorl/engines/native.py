@@ -20,12 +20,7 @@ def _states_or_zeros(problem: Problem, call: Call) -> list[Tensor]:
     """The initial states in the layer's dtype, zero where none are given."""
     if call.states:
         return [state.to(problem.dtype).contiguous() for state in call.states]
-    rows = problem.form.layers * problem.form.directions
-    count = len(problem.form.cell.states)
-    return [
-        call.x.new_zeros(rows, problem.batch, problem.form.state_width(index), dtype=problem.dtype)
-        for index in range(count)
-    ]
+    return [call.x.new_zeros(shape, dtype=problem.dtype) for shape in problem.form.state_shapes(problem.batch)]
 
 
 def _concatenated(outs: list[Tensor]) -> Tensor:

@@ -81,7 +81,7 @@ def sweep(
         return xla.sweep(parts[0], x, _with_states(parts[0], x, own), mask, go_backwards, zero_output, sequences)
 
     def called_back(x: Any, *tensors: Tensors) -> Swept:
-        outputs, *states = _run([*parts], x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
+        outputs, *states = _run(parts, x, tensors, mask, False, go_backwards, zero_output, sequences, notes)
         ends = iter(states)
         return Swept(outputs[:, -1], outputs, tuple(tuple(next(ends) for _ in range(cell.states)) for cell in parts))
 
@@ -155,11 +155,11 @@ def _whole(cotangent: Any) -> Any:
 
 
 def _run(
-    parts: list[Part], x: Any, tensors: Sequence[Tensors], mask: Any, both: bool, go_backwards: bool,
+    parts: Sequence[Part], x: Any, tensors: Sequence[Tensors], mask: Any, both: bool, go_backwards: bool,
     zero_output: bool, sequences: bool, notes: list[Plan] | None,
 ) -> Sequence[Any]:  # fmt: skip
     """Outputs (of each direction), then the final states of each cell (or direction)."""
-    cells = parts * (1 + both)
+    cells = [*parts] * (1 + both)
     together = tuple([_stacked(cell.kind, own) for cell, own in zip(cells, tensors, strict=True)])
     leaves, structure = jax.tree.flatten((x, together, mask))
     job = _Job(tuple(parts), both, go_backwards, zero_output, sequences, structure, _device(leaves))
@@ -429,9 +429,7 @@ class _Saving:
 
 def _again(call: Call, made: Plan, y: Tensor, saved: list[Tensor]) -> tuple[Tensor, ...]:
     """A call that was run before, for autograd: of its final states only the shapes, which is all that is read."""
-    form = made.problem.form
-    rows = form.layers * form.directions, made.problem.batch
-    finals = [call.x.new_empty(*rows, form.state_width(index)) for index in range(len(form.cell.states))]
+    finals = [call.x.new_empty(shape) for shape in made.problem.form.state_shapes(made.problem.batch)]
     return _Again.apply((made, call.layout, call.marks, y, saved), finals, *call.tensors)
 
 

@@ -14,6 +14,7 @@ import torch
 from whorl.engines.cuda.launch import check, driver
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.products import cublas, handle
+from whorl.errors import KernelError
 
 _NON_BLOCKING = 1  # CUstream_flags
 _WORKSPACE = laid_out((32 << 20,), torch.uint8)
@@ -49,10 +50,16 @@ class Branch:
             return True
 
     def handle(self, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """`products.handle` for products of this branch, until it is asked for again; and what is to live so long."""
-        made, space = handle(dtype), empty(*_WORKSPACE)
-        cublas().cublasSetStream_v2(made, self.stream)
-        cublas().cublasSetWorkspace_v2(made, space.data_ptr(), space.numel())
+        """`products.handle` for products of this branch, until it is asked for again; and what is to live so long.
+
+        Raises:
+            KernelError: cuBLAS refuses.
+        """
+        made, space, library = handle(dtype), empty(*_WORKSPACE), cublas()
+        status = library.cublasSetStream_v2(made, self.stream)
+        status = status or library.cublasSetWorkspace_v2(made, space.data_ptr(), space.numel())
+        if status:
+            raise KernelError(f"cuBLAS does not take a stream of its own in a CUDA graph ({status}).")
         return made, space
 
     def join(self) -> None:

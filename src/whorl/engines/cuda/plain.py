@@ -391,9 +391,11 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 _BESIDE = 2_000_000_000
 """Multiplications of the largest product of backward, below which two of them run beside each other in a graph.
 
-A train step took, one after the other and beside each other (one H200, 2026-11-23): GRU 1x32x30x128 107 and 96 us with
+A train step took, one after the other and beside each other (H200, 2026-11-23, two runs an hour apart in which
+torch.nn's took the same to 2 percent): GRU 1x32x30x128 107 and 96 us with
 TF32, 139 and 128 in float32, 1x62x200x168 556 and 554, LSTM in bfloat16 1x32x30x128 86 and 80, 1x32x30x512 118 and 117
-(TF32 188 and 183, float32 443 and 420), 1x128x200x128 408 and 406; from 4 billion on each product fills the GPU."""
+(TF32 188 and 183, float32 443 and 420), 1x128x200x128 408 and 406; a product of 4 billion takes 14 us by itself,
+which is 580 TFLOP/s."""
 
 _ALIGNED = 256
 """Bytes: where parts of a room begin."""

@@ -89,9 +89,14 @@ class Size(NamedTuple):
     """Of options the layer has dropout and zoneout alone, nothing of which is given."""
 
     @property
+    def plain(self) -> bool:
+        """Neither options nor vectors nor means."""
+        return not (self.ahead or self.back or self.vectors or self.masks or self.bits or self.staged)
+
+    @property
     def bare(self) -> bool:
-        """Neither options nor vectors nor means nor exact products: measured with more weights in registers."""
-        return not (self.ahead or self.back or self.vectors or self.masks or self.bits or self.staged or self.exact)
+        """Nor exact products: measured with more weights in registers."""
+        return self.plain and not self.exact
 
     @property
     def optional(self) -> bool:
@@ -476,7 +481,7 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
     """What tiles take beside their estimates, microseconds of a step."""
     if size.optional:
         return _beside_options(size, kind, tile)
-    if size.exact and size._replace(exact=False).bare and size.recurrent == 3 and 96 < size.units <= 128:
+    if size.exact and size.plain and size.recurrent == 3 and 96 < size.units <= 128:
         return _beside_exact(kind, tile)
     if not size.bare or size.recurrent < 3:
         return 0.0
