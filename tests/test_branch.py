@@ -34,8 +34,9 @@ def gradients(name: str, layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
     shape, given = LAYERS[name][2], {}
     if shape:
         leading = shape if shape != (1,) else ()
-        mask = torch.arange(1.0, 1 + layer.hidden_size).expand(*leading, x.shape[1], -1) % 3
-        given = dict(dropout_masks={"recurrent_dropout": mask.contiguous().to(x)})
+        numbers = torch.arange(1, 1 + layer.hidden_size, device=x.device, dtype=x.dtype)
+        mask = numbers.expand(*leading, x.shape[1], -1) % 3
+        given = dict(dropout_masks={"recurrent_dropout": mask.contiguous()})
     y = layer(x, **given)[0]
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
 

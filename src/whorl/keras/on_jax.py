@@ -288,9 +288,12 @@ def _in_worker(function: Callable[..., Any], *given: Any) -> Any:
 
 def _stream(context: Any, device: torch.device) -> AbstractContextManager[Any]:
     """XLA's own stream as torch's current one, where the buffers are a GPU's."""
-    return (
-        torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device)) if device.type == "cuda" else nullcontext()
-    )
+    return torch.cuda.stream(_as_torch_has(context.stream, device)) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=64)
+def _as_torch_has(stream: int, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(stream, device)
 
 
 # --- what the callbacks do, with tensors of torch ---------------------------------------------------------------------
@@ -337,7 +340,8 @@ def _backward(job: _Job, row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         saved = iter([(room.plan, next(kept), room.saved(next(kept))) for room in job.rooms])
         made = _Kept.of(job, leaves, lambda form, call, engine, outputs=True: _again(call, *next(saved)))
     outputs = list(compress(made.outputs, job.given))
-    grads = torch.autograd.grad(outputs, made.wanted, list(cotangents), retain_graph=True, allow_unused=True)
+    with torch.autograd.set_multithreading_enabled(False):  # to a GPU's own thread and back takes as long as the rest
+        grads = torch.autograd.grad(outputs, made.wanted, list(cotangents), retain_graph=True, allow_unused=True)
     _fill(out, [out.new_zeros(()) if grad is None else grad for grad, out in zip(grads, out, strict=True)])
 
 
