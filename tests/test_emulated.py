@@ -532,11 +532,14 @@ def test_products_of_four_warps_behind_masks_by_gate(
 
 
 def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[..., Tile | None]:
-    """A choice of tiles: cluster, row tiles, splits or warps, and sub-tiles; forward also warps for the cell alone."""
+    """A choice of tiles: cluster, row tiles, splits or warps, and sub-tiles; forward also warps for the cell alone.
+
+    Backward also how many warps share an item.
+    """
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
         if way == "backward":
-            tile = tiling.backward(size, *back[:3], chip.shared, subs=back[3])
+            tile = tiling.backward(size, *back[:3], chip.shared, subs=back[3], splits=sum(back[4:]) or 1)
         else:
             tile = tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
         assert tile is not None, (ahead, back)
@@ -558,6 +561,15 @@ def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[...,
         ("RNN", 130, 29, 1, torch.float16, (2, 4, 1, 2), (2, 4, 8, 2), dict(nonlinearity="relu")),
         ("LSTM", 70, 33, 1, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), BY_GATE),
         ("LSTM", 340, 7, 1, torch.bfloat16, (8, 1, 4, 1), (8, 1, 4, 1), {}),  # a warp has all of two blocks
+        # two warps share an item
+        ("LSTM", 40, 19, 1, torch.bfloat16, (2, 1, 4, 1), (2, 1, 8, 1, 2), dict(bidirectional=True)),
+        ("GRU", 33, 14, 1, torch.float32, (2, 2, 2, 1), (2, 2, 4, 1, 2), dict(num_layers=2)),
+        ("GRU", 30, 7, 1, torch.float16, (1, 1, 2, 1), (1, 1, 4, 1, 2), {}),
+        ("LSTM", 70, 21, 1, torch.bfloat16, (4, 1, 4, 1), (4, 3, 8, 1, 2), BY_GATE),
+        ("RNN", 130, 13, 1, torch.float16, (2, 2, 1, 1), (2, 1, 16, 1, 2), dict(nonlinearity="relu", zoneout=0.2)),
+        ("LSTM", 33, 7, 1, torch.bfloat16, (2, 1, 2, 1), (2, 1, 4, 1, 2), dict(peephole=True, clip=0.5)),
+        ("GRU", 40, 30, 1, torch.bfloat16, (2, 2, 2, 2), (2, 4, 8, 2, 2), dict(zoneout=0.2)),
+        ("LSTM", 40, 19, 1, torch.float32, (2, 3, 4, 3), (2, 3, 4, 3, 2), {}),
         # no cluster: barriers of the block alone
         ("LSTM", 20, 19, 1, torch.bfloat16, (1, 2, 4, 1), (1, 2, 4, 1), {}),
         ("GRU", 33, 14, 1, torch.float16, (1, 2, 2, 1), (1, 2, 8, 1), dict(bidirectional=True, zoneout=0.2)),

@@ -145,7 +145,8 @@ def test_what_float32_is_multiplied_as_float16(name: str, exact: bool, forward: 
     for kind in KINDS:
         tile = tiling.choose(size, H200, 32, 1, kind)
         assert tile is not None
-        assert tile.halves == size.scaled(kind)
+        itself = kind == "backward" and name.startswith("rnn") and not exact  # TF32 is the faster: 149 us of 155 (H200)
+        assert tile.halves == (size.scaled(kind) and not itself)
         optional = size_of(CELLS[name].graph, 512, 4, source.Features(reset=True, reset_to=True), exact)
         assert optional.scaled(kind) == (size.scaled(kind) and not exact)
 
@@ -205,7 +206,7 @@ def test_a_tile_that_disagrees_with_its_kernel_does_not_compile() -> None:
 
 
 def test_the_most_units_of_a_cluster_depend_on_bytes() -> None:
-    for name, *mosts in [("lstm", 768, 512, 512), ("gru", 768, 512, 512), ("rnn_tanh", 1280, 1280, 1024)]:
+    for name, *mosts in [("lstm", 768, 768, 512), ("gru", 768, 512, 512), ("rnn_tanh", 1280, 1280, 1024)]:
         for (element, exact), most in zip(WIDTHS, mosts, strict=True):
             fitting = [
                 units

@@ -232,7 +232,7 @@ def backward(
     elif staged(graph):
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
-        own |= {"SUBS": tile.subs}
+        own |= {"SUBS": tile.subs, "SPLITS": tile.splits}
     if staged(graph):
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights

@@ -129,7 +129,7 @@ class Tile:
     splits: int = 0
     """Forward: warps that share the depth of the product of 16 units.
 
-    Backward, of steps with several stages: warps that share 16 units of 8 sequences.
+    Backward: warps that share 16 units of 8 sequences.
     """
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
@@ -210,9 +210,14 @@ def forward(
 
 
 def backward(
-    size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None, subs: int = 1
-) -> Tile | None:
-    """The backward kernel's numbers for a cluster, a number of row tiles and of warps, where they fit."""
+    size: Size, cluster: int, tiles: int, warps: int, limit: int, resident: int | None = None, subs: int = 1,
+    splits: int = 1,
+) -> Tile | None:  # fmt: skip
+    """The backward kernel's numbers for a cluster, a number of row tiles and of warps, where they fit.
+
+    Args:
+        splits: warps that share 16 units of 8 sequences, 1 or 2.
+    """
     part, halves = tiles // subs, size.scaled("backward")
     planes = 1 + (halves and size.exact)
     if subs > 1 and (tiles % subs or cluster == 1):
@@ -221,19 +226,19 @@ def backward(
     units = slice_of(size.units, cluster)
     groups = units // 16
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * units // (8 * words)
-    own, share = -(-cells // warps), -(-strips // warps)
+    own, share = -(-cells * splits // warps), -(-strips // warps)
     chunk = min(1 if size.bits and halves and part > 1 else 2, share)  # a gate's sums are kept apart
     summed = size.gates + size.apart + size.vectors
     item = (size.gates + size.apart) * size.gate + 2 * size.element + 4 * (size.states - 1)
     chains = 2 if chunk * part < 4 and not halves else 1  # as the kernel counts them
-    used = own * (item + 4 * size.states + 2 * summed + 2 * size.vectors)
+    used = own * ((item + 4 * size.states) // splits + 2 * summed + 2 * size.vectors)
     used += (4 * chunk * chains + 4) * part
     used += (2 * share + 4 * chunk * part * planes) * halves  # scales, and sums of one group
     used += 4 * chunk * part * (size.bits or bool(size.masks))
     if size.drawn and tiles == own == 1 and size.element == 2 and groups <= 2:
         used += size.back // 2  # and the time loop compiles without spills, where memory has few weights or none
     else:
-        used += own * size.back + 8 * bool(size.back)
+        used += own * size.back // splits + 8 * bool(size.back)
     used += 4 * chunk * part * (size.recurrent - 1) * (size.bits and halves and chunk * part <= 3)
     used += 4 * (tiles == 1 and size.element == 2)  # of what is computed ahead
     if size.bare and tiles == 1 and groups == 8:
@@ -249,7 +254,7 @@ def backward(
     shared += 32 * subs if subs > 1 else 16
     if shared > limit or (halves and groups > 12):
         return None
-    made = (cluster, units, tiles, resident, shared, warps)
+    made = (cluster, units, tiles, resident, shared, warps, splits)
     return Tile(*made, chunk=chunk, exact=size.exact, halves=halves, subs=subs)
 
 
@@ -309,7 +314,8 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
     for way, cluster in itertools.product(ways, clusters):
         for tiles, subs in ((tiles, subs) for tiles in range(1, 9) for subs in (1, 2, 3, 4) if tiles % subs == 0):
             if kind == "backward":
-                made = [backward(way, cluster, tiles, warps, chip.shared, subs=subs) for warps in (4, 8, 12, 16)]
+                each = [(warps, _sharers(way, cluster, tiles, warps, subs)) for warps in (4, 8, 12, 16)]
+                made = [backward(way, cluster, tiles, n, chip.shared, subs=subs, splits=splits) for n, splits in each]
             else:
                 shapes = [(1, 0), (2, 0), (4, 0), (8, 0)] + [(4, 2)] * (not size.exact)  # as measured
                 made = [
@@ -317,6 +323,18 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
                     for splits, pointwise in shapes
                 ]
             yield from (tile for tile in made if tile is not None)
+
+
+def _sharers(size: Size, cluster: int, tiles: int, warps: int, subs: int) -> int:
+    """Warps that share 16 units of 8 sequences backward: two where there are enough for each to have one such half.
+
+    Everyone waits for who computes the cell.  Of 222 tiles measured both ways (one H200, 2026-11-23) all where warps
+    are enough were the faster so but two of RNN: LSTM and GRU with 128 units at batch 32 by 0.3 to 0.5 us a step.
+    (Four warps, one unit of one sequence a thread, were 2 to 4 percent faster where a block has 16 units, and slower
+    elsewhere.)  With more sequences or sub-tiles it gained too, but others that have fewer take less.
+    """
+    few = tiles == 1 or (tiles == 2 and subs == 1)
+    return 2 if few and 2 * slice_of(size.units, cluster) // 16 * tiles <= min(warps, 8) else 1
 
 
 def fits(size: Size, chip: Chip, kind: str) -> bool:
@@ -409,6 +427,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     products = size.recurrent * groups * (tile.cluster * tile.slice / (8 * words)) * tile.tiles / 4
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
     read = tile.warps * streamed(size, tile, kind) * planes / 2
+    if kind == "backward" and tile.splits == 2 and taken == 1:
+        return _shared_time(size, tile, read)
     if size.element == 4 and not tile.halves:
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
@@ -446,8 +466,6 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         step *= (0.87 if tile.subs == 2 else 1.0) * max(1.0, 1 + 0.024 * (size.back - 12))
     elif tile.subs > 1:
         step *= 1.07  # 1.05 to 1.19 times what one tile of as many sequences takes, 512 units at batch 128
-    if taken == tile.tiles == 1 and size.bare and size.recurrent > 2 and size.units < 256 and size.element == 2:
-        step *= _FEW_BACK
     return begin + taken * (step + _beside(size, kind, tile))
 
 
@@ -469,24 +487,20 @@ _SPARE = 0.97
 """Of what the others take, with such a sub-tile. Forward, where it leaves more registers to those that multiply: LSTM
 1.10 and 1.19 us with 512 units at batch 32 and TF32 products, with a mask 1.02 and 1.13, in bfloat16 0.99 and 1.00, GRU
 0.86 and 0.89. (With four sub-tiles for three at batch 128 LSTM took 1.92 and 1.98, but with a clip 2.39 and 2.07.)
-Backward, where fewer sequences are in each of more clusters: GRU 2.22 and 2.32 with 768 units at batch 16. This and
-what follows: one H200, 30 steps, with all that a launch takes, 2026-11-23."""
-_FEW_BACK = 0.82
-"""And of estimates backward of fewer than 256 units in two bytes: LSTM with 128 units at batch 32 and 128, and with 168
-at 62, took 1.11, 1.22 and 1.22 us where 1.32, 1.40 and 1.55 were estimated, GRU 1.11, 1.09 and 1.12 where 1.31, 1.38
-and 1.51 were; spread over blocks LSTM took 1.24, 1.22 and 1.45."""
+Backward, where fewer sequences are in each of more clusters: GRU 2.22 and 2.32 with 768 units at batch 16. One
+H200, 30 steps, with all that a launch takes, 2026-11-23."""
 
 
 def _beside(size: Size, kind: str, tile: Tile) -> float:
     """What tiles take beside their estimates, microseconds of a step."""
     if size.optional:
         return _beside_options(size, kind, tile)
-    if size.exact and size.plain and size.recurrent == 3 and 96 < size.units <= 128:
-        return _beside_exact(kind, tile)
+    wide, blocks = size.element == 4, (tile.cluster, tile.slice)
+    lstm, itself = size.recurrent > 3, wide and not tile.halves
+    if size.exact and size.plain and size.recurrent == 3 and 96 < size.units <= 128 and kind == "forward":
+        return {(4, 32): 0.06, (16, 16): 0.15}.get(blocks, 0.0)  # at batch 32 1.22 and 1.20 us, in clusters of 8 1.03
     if not size.bare or size.recurrent < 3:
         return 0.0
-    wide, blocks, strips = size.element == 4, (tile.cluster, tile.slice), tile.cluster * tile.slice // 16
-    lstm, itself = size.recurrent > 3, size.element == 4 and not tile.halves
     if kind == "forward":
         if not lstm and not wide and blocks == (16, 48) and tile.splits == 4 and tile.tiles == 1:
             return 0.1  # 650 units at batch 20 1.70, with half as many splits 1.61
@@ -495,27 +509,9 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
         if lstm and tile.halves and blocks == (4, 32) and tile.pointwise and size.units > 96:
             return 0.1  # 128 units at batch 128 0.85, where all warps compute the cell 0.78
         return 0.0
-    if not wide:  # with 128 units at batch 32 and 128 LSTM 1.09 and 1.14 us, by 8 warps 1.11 and 1.22; GRU 1.01 of 1.11
-        return -0.09 if tile.warps == 4 and strips <= 8 and tile.tiles == 1 else 0.0
-    if not lstm and blocks == (4, 32) and size.units > 96:
-        return 0.2  # 128 units at batch 128: 1.37 to 1.57 us, in clusters of 8 with 16 sequences 1.20
-    if not lstm and itself and blocks == (8, 32) and tile.warps == 4:
-        return 0.05  # 168 units at batch 62: 1.63, with 8 warps 1.53
-    if not lstm and itself and tile.slice == 16 and tile.tiles == 2 and tile.warps == 4 and 96 < size.units <= 192:
-        return -0.3  # 128 units at batch 32 1.25, with 8 sequences 1.36; 168 at 62 1.71, in clusters of 8 with 8 1.85
-    if not lstm and tile.halves and blocks == (8, 32) and tile.tiles == 2 and tile.warps == 8 and size.units > 192:
-        return -0.2  # 256 units at batch 128: 2.36, spread 2.53
     if lstm and tile.halves and blocks == (2, 128):
         return 0.6  # 256 units at batch 512: 3.83, spread 3.62
     return 0.0
-
-
-def _beside_exact(kind: str, tile: Tile) -> float:
-    """The same of GRU with exact products and about 128 units: one H200, steps of 100 with all products, 2026-11-23."""
-    if kind == "forward":  # at batch 32: 1.22 us, in clusters of 8 1.03, of 16 1.20
-        return {(4, 32): 0.06, (16, 16): 0.15}.get((tile.cluster, tile.slice), 0.0)
-    # at batch 32 and 128: 1.66 and 2.25 us, with 8 sequences in clusters of 8 and of 4 1.85 and 2.42
-    return -0.3 if (tile.cluster, tile.slice, tile.tiles, tile.warps, tile.subs) == (8, 16, 2, 8, 1) else 0.0
 
 
 def _beside_options(size: Size, kind: str, tile: Tile) -> float:
@@ -524,16 +520,34 @@ def _beside_options(size: Size, kind: str, tile: Tile) -> float:
         # a mask, and resets: 512 units at batch 128 2.34 and 2.33 us, spread 2.14 and 2.16
         slow = tile.subs > 2 and tile.pointwise > 0 and not size.drawn
         return 0.4 * (size.many and (tile.slice > 48 or tile.tiles > 1)) + 0.25 * slow
-    if size.element == 4:
-        return 0.0
-    if size.many:  # 512 units at batch 32 2.67 us, spread 2.30; 256 1.90 and 1.84
+    if size.many and size.element == 2:  # 512 units at batch 32 2.67 us, spread 2.30; 256 1.90 and 1.84
         return 0.3 + 0.02 * streamed(size, tile, kind)
-    # 256 units at batch 32: a mask 1.29 us with 4 warps and 1.37 with 8, resets 1.37 and 1.43, dropout by gate 1.31 and
-    # 1.36
-    few = (tile.cluster, tile.slice, tile.warps, tile.tiles) == (16, 16, 4, 1)
-    return -0.1 if few and not size.ragged else 0.0
+    return 0.0
 
 
+def _shared_time(size: Size, tile: Tile, read: float) -> float:
+    """Microseconds of a step backward where two warps share what of the cell they compute, of clusters that all run.
+
+    Args:
+        read: operands of weights that a block reads from shared memory.
+    """
+    many, few, each = max(0, tile.warps - 8), tile.warps == 4, tile.slice // 16 * tile.tiles
+    counts = (1, tile.cluster, many, -few, each, read, tile.tiles - 1)
+    costs = _SHARED[size.element, tile.halves, size.exact]
+    return sum(cost * count for cost, count in zip(costs, counts, strict=True))
+
+
+_SHARED = {
+    (2, False, False): (0.43, 0.0205, 0.0134, 0.071, 0.175, 0.0049, 0.0),
+    (4, False, False): (0.65, 0.0171, 0.0231, 0.090, 0.193, 0.0053, 0.15),
+    (4, True, False): (0.84, 0.0148, 0.0, 0.138, 0.183, 0.0077, 0.0),
+    (4, True, True): (1.05, 0.0192, 0.0136, 0.126, 0.268, 0.0075, 0.25),
+    (4, False, True): (1.05, 0.0192, 0.0136, 0.126, 0.268, 0.0075, 0.25),
+}
+"""By the bytes of an element, whether products are of scaled float16 and whether they are exact, for: the step, each
+block of the cluster, each warp above 8, 4 warps (less), each 16 units of 8 sequences of a block, each operand that is
+read, and a second 8 sequences.  Fitted to LSTM and GRU on an H200, 128 to 512 units, batch 1 to 128, 349 tiles,
+2026-11-23; RNN, and what it was not fitted to, chose within 5 percent of the best of 4 to 10 that were measured."""
 _FOUR_BYTES = {
     ("forward", False): (0.0, 0.0211, 0.0261, 0.351, 0.0008, 0.0, 0.0572, 0.0030),
     ("backward", False): (0.844, 0.0, 0.0206, 0.363, 0.0, 0.0, 0.0424, 0.0018),

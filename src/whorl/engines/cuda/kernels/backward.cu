@@ -7,8 +7,9 @@
 // source, added by the receiver in the order of the sources.
 //
 // The product's rows are all units, 16 in each of CLUSTER x GROUPS strips; warp w owns SHARE strips from w x SHARE on.
-// The cell is computed in CELLS items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has
-// two neighbouring units of two neighbouring sequences of each.
+// The cell is computed in items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has two
+// neighbouring units of two neighbouring sequences of each.  Or an item is 4 of those sequences (SPLITS = 2), and a
+// thread has two units of one: two threads with the same pair each add up the sums of half the sources for both.
 //
 // The rows are taken in SUBS sub-tiles: while the sums of one travel, and the warps that have its items compute them,
 // the others multiply the gradients of the one before it.
@@ -30,7 +31,8 @@
 // @generated
 
 constexpr int PART = TILES / SUBS;  // row tiles of a sub-tile
-constexpr int ROWS = 8 * TILES, GROUPS = SLICE / 16, CELLS = GROUPS * TILES, OWN = (CELLS + WARPS - 1) / WARPS;
+constexpr int ROWS = 8 * TILES, GROUPS = SLICE / 16, CELLS = GROUPS * TILES;
+constexpr int ITEMS = CELLS * SPLITS, PER = 2 / SPLITS, OWN = (ITEMS + WARPS - 1) / WARPS;
 constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks; behind them a float for each group
@@ -39,10 +41,11 @@ static_assert(!HALVES || GROUPS <= 12, "no room for a scale of each group");
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * PLANES * 128, GRADIENT_WORDS = PLANES * PLANE_WORDS, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
-constexpr int PART_CELLS = GROUPS * PART;
+constexpr int PART_ITEMS = GROUPS * PART * SPLITS;
+static_assert(WARPS % SPLITS == 0, "a thread's share of an item is not always the same");
 constexpr bool WHOLE = TILES == 1;  // all 8 are sent, without a branch, over which the compiler moves no product
-constexpr bool AT_ONCE = EXACT && SUBS == 1;  // for each unit at its place the compiler spills, with sub-tiles all at once
-constexpr bool ROOMY = TILES == 1 && ELEMENT_BYTES == 2;  // else registers are short
+constexpr bool ROOMY = SPLITS > 1 ? OWN == 1 : TILES == 1 && ELEMENT_BYTES == 2;  // else registers are short
+constexpr bool AT_ONCE = EXACT && SUBS == 1 && !ROOMY;  // for each unit at its place the compiler spills, with sub-tiles all at once
 constexpr int CHAINS = !HALVES && CHUNK * PART < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int GATE_DEPTHS = DEPTHS / RECURRENT;
 // gates whose scaled sums go behind their masks once all have been added up, where registers allow, and not each time
@@ -71,7 +74,7 @@ struct Arguments {
   Element* gate_gradients[2];              // [time, batch, GATES x UNITS]
   Element* apart_gradients[2];             // [time, batch, APART x UNITS]
   Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
-  float* sums[2];                          // [clusters x TILES, SUMMED x UNITS]
+  float* sums[2];                          // [clusters x TILES x SPLITS, SUMMED x UNITS]
   long long time, batch;
 #if OPTIONS
   Options o;
@@ -80,13 +83,13 @@ struct Arguments {
 #endif
 };
 
-struct Item {  // what one thread reads for an item at a step: two units of each of two sequences
-  GatePair gates[2][GATES], apart[2][MOST(APART)];
-  Pair y_gradient[2], before[2];
-  float2 states[2][MOST(STATES - 1)];
-  unsigned valid[2], cut[2];  // the step counts; no state came into it from the one before: as loaded
-  float2 zones[2][STATES], noise[2], inputs[2][MOST(INPUTS)];
-  Pair state_gradients[2][STATES];
+struct Item {  // what one thread reads for an item at a step: two units of each of its sequences
+  GatePair gates[PER][GATES], apart[PER][MOST(APART)];
+  Pair y_gradient[PER], before[PER];
+  float2 states[PER][MOST(STATES - 1)];
+  unsigned valid[PER];  // the step counts: as loaded
+  float2 zones[PER][STATES], noise[PER], inputs[PER][MOST(INPUTS)];
+  Pair state_gradients[PER][STATES];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
@@ -104,7 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned rank = rank_in_cluster();
   // where a thread's sums lie: those of two neighbouring sequences in a row, since others are not sent where the cluster
   // has none; 8 threads in a row read from different banks
-  const int spot = lane % 4 * 8 + (lane / 4 ^ lane % 4 * 2);
+  const auto spot_of = [](int units, int sequences) { return sequences * 8 + (units ^ sequences * 2); };
+  // the pair of units and the pair of sequences that a thread has of an item; of that pair, where it has one, which
+  const int its_units = SPLITS == 1 ? lane / 4 : lane % 8, its_half = SPLITS == 1 ? 0 : lane / 16;
+  const int its_pair = SPLITS == 1 ? lane % 4 : warp % 2 * 2 + lane / 8 % 2, its_line = its_pair * 2 + its_half;
   const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   const int share = (batch + clusters - 1) / clusters, first_place = cluster * share;
   const int last_place = min(batch, first_place + share);
@@ -158,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     int steps = lasting[0];
 #pragma unroll
     for (int i = 1; i < SUBS; ++i)
-      if (PARTED && (warp + item * WARPS) / PART_CELLS == i) steps = lasting[i];
+      if (PARTED && (warp + item * WARPS) / PART_ITEMS == i) steps = lasting[i];
     return steps;
   };
   long long rows = rows_of(a, first_step), next_rows = rows_of(a, time > 1 ? reverse ? 1 : time - 2 : first_step);
@@ -166,16 +172,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long state_stride = (PACKED ? a.o.starts[a.time] : a.time * batch) * UNITS;
   const bool has_output_gradient = a.y_gradient != nullptr;
 
-  float carried[OWN][STATES][2][2], vectors[OWN][MOST(VECTORS)][2], summed[OWN][MOST(SUMMED)][2] = {};
+  float carried[OWN][STATES][PER][2], vectors[OWN][MOST(VECTORS)][2], summed[OWN][MOST(SUMMED)][2] = {};
   Item item[OWN];
-  bool in[OWN][2][2];  // whether the value of this sequence and unit is there
-  int sequence[OWN][2];
-  int ends[OWN][2];  // steps of each sequence
+  bool in[OWN][PER][2];  // whether the value of this sequence and unit is there
+  int sequence[OWN][PER];
+  int ends[OWN][PER];  // steps of each sequence
   // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
-  float factor[OWN][2][2], held[OWN][2][2] = {}, noise_sums[OWN][2][2] = {}, reset_sums[OWN][STATES][2][2] = {};
-  float2 operand_before[OWN][2];
-  unsigned was_cut[OWN][2];
-  unsigned drawn[OWN][2];
+  float factor[OWN][PER][2], held[OWN][PER][2] = {}, noise_sums[OWN][PER][2] = {}, reset_sums[OWN][STATES][PER][2] = {};
+  float2 operand_before[OWN][PER];
+  unsigned was_cut[OWN][PER];  // as loaded
+  unsigned drawn[OWN][PER];
   const auto away = [&](int j, int b) { return (long long)(ORDER ? sequence[j][b] - sequence[j][0] : b); };
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
@@ -190,7 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto before_of = [&](int j) { return ALONE ? before_from : a.o.before[direction] + states_at[j]; };
   // what is drawn of two units has two bytes: as many as states have elements
   const auto drawn_of = [&](int j) { return ALONE ? drawn_from : (const char*)a.o.drawn[direction] + states_at[j]; };
-  const auto unit_of = [&](int j) { return (int)rank * SLICE + (warp + j * WARPS) % GROUPS * 16 + lane / 4 * 2; };
+  const auto cell_of = [&](int j) { return (warp + j * WARPS) / SPLITS; };
+  const auto unit_of = [&](int j) { return (int)rank * SLICE + cell_of(j) % GROUPS * 16 + its_units * 2; };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
   };
@@ -199,11 +206,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]), also = there && in[j][b][1];
     const long long row = at + sequence[j][b], from = row * UNITS + unit_of(j);
     Item& to = item[j];
-    to.valid[b] = there ? loaded<MASK>(a.o.mask, row, 1) : 0;
-    if constexpr (RESET) {
-      const bool may = reverse ? in[j][b][0] && step + 1 < ends[j][b] : there;
-      to.cut[b] = may ? loaded<RESET>(a.o.reset, reverse ? rows_of(a, step + 1) + sequence[j][b] : row, 0) : 0;
-    }
     if constexpr (NOISE == GIVEN) to.noise[b] = load_wide_pair(a.o.noise[direction] + from, there, also);
 #pragma unroll
     for (int s = 0; s < STATES; ++s) {
@@ -217,10 +219,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
   };
+  // Before the product, and not with the rest of the options: wanted as soon as the sums of the step before have come.
+  const auto load_valid = [&](int j, int b, int step, long long at) {
+    const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]);
+    item[j].valid[b] = there ? loaded<MASK>(a.o.mask, at + sequence[j][b], 1) : 0;
+  };
+  // The same of the step whose product is to come: kept from there on it would be moved, and a move waits for the load.
+  const auto load_cut = [&](int j, int b, int step, long long at) {
+    const bool there = in[j][b][0], may = reverse ? there && step + 1 < ends[j][b] : there && (!LENGTHS || step < ends[j][b]);
+    was_cut[j][b] = may ? loaded<RESET>(a.o.reset, (reverse ? rows_of(a, step + 1) : at) + sequence[j][b], 0) : 0;
+  };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < PER; ++b) {
       const bool there = !LENGTHS || step < ends[j][b], first = there && in[j][b][0], second = there && in[j][b][1];
 #pragma unroll
       for (int g = 0; g < GATES; ++g)
@@ -266,10 +278,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), place = first_place + (warp + j * WARPS) / GROUPS * 8 + lane % 4 * 2;
-    const bool own = warp + j * WARPS < CELLS;
+    const int unit = unit_of(j), place = first_place + cell_of(j) / GROUPS * 8 + its_line;
+    const bool own = warp + j * WARPS < ITEMS;
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < PER; ++b) {
       sequence[j][b] = place + b < last_place ? (int)sequence_at(a, place + b) : place + b;
       ends[j][b] = LENGTHS && place + b < last_place ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
@@ -291,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       vectors[j][v][1] = own && unit + 1 < UNITS ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
     }
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < PER; ++b) {
       in[j][b][0] = own && place + b < last_place && unit < UNITS;
       in[j][b][1] = in[j][b][0] && (UNITS % 2 == 0 || unit + 1 < UNITS);
 #pragma unroll
@@ -306,18 +318,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     load(j, its_first, time == 1);
     if constexpr (OPTIONS)
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < PER; ++b) {
         load_options(j, b, its_first, begin);
+        if constexpr (MARKED) load_valid(j, b, its_first, begin);
         if constexpr (NOISE == HELD)
           item[j].noise[b] = load_wide_pair(a.o.noise[direction] + (long long)sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
       }
   }
 
   // the items that the warp has of a sub-tile are some of those from `first_item` to `last_item`
-  const auto first_item = [](int sub) { return SUBS == 1 ? 0 : sub * PART_CELLS / WARPS; };
-  const auto last_item = [](int sub) { return SUBS == 1 ? OWN : ((sub + 1) * PART_CELLS - 1) / WARPS + 1; };
+  const auto first_item = [](int sub) { return SUBS == 1 ? 0 : sub * PART_ITEMS / WARPS; };
+  const auto last_item = [](int sub) { return SUBS == 1 ? OWN : ((sub + 1) * PART_ITEMS - 1) / WARPS + 1; };
   const auto has = [&](int sub, int j) {
-    return (OWN * WARPS == CELLS || warp + j * WARPS < CELLS) && (SUBS == 1 || (warp + j * WARPS) / PART_CELLS == sub);
+    return (OWN * WARPS == ITEMS || warp + j * WARPS < ITEMS) && (SUBS == 1 || (warp + j * WARPS) / PART_ITEMS == sub);
   };
   const auto has_lines = [&](int sub) { return SUBS == 1 || sub * 8 * PART < share; };
   const auto late = [&](int sub) { return PARTED && !reverse ? time - lasting[sub] : 0; };  // steps before its first
@@ -331,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1);
-    for (int i = 0; i < 2 * SUBS && SUBS > 1; ++i) start_barrier(made + 8 * i, PART_CELLS);
+    for (int i = 0; i < 2 * SUBS && SUBS > 1; ++i) start_barrier(made + 8 * i, PART_ITEMS);
     barriers_started();
     for (int i = 0; i < 2 * SUBS; ++i)
       if (has_lines(i / 2)) expect(barriers + 8 * i, arriving(i / 2));
@@ -342,9 +355,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto arrive = [&](int sub, int t, long long was) {  // t: its steps done before; the last one's rows begin at `was`
 #if CLUSTER > 1
     const unsigned barrier = barriers + 8 * (2 * sub + t % 2);
-    if (SUBS == 1 || warp == sub * PART_CELLS % WARPS || (warp + WARPS - sub * PART_CELLS % WARPS) % WARPS < PART_CELLS) {
+    if (SUBS == 1 || warp == sub * PART_ITEMS % WARPS || (warp + WARPS - sub * PART_ITEMS % WARPS) % WARPS < PART_ITEMS) {
       wait(barrier, (t - 1) / 2 % 2);
-      if (lane == 0 && warp == sub * PART_CELLS % WARPS) expect(barrier, arriving(sub));
+      if (lane == 0 && warp == sub * PART_ITEMS % WARPS) expect(barrier, arriving(sub));
     }
 #else
     __syncthreads();
@@ -352,16 +365,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = first_item(sub); j < last_item(sub); ++j) {
       if (!has(sub, j)) continue;
-      const float4* const from = arrived + ((t % 2 * CELLS + warp + j * WARPS) * CLUSTER) * 32 + spot;
+      constexpr int SOURCES = SPLITS == 1 || CLUSTER == 1 ? CLUSTER : CLUSTER / 2;  // that a thread adds up
+      const int first_source = SOURCES < CLUSTER ? its_half * SOURCES : 0;
+      const float4* const from =
+          arrived + ((t % 2 * CELLS + cell_of(j)) * CLUSTER + first_source) * 32 + spot_of(its_units, its_pair);
       float4 sum = from[0];
 #pragma unroll
-      for (int source = 1; source < CLUSTER; ++source) {
+      for (int source = 1; source < SOURCES; ++source) {
         const float4 part = from[source * 32];
         sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
       }
-      const float sums[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
+      float sums[PER][2] = {{its_half ? sum.z : sum.x, its_half ? sum.w : sum.y}};
+      if constexpr (SPLITS == 1) sums[PER - 1][0] = sum.z, sums[PER - 1][1] = sum.w;
+      if constexpr (SOURCES < CLUSTER) {  // with the other half of the sources of its own sequence, the other thread's
+        sums[0][0] += __shfl_xor_sync(0xffffffffu, its_half ? sum.x : sum.z, 16);
+        sums[0][1] += __shfl_xor_sync(0xffffffffu, its_half ? sum.y : sum.w, 16);
+      }
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
+      for (int b = 0; b < PER; ++b) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
           const float scale = GATEWISE ? a.o.noise_scale : factor[j][b][u];
@@ -395,8 +416,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     rows_before = rows;
     const int step_now = reverse ? t : time - 1 - t, next = reverse ? t + 1 : time - 2 - t;
 
-    float2 dx[OWN][2][GATES], dr[OWN][2][RECURRENT], to_inputs[OWN][2][MOST(INPUTS)], to_zones[OWN][2][STATES];
-    Pair entered[OWN][2];
+    float2 dx[OWN][PER][GATES], dr[OWN][PER][RECURRENT], to_inputs[OWN][PER][MOST(INPUTS)], to_zones[OWN][PER][STATES];
+    Pair entered[OWN][PER];
     const bool all_go_on = t + 1 < time || wants_initial;
     const auto goes_on = [&](int sub) { return PARTED ? t - late(sub) + 1 < lasting[sub] || wants_initial : all_go_on; };
     const auto read_on = [&](int sub) {  // what the next step needs
@@ -413,7 +434,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (DRAWS) drawn_from += row_step * UNITS;
         }
         load(j, next, t + 2 == time);
+        if constexpr (MARKED)
+#pragma unroll
+          for (int b = 0; b < PER; ++b) load_valid(j, b, next, next_rows);
       }
+    };
+    const auto read_cuts = [&](int sub) {
+      if constexpr (RESET)
+#pragma unroll
+        for (int j = first_item(sub); j < last_item(sub); ++j)
+#pragma unroll
+          for (int b = 0; b < PER; ++b)
+            if (SUBS == 1 || has(sub, j)) load_cut(j, b, step_now, rows);
     };
     const auto leave = [&](int sub) {  // what nobody waits for
       const int its = t - late(sub);
@@ -421,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
+        for (int b = 0; b < PER; ++b) {
           const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
           const auto beyond = away(j, b);
 #pragma unroll
@@ -452,6 +484,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const auto far = AHEAD * row_step + beyond;
             if constexpr (DRAWS && UNITS % 2 == 0)
               prefetch(drawn_of(j) + far * UNITS);
+            if constexpr (MASK) prefetch(a.o.mask + next_rows + AHEAD * row_step + sequence[j][b]);
+            if constexpr (RESET) prefetch(a.o.reset + next_rows + AHEAD * row_step + sequence[j][b]);
 #pragma unroll
             for (int g = 0; g < GATES; ++g) prefetch(gates_at[j] + (far * GATES + g) * UNITS);
 #pragma unroll
@@ -487,13 +521,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     };
     const auto compute = [&](int sub) {  // the gradients of a sub-tile's items, into shared memory too
       const int its = t - late(sub);  // its own step
-      Known ahead[OWN][2][2];
+      Known ahead[OWN][PER][2];
       const auto look_ahead = [&] {
 #pragma unroll
         for (int j = first_item(sub); j < last_item(sub); ++j) {
           if (!has(sub, j)) continue;
 #pragma unroll
-          for (int b = 0; b < 2; ++b)
+          for (int b = 0; b < PER; ++b)
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
               float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
@@ -509,7 +543,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
+        for (int b = 0; b < PER; ++b) {
           const float2 output = wide_pair(item[j].y_gradient[b]), h = wide_pair(item[j].before[b]);
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
@@ -587,28 +621,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
           if constexpr (NOISE && !GATEWISE)
             entered[j][b] = narrow_pair(h.x * factor[j][b][0], h.y * factor[j][b][1]), operand_before[j][b] = h;
-          if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
         }
       }
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (!has(sub, j)) continue;
-        const int group = (warp + j * WARPS) % GROUPS, tile = (warp + j * WARPS) / GROUPS;
+        const int group = cell_of(j) % GROUPS, tile = cell_of(j) / GROUPS;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          unsigned* const line = gradients + its % 2 * GRADIENT_WORDS + (tile * 8 + lane % 4 * 2 + b) * STRIDE;
+        for (int b = 0; b < PER; ++b) {
+          unsigned* const line = gradients + its % 2 * GRADIENT_WORDS + (tile * 8 + its_line + b) * STRIDE;
 #if HALVES
           float most = 0.f;  // of the group's gradients of this sequence
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[j][b][g].x), fabsf(dr[j][b][g].y)));
 #pragma unroll
-          for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+          for (int apart = SPLITS == 1 ? 4 : 1; apart < (SPLITS == 1 ? 32 : 8); apart *= 2)
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
           const float scale = scale_of(unscale_of(most));
-          if (lane < 4) line[DEPTHS * 8 + group] = __float_as_uint(unscale_of(most));
+          if (its_units == 0) line[DEPTHS * 8 + group] = __float_as_uint(unscale_of(most));
 #endif
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            unsigned* const to = line + g * SLICE / WORD_ELEMENTS + (group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
+            unsigned* const to = line + g * SLICE / WORD_ELEMENTS + (group * 16 + its_units * 2) / WORD_ELEMENTS;
 #if HALVES
             unsigned low;
             split_halves(dr[j][b][g].x * scale, dr[j][b][g].y * scale, to[0], low);
@@ -628,6 +662,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int j = first_item(sub); j < last_item(sub); ++j)
           if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + its % 2));
         if (its + 1 < lasting[sub]) read_on(sub);
+        read_cuts(sub);
         leave(sub);
       }
 #endif
@@ -787,7 +822,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
               for (int e = 0; e < 4; ++e) sum[e] += sums[CHAINS - 1][c][n][e];
             const int cell = (sub * PART + n) * GROUPS + group_of(i0 + c);
-            const int slot = (((its + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot;
+            const int slot = (((its + 1) % 2 * CELLS + cell) * CLUSTER + rank) * 32 + spot_of(lane / 4, lane % 4);
 #if CLUSTER > 1
             const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                                 __float_as_uint(sum[3])};
@@ -804,7 +839,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if constexpr (SUBS == 1) {
       compute(0);
       if (goes_on(0)) __syncthreads();
-      if (warp < CELLS && t + 1 < time) read_on(0);
+      if (warp < ITEMS && t + 1 < time) read_on(0);
+      if (warp < ITEMS && goes_on(0)) read_cuts(0);
       if (goes_on(0)) multiply_and_send(0);
       leave(0);
 #if CLUSTER > 1
@@ -837,7 +873,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
+      for (int b = 0; b < PER; ++b)
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           const bool given = a.initial_gradients[s] != nullptr;
@@ -855,7 +891,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
-      for (int b = 0; b < 2; ++b)
+      for (int b = 0; b < PER; ++b)
         for (long long t = PARTED ? lasting_of(j) : time; t < a.time; ++t) {
           const long long row = t * batch + sequence[j][b], from = row * UNITS + unit_of(j);
           const bool first = in[j][b][0], second = in[j][b][1];
@@ -879,16 +915,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), tile = (warp + j * WARPS) / GROUPS;
-    const bool own = warp + j * WARPS < CELLS && lane % 4 == 0;
+    const int unit = unit_of(j), tile = cell_of(j) / GROUPS;
+    const bool own = warp + j * WARPS < ITEMS && its_line % (8 / SPLITS) == 0;
 #pragma unroll
     for (int i = 0; i < SUMMED; ++i) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        summed[j][i][u] += __shfl_xor_sync(0xffffffffu, summed[j][i][u], 1);
-        summed[j][i][u] += __shfl_xor_sync(0xffffffffu, summed[j][i][u], 2);
+        summed[j][i][u] += __shfl_xor_sync(0xffffffffu, summed[j][i][u], SPLITS == 1 ? 1 : 8);
+        summed[j][i][u] += __shfl_xor_sync(0xffffffffu, summed[j][i][u], SPLITS == 1 ? 2 : 16);
       }
-      float* const to = a.sums[direction] + ((long long)(cluster * TILES + tile) * SUMMED + i) * UNITS + unit;
+      float* const to = a.sums[direction] + ((long long)((cluster * TILES + tile) * SPLITS + warp % SPLITS) * SUMMED + i) * UNITS + unit;
       store_wide_pair(to, summed[j][i][0], summed[j][i][1], own && unit < UNITS, own && unit + 1 < UNITS);
     }
   }
