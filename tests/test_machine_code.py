@@ -314,9 +314,9 @@ ONE_OPTION = {
 
 
 def loop_with(option: str, kind: str, units: int, dtype: torch.dtype, path: Path) -> list[str]:
-    """The time loop of an LSTM at batch 128 with an option, in clusters, as instructions alone."""
-    cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
-    tile = tiling.choose(size_of(cell, units, dtype.itemsize, features), H200, 128, 1, kind)
+    """The time loop of an LSTM with an option, in clusters, as instructions; forward at batch 128, backward at 32."""
+    cell, features, batch = CELLS["lstm"].graph, ONE_OPTION[option], 128 if kind == "forward" else 32
+    tile = tiling.choose(size_of(cell, units, dtype.itemsize, features), H200, batch, 1, kind)
     assert tile is not None
     text = (source.forward if kind == "forward" else source.backward)(cell, units, dtype, tile, True, features)
     return [line for line in time_loop(disassembled(text, tile, path)) if re.match(r"\s*/\*", line)]
@@ -371,7 +371,7 @@ def test_dropout_leaves_backward_its_weights_in_registers(option: str, tmp_path:
 def test_backward_asks_for_what_was_drawn_before_its_product(option: str, units: int, tmp_path: Path) -> None:
     loop = loop_with(option, "backward", units, torch.bfloat16, tmp_path / "kernel.cubin")
     drawn = places(loop, "LDG.E.U16")
-    assert len(drawn) == 2
+    assert len(drawn) == 1
     assert max(drawn) < min(places(loop, "HMMA.16816.F32.BF16"))
 
 
@@ -399,15 +399,20 @@ def test_what_was_drawn_is_on_its_way_to_the_cache_steps_ahead(
 ) -> None:
     """Else a step waits for memory: what passes through the cache meanwhile is several times what was drawn."""
 
-    def asked(name: str) -> int:
-        cell, features = CELLS["lstm"].graph, ONE_OPTION[name]
-        tile = grid.estimated(size_of(cell, units, 2, features), H200, 128, 1, kind)
+    cell = CELLS["lstm"].graph
+
+    def chosen(name: str) -> tiling.Tile | Spread:
+        tile = grid.estimated(size_of(cell, units, 2, ONE_OPTION[name]), H200, 128, 1, kind)
         assert tile is not None
+        return tile
+
+    def asked(name: str) -> int:
+        features, tile = ONE_OPTION[name], chosen(name)
         write = source.forward if kind == "forward" else source.backward
         text = write(cell, units, torch.bfloat16, tile, True, features)
         return len(places(time_loop(disassembled(text, tile, tmp_path / name)), r"CCTL\.E\.PF2"))
 
-    if option == "zoneout" and kind == "backward":  # which measured as no faster, and at 256 units slower
+    if option == "zoneout" and kind == "backward" and isinstance(chosen(option), Spread):  # which was no faster so
         assert asked(option) == asked("plain")
     else:
         assert asked(option) > asked("plain")
@@ -444,10 +449,8 @@ def test_backward_moves_nothing_that_it_has_just_asked_for(option: str, units: i
 def test_an_option_costs_a_step_few_instructions(
     option: str, kind: str, most: int, units: int, items: int, tmp_path: Path
 ) -> None:
-    """Of each item: where a pair's bits lie is not computed anew at each step."""
+    """Of each item forward: where a pair's bits lie is not computed anew at each step."""
     plain, mine = (loop_with(name, kind, units, torch.bfloat16, tmp_path / name) for name in ("plain", option))
-    if (kind, units) == ("backward", 256):  # where the plain loop has 637, 31 fewer than it had, and zoneout's 8 fewer
-        most += 24
     assert len(mine) - len(plain) <= most * (items if kind == "forward" else 1)
 
 

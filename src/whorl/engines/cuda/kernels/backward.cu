@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
   };
-  // Before the product, and not with the rest of the options: wanted as soon as the sums of the step before have come.
+  // Ahead of what nobody waits for: wanted as soon as the sums of the step before have come.
   const auto load_valid = [&](int j, int b, int step, long long at) {
     const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]);
     item[j].valid[b] = there ? loaded<MASK>(a.o.mask, at + sequence[j][b], 1) : 0;
@@ -434,18 +434,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (DRAWS) drawn_from += row_step * UNITS;
         }
         load(j, next, t + 2 == time);
-        if constexpr (MARKED)
-#pragma unroll
-          for (int b = 0; b < PER; ++b) load_valid(j, b, next, next_rows);
       }
     };
-    const auto read_cuts = [&](int sub) {
-      if constexpr (RESET)
+    const auto read_marks = [&](int sub) {
 #pragma unroll
-        for (int j = first_item(sub); j < last_item(sub); ++j)
+      for (int j = first_item(sub); j < last_item(sub); ++j) {
+        if (SUBS > 1 && !has(sub, j)) continue;
 #pragma unroll
-          for (int b = 0; b < PER; ++b)
-            if (SUBS == 1 || has(sub, j)) load_cut(j, b, step_now, rows);
+        for (int b = 0; b < PER; ++b) {
+          if (MARKED && t - late(sub) + 1 < lasting[sub]) load_valid(j, b, next, next_rows);
+          if constexpr (RESET) load_cut(j, b, step_now, rows);
+        }
+      }
     };
     const auto leave = [&](int sub) {  // what nobody waits for
       const int its = t - late(sub);
@@ -662,7 +662,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int j = first_item(sub); j < last_item(sub); ++j)
           if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + its % 2));
         if (its + 1 < lasting[sub]) read_on(sub);
-        read_cuts(sub);
+        read_marks(sub);
         leave(sub);
       }
 #endif
@@ -840,8 +840,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       compute(0);
       if (goes_on(0)) __syncthreads();
       if (warp < ITEMS && t + 1 < time) read_on(0);
-      if (warp < ITEMS && goes_on(0)) read_cuts(0);
       if (goes_on(0)) multiply_and_send(0);
+      if ((MARKED || RESET) && warp < ITEMS) read_marks(0);
       leave(0);
 #if CLUSTER > 1
     } else {  // each is computed while others multiply the one before it

@@ -37,8 +37,8 @@ constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;  // of what is exchanged
 constexpr int ARRIVED_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * SUM_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
 constexpr int VECTOR_WORDS = VECTORS * SLICE;
 // Where one warp of each scheduler computes cells, and has registers for it.  Then LSTM with layer norm in bfloat16 took
-// 2.04 us a step on an H200, not 2.25 (256 units, batch 32).
-constexpr bool READS_AHEAD = OWN * PER == 1 && ITEMS <= 4 && ELEMENT_BYTES == 2;
+// 2.04 us a step on an H200, not 2.25 (256 units, batch 32).  Without means nothing is long enough for the loads.
+constexpr bool READS_AHEAD = OWN * PER == 1 && ITEMS <= 4 && ELEMENT_BYTES == 2 && MEAN_WORDS > 0;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + ARRIVED_WORDS + 2 * GRADIENT_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + MASK_WORDS) +
                       8 * COPIES * BARRIERS == SHARED,
@@ -167,10 +167,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Gate* gates_at[OWN];
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN], levels_at[OWN];
-  // an item is 16 units x 8 sequences for a warp, or where SPLITS is 2 every other sequence of them
+  // An item is 16 units x 8 sequences for a warp, or where SPLITS is 2 half of those: two threads with the same pair of
+  // sequences then have one each, and add up the sums of half the sources for both (backward.cu).
   const auto cell_of = [&](int j) { return (warp + j * WARPS) / SPLITS; };
   const auto part_of = [&](int j) { return (warp + j * WARPS) % SPLITS; };
   const auto unit_of = [&](int j) { return (int)rank * SLICE + cell_of(j) / TILES * 16 + lane / 4 * 2; };
+  const auto row_of = [&](int j, int b) {
+    return cell_of(j) % TILES * 8 + (SPLITS == 1 ? lane % 4 * 2 + b : part_of(j) * 4 + lane % 4);
+  };
   const auto start_of = [&](int j, int b) {  // in a tensor [directions, batch, UNITS]
     return ((long long)direction * batch + sequence[j][b]) * UNITS + unit_of(j);
   };
@@ -250,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    const int unit = unit_of(j), place = cluster * ROWS + cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j);
+    const int unit = unit_of(j), place = cluster * ROWS + row_of(j, 0);
     const bool own = warp + j * WARPS < ITEMS;
 #pragma unroll
     for (int b = 0; b < PER; ++b) {
@@ -325,21 +329,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   const auto slots_at = [&](int stage, int copy) { return (copy * MEAN_WORDS + mean_offset(stage)) * 4; };  // bytes
   const auto place_of = [&](int j, int b) { return cell_of(j) % TILES * 8 + (part_of(j) + b) * 4 + lane % 4; };
-  const auto row_of = [&](int j, int b) { return cell_of(j) % TILES * 8 + lane % 4 * 2 + part_of(j) + b; };
+  // where among a source's sums those of a thread's pairs of units and sequences lie: apart for the two halves of the
+  // sources, so that 8 threads in a row read from different banks
+  const auto spot_of = [&](int source, int units, int pair) {
+    return units * 4 + (pair ^ (SPLITS == 2 && source >= CLUSTER / 2 ? 2 : 0));
+  };
   const auto gather = [&](int round, int copy, int j, float (&sums)[PER][2]) {
-    const float4* const from = arrived + sums_at(round, copy) + cell_of(j) * CLUSTER * 32 + lane;
+    constexpr int SHARES = SPLITS <= CLUSTER ? SPLITS : 1, EACH = CLUSTER / SHARES;  // sources that a thread adds up
+    const int half = SPLITS == 1 ? 0 : lane % 2, pair = SPLITS == 1 ? lane % 4 : part_of(j) * 2 + lane % 4 / 2;
+    const int first = SHARES == 1 ? 0 : half * EACH;
+    const float4* const from = arrived + sums_at(round, copy) + (cell_of(j) * CLUSTER + first) * 32 +
+                               spot_of(SHARES == 1 ? 0 : first, lane / 4, pair);
+    float4 sum = from[0];
 #pragma unroll
-    for (int source = 0; source < CLUSTER; ++source) {
-      if constexpr (PER == 2) {
-        const float4 part = from[source * 32];
-        const float values[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i / 2 % PER][i % 2] = source == 0 ? values[i] : sums[i / 2 % PER][i % 2] + values[i];
-      } else {
-        const float2 part = ((const float2*)(from + source * 32))[part_of(j)];
-        sums[0][0] = source == 0 ? part.x : sums[0][0] + part.x;
-        sums[0][1] = source == 0 ? part.y : sums[0][1] + part.y;
-      }
+    for (int source = 1; source < EACH; ++source) {
+      const float4 part = from[source * 32];
+      sum = {sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w};
+    }
+    sums[0][0] = half ? sum.z : sum.x, sums[0][1] = half ? sum.w : sum.y;
+    if constexpr (SPLITS == 1) sums[PER - 1][0] = sum.z, sums[PER - 1][1] = sum.w;
+    if constexpr (SHARES > 1) {
+      sums[0][0] += __shfl_xor_sync(0xffffffffu, half ? sum.x : sum.z, 1);
+      sums[0][1] += __shfl_xor_sync(0xffffffffu, half ? sum.y : sum.w, 1);
     }
   };
   const auto put_gradient = [&](int turn, int gate, int j, int b, float first, float second) {
@@ -465,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
           const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
-          const int slot = sums_at(round, copy) + ((strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + lane;
+          const int slot = sums_at(round, copy) + ((strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + spot_of(CLUSTER > 1 ? rank : 0, lane / 4, lane % 4);
 #if CLUSTER > 1
           const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
                               __float_as_uint(sum[3])};
