@@ -596,6 +596,8 @@ def test_sub_tiles_that_travel_while_others_are_computed(
         ("RNN", 33, 26, 2, torch.bfloat16, (2, 2, 4, 2, 2), (2, 2, 4, 2), "lengths given step zoneout initial", 2),
         ("LSTM", 70, 33, 2, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), "lengths gate", 2),
         ("LSTM", 20, 21, 3, torch.bfloat16, (2, 1, 4, 1, 2), (2, 1, 4, 1), "lengths", 2),
+        ("LSTM", 33, 21, 2, torch.bfloat16, (2, 2, 4, 1), (2, 2, 8, 1, 2), "lengths mask reset reset_to initial", 2),
+        ("GRU", 40, 19, 2, torch.float16, (2, 1, 4, 1), (4, 1, 4, 1, 2), "packed reset given step zoneout states", 1),
     ],
 )
 @pytest.mark.parametrize("seed", range(2))

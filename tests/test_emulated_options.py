@@ -158,10 +158,11 @@ def test_states_of_any_size_that_options_keep_or_make_are_as_good_as_others(
         ("timed_lstm", "lengths reset initial", dict(clip={"h": 0.7})),
     ],
 )
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("spread, splits", [(False, 1), (False, 2), (True, 0)])
 def test_options_where_tf32_is_multiplied_as_float16(
-    kind: str, on: str, arguments: dict[str, Any], spread: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind: str, on: str, arguments: dict[str, Any], spread: bool, splits: int, folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     made: dict[str, bool] = {}
     wide = "lengths" in on  # four warps multiply together
 
@@ -169,8 +170,10 @@ def test_options_where_tf32_is_multiplied_as_float16(
         tile: Tile | Spread | None
         if not spread:
             own = size if size.scaled(way) else size._replace(halves=False)
-            given = (own, 2, 2, 2) if way == "forward" else (own, 2, 2, 4)
-            tile = getattr(tiling, way)(*given, chip.shared)
+            if way == "forward":
+                tile = tiling.forward(own, 2, 2, 2, chip.shared)
+            else:
+                tile = tiling.backward(own, 2, 2, 4 * splits, chip.shared, splits=splits)
         elif way == "forward":
             tile = spreading.forward(size, 16, 1, 2, 8, 4 if wide else 2, chip.shared, wide=wide)
         else:

@@ -49,7 +49,7 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
         return tile
     # of a ragged batch what all of it takes: what of one is spread was not measured
     taken = tiling.full_time(*where, tile) if size.staged is None else staging.step_time(size.staged, *where, tile)
-    if _measured(size) and size.element == 2 and kind == "backward":
+    if _measured(size) and size.element == 2 and kind == "backward" and tile.splits < 2:
         taken += _READ * tiling.streamed(size, tile, kind) - _NOT_READ
     worth = taken / much
     if size.masks or worth <= spreading.LEAST[kind]:
@@ -99,11 +99,12 @@ _MUCH_BACK_OPTIONS = 0.98
 1.74, 2.43 and 1.83 us with 256 units at batch 128, 3.30 and 3.36, 3.46 and 3.01, 3.75 and 3.20, 3.99 and 3.23 with
 512."""
 _READ, _NOT_READ = 0.02, 0.3
-"""Microseconds by which, backward in two bytes without options, a step in a cluster takes longer than estimated for
-each operand of a warp that is read from shared memory, and by which it takes less: LSTM and GRU, 256 to 1,024 units
-at batch 16 to 512, both ways on an H200 (40 steps, 2026-11-22). In a cluster and spread LSTM took 2.89 and 2.75 us
-with 650 units at batch 20, 2.53 and 2.31 with 512 at 64, 2.57 and 2.97 at 96, 3.18 and 2.86 at 128, 1.55 and 1.72
-with 256 at 128; GRU 2.81 and 2.37 with 512 at 128, 2.43 and 2.02 with 384 at 128, 1.26 and 1.64 with 256 at 128."""
+"""Microseconds by which, backward in two bytes without options, a step in a cluster whose warps share no item takes
+longer than estimated for each operand of a warp that is read from shared memory, and by which it takes less: LSTM
+and GRU, 256 to 1,024 units at batch 16 to 512, both ways on an H200 (40 steps, 2026-11-22). In a cluster and spread
+LSTM took 2.89 and 2.75 us with 650 units at batch 20, 2.53 and 2.31 with 512 at 64, 2.57 and 2.97 at 96, 3.18 and
+2.86 at 128, 1.55 and 1.72 with 256 at 128; GRU 2.81 and 2.37 with 512 at 128, 2.43 and 2.02 with 384 at 128, 1.26
+and 1.64 with 256 at 128."""
 _MUCH_BACK_FEW = 1.28
 """The same for cells with fewer than four gates from 576 units on, whose clusters are estimated too high: GRU with
 650 units 2.86 and 3.51 us at batch 64 (6 percent less estimated), 6.48 and 5.03 at 128 (40), with 576 2.89 and 3.44

@@ -240,7 +240,7 @@ def backward(
     else:
         used += own * size.back // splits + 8 * bool(size.back)
     used += 4 * chunk * part * (size.recurrent - 1) * (size.bits and halves and chunk * part <= 3)
-    used += 4 * (tiles == 1 and size.element == 2)  # of what is computed ahead
+    used += 4 * (tiles == 1 and size.element == 2)  # computed ahead; in four bytes nothing was spilled without
     if size.bare and tiles == 1 and groups == 8:
         used -= _TOO_MANY
     room = _room(size, registers(warps), used + extra(size, _BACKWARD_EXTRA, part, halves), halves)
@@ -326,7 +326,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
 
 
 def _sharers(size: Size, cluster: int, tiles: int, warps: int, subs: int) -> int:
-    """Warps that share 16 units of 8 sequences backward: two where there are enough for each to have one such half.
+    """Warps that share 16 units of 8 sequences backward: two where 8, or all, are enough for one such half each.
 
     Everyone waits for who computes the cell.  Of 222 tiles measured both ways (one H200, 2026-11-23) all where warps
     are enough were the faster so but two of RNN: LSTM and GRU with 128 units at batch 32 by 0.3 to 0.5 us a step.
@@ -414,7 +414,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
     of two bytes, to 5 percent in the mean; the worst are 0.51 us a step (128 units, batch 32, estimated 0.62) and 1.55
     (256, 512; 1.90).  Of tiles with warps for the cell alone that of 512 units took 0.815 us a step at batch 32, 0.988
-    without such warps.  Two operands are taken to cost as three products.
+    without such warps.  Two operands are taken to cost as three products.  Backward by two warps an item was measured
+    where all clusters run at once: where they take turns it is estimated as by one.
     """
     taken = rounds(chip, batch, directions, tile)
     share = -(-batch // parts(chip, batch, directions, tile, kind))
@@ -428,7 +429,7 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     arriving = 0.0 if tile.cluster == 1 else size.units * tile.rows / 1024
     read = tile.warps * streamed(size, tile, kind) * planes / 2
     if kind == "backward" and tile.splits == 2 and taken == 1:
-        return _shared_time(size, tile, read)
+        return _time_by_two(size, tile, read)
     if size.element == 4 and not tile.halves:
         items = groups * tile.tiles / (2 if kind == "forward" else 4)
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
@@ -474,9 +475,7 @@ def _spare(size: Size, kind: str, tile: Tile) -> bool:
     optional = size.optional and not (size.bits or size.many)
     if size.ragged or size.recurrent < 3 or tile.cluster < LARGEST_CLUSTER or not (size.bare or optional):
         return False
-    if kind == "backward":
-        return size.bare and size.element == 2 and tile.slice == 48
-    if not tile.pointwise or tile.warps != 12:
+    if kind == "backward" or not tile.pointwise or tile.warps != 12:
         return False
     two = tile.subs == tile.tiles == 2 and (size.element == 2 or tile.halves)
     # of LSTM in two bytes not with 448 units, which were 1.6 percent slower at batch 1 to 32
@@ -486,8 +485,7 @@ def _spare(size: Size, kind: str, tile: Tile) -> bool:
 _SPARE = 0.97
 """Of what the others take, with such a sub-tile. Forward, where it leaves more registers to those that multiply: LSTM
 1.10 and 1.19 us with 512 units at batch 32 and TF32 products, with a mask 1.02 and 1.13, in bfloat16 0.99 and 1.00, GRU
-0.86 and 0.89. (With four sub-tiles for three at batch 128 LSTM took 1.92 and 1.98, but with a clip 2.39 and 2.07.)
-Backward, where fewer sequences are in each of more clusters: GRU 2.22 and 2.32 with 768 units at batch 16. One
+0.86 and 0.89. (With four sub-tiles for three at batch 128 LSTM took 1.92 and 1.98, but with a clip 2.39 and 2.07.) One
 H200, 30 steps, with all that a launch takes, 2026-11-23."""
 
 
@@ -520,20 +518,21 @@ def _beside_options(size: Size, kind: str, tile: Tile) -> float:
         # a mask, and resets: 512 units at batch 128 2.34 and 2.33 us, spread 2.14 and 2.16
         slow = tile.subs > 2 and tile.pointwise > 0 and not size.drawn
         return 0.4 * (size.many and (tile.slice > 48 or tile.tiles > 1)) + 0.25 * slow
-    if size.many and size.element == 2:  # 512 units at batch 32 2.67 us, spread 2.30; 256 1.90 and 1.84
+    # as one warp for each item took with 512 and 256 units at batch 32: 2.67 us, spread 2.30; 1.90 and 1.84
+    if size.many and size.element == 2:
         return 0.3 + 0.02 * streamed(size, tile, kind)
     return 0.0
 
 
-def _shared_time(size: Size, tile: Tile, read: float) -> float:
+def _time_by_two(size: Size, tile: Tile, read: float) -> float:
     """Microseconds of a step backward where two warps share what of the cell they compute, of clusters that all run.
 
     Args:
         read: operands of weights that a block reads from shared memory.
     """
-    many, few, each = max(0, tile.warps - 8), tile.warps == 4, tile.slice // 16 * tile.tiles
-    counts = (1, tile.cluster, many, -few, each, read, tile.tiles - 1)
-    costs = _SHARED[size.element, tile.halves, size.exact]
+    beyond, few, each = max(0, tile.warps - 8), tile.warps == 4, tile.slice // 16 * tile.tiles
+    counts = (1, tile.cluster, beyond, -few, each, read, tile.tiles - 1)
+    costs = _BY_TWO[size.element, tile.halves, size.exact]
     time = sum(cost * count for cost, count in zip(costs, counts, strict=True))
     # LSTM with 256 units at batch 128, a step with all products: most options at once 2.36 us, in clusters of 8 2.24;
     # with scaled products a mask and most options 3.00 and 3.28, spread 3.16 and 3.41
@@ -541,7 +540,7 @@ def _shared_time(size: Size, tile: Tile, read: float) -> float:
     return time - 0.15 * (size.optional and tile.halves and tile.tiles == 2)
 
 
-_SHARED = {
+_BY_TWO = {
     (2, False, False): (0.43, 0.0205, 0.0134, 0.071, 0.175, 0.0049, 0.0),
     (4, False, False): (0.65, 0.0171, 0.0231, 0.090, 0.193, 0.0053, 0.15),
     (4, True, False): (0.84, 0.0148, 0.0, 0.138, 0.183, 0.0077, 0.0),

@@ -4,7 +4,7 @@
 // A cluster owns `share` sequences of ROWS = 8 x TILES, a block the units from rank x SLICE on, as in the forward
 // kernel.  At each step a block computes the gradient of the cell for its own units, multiplies it with its own slice of
 // the recurrent weights, transposed, and sends to each block what concerns that block's units: a float32 sum from each
-// source, added by the receiver in the order of the sources.
+// source, added by the receiver in the order of the sources, or those of each half of them and then the two.
 //
 // The product's rows are all units, 16 in each of CLUSTER x GROUPS strips; warp w owns SHARE strips from w x SHARE on.
 // The cell is computed in items of 16 units x 8 sequences, of which warp w owns w, w + WARPS, ...; a thread has two
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, plane, lane]
-  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, item, source, spot]
+  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [2, cell, source, spot]
   unsigned* const gradients = memory + WEIGHT_WORDS + 2 * SUM_WORDS;  // [2, sequence, gate, unit]
   unsigned* const mask_bits = gradients + 2 * GRADIENT_WORDS;
   Element* const masks = (Element*)mask_bits;
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   Element *gradients_at[OWN], *apart_gradients_at[OWN];
   long long outputs_at[OWN], apart_at[OWN], states_at[OWN];
   // Of one item the addresses themselves go from step to step, where registers allow: a direction's own come from
-  // constant memory, for which the warp that computes the cell waits before its product.
+  // constant memory, for which the warps that compute the cell wait before their product.
   constexpr bool ALONE = OWN == 1 && GROUPS == 1;
   const float* states_from;
   const Element* before_from;
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]);
     item[j].valid[b] = there ? loaded<MASK>(a.o.mask, at + sequence[j][b], 1) : 0;
   };
-  // The same of the step whose product is to come: kept from there on it would be moved, and a move waits for the load.
+  // Of this step, whose sums are to arrive: kept from when the step began it would be moved, and a move waits for the load.
   const auto load_cut = [&](int j, int b, int step, long long at) {
     const bool there = in[j][b][0], may = reverse ? there && step + 1 < ends[j][b] : there && (!LENGTHS || step < ends[j][b]);
     was_cut[j][b] = may ? loaded<RESET>(a.o.reset, (reverse ? rows_of(a, step + 1) : at) + sequence[j][b], 0) : 0;

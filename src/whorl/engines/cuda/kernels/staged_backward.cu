@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;                        // [warp, strip and depth, lane]
-  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [round, copy, item, source, lane]
+  float4* const arrived = (float4*)(memory + WEIGHT_WORDS);      // [round, copy, cell, source, spot]
   unsigned* const gradients = memory + WEIGHT_WORDS + ARRIVED_WORDS;  // [2, sequence, gate, unit]
   float* const slots = (float*)(gradients + 2 * GRADIENT_WORDS);
   float* const own_vectors = slots + COPIES * MEAN_WORDS;  // [vector, unit of the block]
