@@ -82,10 +82,10 @@ OPTIONS: dict[str, Any] = {
         ("lstm", "bf16", 128, 128, None, Tile, Tile),
         ("lstm", "bf16", 256, 128, None, Tile, Tile),
         ("lstm", "bf16", 512, 32, None, Tile, Tile),
-        ("lstm", "bf16", 512, 64, None, Tile, Spread),
+        ("lstm", "bf16", 512, 64, None, Tile, Tile),
         ("lstm", "bf16", 512, 96, None, Tile, Tile),
-        ("lstm", "bf16", 650, 20, None, Spread, Spread),
-        ("lstm", "bf16", 768, 16, None, Spread, Spread),
+        ("lstm", "bf16", 650, 20, None, Spread, Tile),
+        ("lstm", "bf16", 768, 16, None, Spread, Tile),
         ("lstm", "bf16", 1024, 32, None, Spread, Spread),
         ("gru", "bf16", 128, 32, None, Tile, Tile),
         ("gru", "bf16", 512, 32, None, Tile, Tile),
@@ -94,7 +94,7 @@ OPTIONS: dict[str, Any] = {
         ("gru", "bf16", 650, 64, None, Spread, Tile),
         ("gru", "bf16", 768, 16, None, Tile, Tile),
         ("lstm", "bf16", 256, 32, "zoneout", Tile, Tile),
-        ("lstm", "bf16", 256, 128, "zoneout", Tile, Spread),
+        ("lstm", "bf16", 256, 128, "zoneout", Tile, Tile),
         ("lstm", "bf16", 512, 32, "gate", Tile, Tile),
         ("lstm", "bf16", 512, 128, "gate", Tile, Spread),
         ("lstm", "bf16", 512, 128, "lengths", Spread, Spread),
@@ -103,14 +103,14 @@ OPTIONS: dict[str, Any] = {
         ("lstm", "tf32", 512, 32, None, Tile, Tile),
         ("lstm", "tf32", 512, 96, None, Tile, Tile),
         ("lstm", "tf32", 512, 128, None, Spread, Spread),
-        ("lstm", "tf32", 256, 128, None, Tile, Spread),
+        ("lstm", "tf32", 256, 128, None, Tile, Tile),
         ("lstm", "tf32", 256, 512, None, Tile, Spread),
-        ("lstm", "tf32", 650, 20, None, Spread, Spread),
+        ("lstm", "tf32", 650, 20, None, Spread, Tile),
         ("gru", "tf32", 512, 1, None, Tile, Tile),
         ("gru", "tf32", 512, 128, None, Spread, Spread),
         ("gru", "tf32", 640, 64, None, Spread, Spread),
         ("lstm", "tf32", 256, 32, "zoneout", Tile, Tile),
-        ("lstm", "tf32", 256, 128, "zoneout", Tile, Spread),
+        ("lstm", "tf32", 256, 128, "zoneout", Tile, Tile),
         ("lstm", "tf32", 256, 128, "gate", Tile, Spread),
         ("lstm", "tf32", 512, 32, "zoneout", Tile, Tile),
         ("lstm", "tf32", 512, 128, "gate", Spread, Spread),
@@ -174,12 +174,13 @@ def test_plain_layers_have_more_of_their_weights_in_registers(
 
 
 @pytest.mark.parametrize("option", [*OPTIONS])
-def test_256_units_with_options_are_spread_over_four_blocks_backward(option: str) -> None:
-    """Without options 1.51 us a step on an H200 and 1.72 over eight; with them it was not measured."""
+def test_256_units_with_options_lie_in_clusters_of_four_blocks_backward(option: str) -> None:
+    """Where two warps share what of the cell they compute; before, over four blocks that exchange through L2: train
+    steps of 100 on an H200 334 us and 350 (zoneout), by step 319 and 334, by gate 361 and 381, lengths 300 and 310."""
     size = size_of(library.lstm.graph, 256, 2, Features(**OPTIONS[option]))
     tile = grid.choose(size, H200, 128, 1, "backward")
-    assert isinstance(tile, Spread)
-    assert (tile.blocks, tile.slice) == (4, 64)
+    assert isinstance(tile, Tile)
+    assert (tile.cluster, tile.slice, tile.splits) == (4, 64, 2)
 
 
 @pytest.mark.parametrize("element", [2, 4])
