@@ -532,7 +532,7 @@ def _time_by_two(size: Size, tile: Tile, read: float) -> float:
     """
     beyond, few, each = max(0, tile.warps - 8), tile.warps == 4, tile.slice // 16 * tile.tiles
     counts = (1, tile.cluster, beyond, -few, each, read, tile.tiles - 1)
-    costs = _BY_TWO[size.element, tile.halves, size.exact]
+    costs = _BY_TWO[size.element, tile.halves or size.exact, size.exact]
     time = sum(cost * count for cost, count in zip(costs, counts, strict=True))
     # LSTM with 256 units at batch 128, a step with all products: most options at once 2.36 us, in clusters of 8 2.24;
     # with scaled products a mask and most options 3.00 and 3.28, spread 3.16 and 3.41; dropout by gate, with forward,
@@ -547,12 +547,12 @@ _BY_TWO = {
     (4, False, False): (0.65, 0.0171, 0.0231, 0.090, 0.193, 0.0053, 0.15),
     (4, True, False): (0.84, 0.0148, 0.0, 0.138, 0.183, 0.0077, 0.0),
     (4, True, True): (1.05, 0.0192, 0.0136, 0.126, 0.268, 0.0075, 0.25),
-    (4, False, True): (1.05, 0.0192, 0.0136, 0.126, 0.268, 0.0075, 0.25),
 }
 """By the bytes of an element, whether products are of scaled float16 and whether they are exact, for: the step, each
 block of the cluster, each warp above 8, 4 warps (less), each 16 units of 8 sequences of a block, each operand that is
 read, and a second 8 sequences.  Fitted to LSTM and GRU on an H200, 128 to 512 units, batch 1 to 128, 349 tiles,
-2026-11-23; RNN, and what it was not fitted to, chose within 5 percent of the best of 4 to 10 that were measured."""
+2026-11-23; RNN, and what it was not fitted to, chose within 5 percent of the best of 4 to 10 that were measured.
+Exact products that are not of two float16, which options have, were not measured and are taken for the same."""
 _FOUR_BYTES = {
     ("forward", False): (0.0, 0.0211, 0.0261, 0.351, 0.0008, 0.0, 0.0572, 0.0030),
     ("backward", False): (0.844, 0.0, 0.0206, 0.363, 0.0, 0.0, 0.0424, 0.0018),
