@@ -16,9 +16,6 @@ from whorl.functional import planned, recurrent
 from whorl.problem import Call, Form, Plan
 from whorl.weights import NATIVE_MODES, from_keras, reordered
 
-Run = Callable[..., tuple[Tensor, ...]]
-"""What `recurrent` is: (form, call, engine, outputs=...) to the output and each final state."""
-
 
 class Part(NamedTuple):
     """One cell of a sweep, as plain values."""
@@ -77,7 +74,6 @@ def sweep(
     zero_output: bool = False,
     sequences: bool = True,
     notes: list[Plan] | None = None,
-    run: Run = recurrent,
 ) -> Swept:
     """Cells one upon the other over a whole sequence.
 
@@ -88,7 +84,6 @@ def sweep(
         zero_output: where a step does not count the output is zero instead.
         sequences: the outputs of all steps are wanted.
         notes: gets the plan of each cell, where it is given.
-        run: what runs each cell.
     """
     for place, (cell, own) in enumerate(zip(parts, tensors, strict=True)):
         check(cell, x, own, mask, first=place == 0)
@@ -102,9 +97,10 @@ def sweep(
     states = []
     for above, (cell, own) in enumerate(zip(parts, tensors, strict=True), 1):
         y = y.to(own.weights[0].dtype)  # cells may compute in different ones
-        y, finals = _run(cell, cell.form, y, [own], valid, notes, run, sequences or above < len(parts))
+        y, finals = _run(cell, cell.form, y, [own], valid, notes, sequences or above < len(parts))
         states.append(tuple([final.squeeze(0) for final in finals]))  # whose gradient is one more look, not a copy
-    return _swept(y, tuple(states), valid, -1, zero_output, sequences, bool(tensors[-1].states))
+    initial = bool(tensors[-1].states)
+    return swept(y, tuple(states), valid, -1, zero_output, sequences, initial, torch.where)
 
 
 def both_ways(
@@ -116,7 +112,6 @@ def both_ways(
     zero_output: bool = False,
     sequences: bool = True,
     notes: list[Plan] | None = None,
-    run: Run = recurrent,
 ) -> tuple[Swept, Swept]:
     """A cell over a sequence in both directions at once, which an engine may run side by side.
 
@@ -129,11 +124,11 @@ def both_ways(
         return _shapes([cell], x, sequences), _shapes([cell], x, sequences)
     valid = None if mask is None else mask.to(torch.bool).t()
     x = _by_time(x)
-    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, run, sequences)
+    y, finals = _run(cell, cell.two_ways, x, [forward, backward], valid, notes, sequences)
     there, back = y.chunk(2, -1)
     ends = [(tuple([final[direction] for final in finals]),) for direction in (0, 1)]
-    rest = zero_output, sequences, bool(forward.states or backward.states)
-    return _swept(there, ends[0], valid, -1, *rest), _swept(back, ends[1], valid, 0, *rest)
+    rest = zero_output, sequences, bool(forward.states or backward.states), torch.where
+    return swept(there, ends[0], valid, -1, *rest), swept(back, ends[1], valid, 0, *rest)
 
 
 def _by_time(x: Tensor) -> Tensor:
@@ -142,29 +137,32 @@ def _by_time(x: Tensor) -> Tensor:
     return x.contiguous() if torch.is_grad_enabled() else x
 
 
-def _swept(
-    y: Tensor, states: tuple[tuple[Tensor, ...], ...], valid: Tensor | None, at: int, zero_output: bool,
-    sequences: bool, initial: bool,
+def swept(
+    y: Any, states: tuple[tuple[Any, ...], ...], valid: Any, at: int, zero_output: bool, sequences: bool,
+    initial: bool, where: Callable[..., Any],
 ) -> Swept:  # fmt: skip
     """What a sweep gives, of the outputs [time, batch, units], of which that of step `at` was processed last.
 
     That one is the first state, or zero: its gradient goes there, where from the outputs it would come with zeros for
     all other steps.  Where no step counts that state is the initial one, which is zero where none is given.
+
+    Args:
+        where: of the library whose arrays these are.
     """
     last = states[-1][0]
     if valid is not None and (zero_output or initial):
         counts = valid[at] if zero_output else valid.any(0)
-        last = torch.where(counts.unsqueeze(-1), last, 0.0)
+        last = where(counts[:, None], last, 0.0)
     if not sequences:
-        return Swept(last, last.unsqueeze(1), states)
+        return Swept(last, last[:, None], states)
     if zero_output and valid is not None:
-        y = torch.where(valid.unsqueeze(-1), y, 0.0)
-    return Swept(last, y.transpose(0, 1), states)
+        y = where(valid[..., None], y, 0.0)
+    return Swept(last, y.swapaxes(0, 1), states)
 
 
 def _run(
     cell: Part, form: str, x: Tensor, directions: Sequence[Tensors], valid: Tensor | None, notes: list[Plan] | None,
-    run: Run, outputs: bool,
+    outputs: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Outputs [time, batch, directions x units] where they are wanted, and final states [directions, batch, units]."""
     states = tuple([_joined(state) for state in zip(*(own.states for own in directions), strict=True)])
@@ -183,7 +181,7 @@ def _run(
         return _exported(form, call)
     if notes is not None:
         notes.append(planned(form, call, cell.engine))
-    y, *finals = run(form, call, cell.engine, outputs=outputs)
+    y, *finals = recurrent(form, call, cell.engine, outputs=outputs)
     return y, finals
 
 
