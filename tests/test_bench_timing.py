@@ -66,6 +66,11 @@ def test_a_host_that_has_to_get_warm_is_not_timed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(timing, "time", type("", (), {"perf_counter": lambda: clock.now}))
     runner = Fake("a", clock, [9.0, 5.0, 1.0, 2.0])
     assert timing._by_the_clock(runner, CPU, 2, settle=2) == pytest.approx([1.0, 2.0])
+    runner = Fake("b", clock, [9.0, 8.0, 7.0, 6.0, 5.0, 1.0, 2.0])
+    before = len(clock.calls)
+    # the fake's changes take 1000 s each: of five calls and their changes 5000.035
+    assert timing._by_the_clock(runner, CPU, 2, settle=2, warming=5000.0) == pytest.approx([1.0, 2.0])
+    assert len(clock.calls) - before == 2 * (5 + 2)
 
 
 @dataclass
