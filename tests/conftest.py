@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+import emulation
 from emulation import emulated
 from whorl import compiler, plan, problem, settings
 
@@ -36,12 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Each test begins with the same seed, and leaves the settings as it found them."""
+    """Each test begins with the same seed, and leaves settings and what kernels run on as it found them."""
     torch.manual_seed(0)
     before = dict(settings._assigned)
     yield
     settings._assigned.clear()
     settings._assigned.update(before)
+    assert not emulation.left_behind()
 
 
 @pytest.fixture(scope="session")

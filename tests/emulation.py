@@ -30,6 +30,7 @@ from whorl.engines.cuda import (
     launch,
     layers,
     options,
+    overlapped,
     persistent,
     plain,
     prepare,
@@ -94,6 +95,30 @@ class Kernel:
         assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
 
 
+class Streams:
+    """What `overlapped.Streams` is, where all runs in the order in which it is launched."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self._made = [Stream(number) for number in range(count)]
+
+    @contextmanager
+    def begin(self) -> Iterator[list["Stream"]]:
+        yield self._made
+
+
+class Stream:
+    """One of these."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+
+    def record_event(self) -> object:
+        return self
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
     text = _HOST.read_text().replace("//: kernel", on_host(source))
@@ -113,8 +138,12 @@ def _matrix(place: int, kind: int, rows: int, columns: int, step: int) -> Tensor
 
 
 @contextmanager
-def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
-    """Engine `persistent` takes tensors of the CPU for those of an H200; `tf32` is torch's switch."""
+def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
+    """Engine `persistent` takes tensors of the CPU for those of an H200; `tf32` is torch's switch.
+
+    What a test puts into the place of something inside, it puts there through what this gives, which ends with it.
+    A patch that ended after it would put back what stands here, for all tests that follow.
+    """
 
     def product(
         a: Tensor, b: Tensor, out: Tensor | None = None, add: bool = False, tf32: bool = False, wide: bool = False
@@ -148,6 +177,10 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
             for b, a, out in places
         )
 
+    def put(owner: Any, name: str, value: Any) -> None:
+        _places[id(owner), name] = owner
+        patch.setattr(owner, name, value, raising=False)
+
     major, minor = CHIP.capability
     chip = SimpleNamespace(major=major, minor=minor, multi_processor_count=CHIP.multiprocessors)
     real_mm, real_addmm = torch.mm, torch.addmm
@@ -160,32 +193,45 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[None]:
 
     plan.cache_clear()  # what is asked of this processor is another problem inside
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem, "_device", lambda *_: replace(H200, tf32=tf32))
-        patch.setattr(persistent, "missing", lambda: None)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: chip)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-        patch.setattr(torch.cuda, "device", lambda _: nullcontext())
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-        patch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda: 0, raising=False)
-        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-        patch.setattr(plain, "branch_of", lambda index: None)
+        put(problem, "_device", lambda *_: replace(H200, tf32=tf32))
+        put(persistent, "missing", lambda: None)
+        put(torch.cuda, "get_device_properties", lambda _: chip)
+        put(torch.cuda, "current_device", lambda: 0)
+        put(torch._C, "_cuda_getDevice", lambda: 0)
+        put(torch.cuda, "device", lambda _: nullcontext())
+        put(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+        put(torch._C, "_cuda_getCurrentBlasHandle", lambda: 0)
+        put(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+        for module in (layers, plain):
+            put(module, "branch_of", lambda *where: None)
+        put(overlapped, "Streams", Streams)
+        put(torch.cuda, "set_stream", lambda stream: None)
         library = SimpleNamespace(
             cublasGemmEx=multiply, cublasGemmStridedBatchedEx=multiply_each, cublasSetMathMode=lambda handle, mode: 0
         )
-        patch.setattr(products, "cublas", lambda: library)
-        patch.setattr(torch, "mm", mm)
-        patch.setattr(torch, "addmm", addmm)
-        for module in (aligned, grid, plain, split):
-            patch.setattr(module, "empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
-        patch.setattr(layers, "product", product)
-        patch.setattr(aligned, "product", product)
-        patch.setattr(entering, "product", product)
-        patch.setattr(projected, "product", product)
-        patch.setattr(layers, "_prepared", {})
-        patch.setattr(launch, "_loaded", {})
-        patch.setattr(prepare, "Kernel", Kernel)
-        patch.setattr(options, "Kernel", Kernel)
-        patch.setattr(store, "kernels", lambda wanted: [compiled(*one, folder=folder) for one in wanted])
-        yield
+        put(products, "cublas", lambda: library)
+        put(torch, "mm", mm)
+        put(torch, "addmm", addmm)
+        for module in (aligned, grid, overlapped, plain, split):
+            put(module, "empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
+        put(layers, "product", product)
+        put(aligned, "product", product)
+        put(entering, "product", product)
+        put(projected, "product", product)
+        put(layers, "_prepared", {})
+        put(launch, "_loaded", {})
+        put(prepare, "Kernel", Kernel)
+        put(options, "Kernel", Kernel)
+        put(store, "kernels", lambda wanted: [compiled(*one, folder=folder) for one in wanted])
+        yield patch
     plan.cache_clear()
+
+
+_places: dict[tuple[int, str], Any] = {}
+"""Whose attributes `emulated` has replaced."""
+
+
+def left_behind() -> list[str]:
+    """What stands where `emulated` put it, and should not once it has ended."""
+    found = {name: getattr(owner, name, None) for (_, name), owner in _places.items()}
+    return [name for name, value in found.items() if getattr(value, "__module__", None) == __name__]

@@ -2,7 +2,8 @@
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import emulation
 import whorl
 from comparison import in_a_graph
 from emulation import emulated
-from whorl.engines.cuda import aligned, plain, prepare, products
+from whorl.engines.cuda import aligned, layers, plain, prepare, products
 from whorl.engines.cuda import branch as branches
 from whorl.engines.cuda.tiling import Chip
 
@@ -41,10 +42,22 @@ def gradients(name: str, layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
 
 
+WITH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "zoneout": ("LSTM", dict(zoneout=0.2)),
+    "masks by gate that are drawn": ("GRU", dict(recurrent_dropout=0.3)),
+    "masks of each step, two layers, both directions": (
+        "LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="step", num_layers=2, bidirectional=True)
+    ),
+    "reset before the product, no bias": ("GRU", dict(reset_after=False, bias=False)),
+    "layer norm inside the step": ("LSTM", dict(layer_norm="r c")),
+}  # fmt: skip
+"""Class and options of layers that `Layers` runs."""
+
+
 class Recorder:
     """A branch that notes what is done."""
 
-    stream = 5
+    stream, as_torch = 5, "its stream"
 
     def __init__(self, free: bool) -> None:
         self.free, self.done = free, list[str]()
@@ -64,7 +77,7 @@ class Recorder:
 @pytest.mark.parametrize("capturing, free", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_recurrent_weights_get_their_gradients_on_the_branch(
-    name: str, capturing: bool, free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, capturing: bool, free: bool, tmp_path: Path
 ) -> None:
     kind, options, _ = LAYERS[name]
     layer = getattr(whorl, kind)(5, 8, engine="persistent", **options)
@@ -77,10 +90,10 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
             note.done.append(f"{self.name.split('_')[0]} on {stream}")
             super().__call__(stream, *given)
 
-    with emulated(tmp_path):
-        monkeypatch.setattr(plain, "branch_of", lambda index: note)
-        monkeypatch.setattr(prepare, "Kernel", Kernel)
-        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing)
+    with emulated(tmp_path) as patch:
+        patch.setattr(plain, "branch_of", lambda index: note)
+        patch.setattr(prepare, "Kernel", Kernel)
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing)
         library = products.cublas()
         multiply = library.cublasGemmEx
         library.cublasGemmEx = lambda handle, *given: (
@@ -98,12 +111,78 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
         open_ = one != "join" and (open_ or (one == "fork" and forked))
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("capturing, free", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_with_options_too(name: str, capturing: bool, free: bool, folder: Path) -> None:
+    kind, options = WITH_OPTIONS[name]
+    layer = getattr(whorl, kind)(5, 16, engine="persistent", **options)
+    x, note, on = torch.randn(3, 2, 5, requires_grad=True), Recorder(free), ["main"]
+
+    def passes() -> list[Tensor]:
+        torch.manual_seed(3)
+        y = layer(x)[0]
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+    @contextmanager
+    def stream(its: str) -> Iterator[None]:
+        on.append(its)
+        yield
+        on.pop()
+
+    class Kernel(emulation.Kernel):
+        def __call__(self, stream: int, *given: Any) -> None:
+            assert (stream == note.stream) == (on[-1] == note.as_torch)
+            note.done.append(f"{self.name.split('_')[0]} on {on[-1]}")
+            super().__call__(stream, *given)
+
+    with emulated(folder):
+        wanted = passes()
+    with emulated(folder) as patch:
+        patch.setattr(layers, "branch_of", lambda index, beside: note)
+        patch.setattr(prepare, "Kernel", Kernel)
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing)
+        for module in (aligned, layers):
+            patch.setattr(module, "product", noting(module.product, note.done, on))
+        got = passes()
+    assert all(map(torch.equal, got, wanted))
+    forked = capturing and free
+    assert note.done.count("join") == forked * layer.num_layers
+    assert (f"product on {note.as_torch}" in note.done) == forked
+    assert (f"add on {note.as_torch}" in note.done) == (forked and layer.bias)
+    back = [one for one in note.done if one != "product on main"]
+    assert all(not one.endswith(note.as_torch) or "fork" in back[: back.index(one)] for one in back)
+    assert not any(one.startswith(layer.mode.lower()) and one.endswith(note.as_torch) for one in note.done)
+
+
+def noting(product: Callable[..., Tensor], done: list[str], on: list[str]) -> Callable[..., Tensor]:
+    """A product that says on which stream it is."""
+
+    def noted(*given: Any, **more: Any) -> Tensor:
+        done.append(f"product on {on[-1]}")
+        return product(*given, **more)
+
+    return noted
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_gradients_that_a_norm_reads_stay_where_they_are(folder: Path) -> None:
+    layer, x = whorl.LSTM(5, 16, engine="persistent", layer_norm=True), torch.randn(3, 2, 5)
+    with emulated(folder) as patch:
+        note = Recorder(True)
+        patch.setattr(layers, "branch_of", lambda index, beside: note)
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+        layer(x)[0].sum().backward()
+    assert note.done == []
+
+
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def made(tmp_path: Path) -> Iterator[list[int]]:
     """Gets the device of each branch that is asked for, on a chip that has one."""
     found: list[int] = []
-    with emulated(tmp_path):
-        monkeypatch.setattr(plain, "branch_of", found.append)
+    with emulated(tmp_path) as patch:
+        patch.setattr(plain, "branch_of", found.append)
         yield found
 
 
@@ -119,7 +198,7 @@ def test_a_small_layer_has_one(made: list[int]) -> None:
 
 @pytest.mark.parametrize("most, count", [(3 * 2 * 32 * 8, 0), (3 * 2 * 32 * 8 + 1, 1)])
 def test_a_large_layer_gains_nothing(most: int, count: int, made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_BESIDE", most)
+    monkeypatch.setattr(layers, "_BESIDE", most)
     train()
     assert len(made) == count
 
@@ -143,7 +222,7 @@ def test_there_is_none_where_torch_gives_cublas_another_workspace(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     train()
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    assert not plain.Plain._leaves_room(SimpleNamespace(chip=Chip((8, 0), 108)))  # type: ignore[arg-type]
+    assert not layers.leaves_room(SimpleNamespace(), Chip((8, 0), 108))  # type: ignore[arg-type]
     assert not made
 
 
@@ -171,7 +250,7 @@ def test_a_branch_that_another_capture_has_is_left_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: now)
     one = object.__new__(branches.Branch)
     one.stream, one._index, one._of, one._lock = 7, 0, 0, threading.Lock()
-    one._own = SimpleNamespace(wait_event=lambda event: None, record_event=lambda: "event")
+    one.as_torch = SimpleNamespace(wait_event=lambda event: None, record_event=lambda: "event")
     assert one.fork()
     busy[0] = 1
     assert one.fork()
@@ -179,6 +258,17 @@ def test_a_branch_that_another_capture_has_is_left_alone(monkeypatch: pytest.Mon
     assert not one.fork()
     busy[0] = 0
     assert one.fork()
+
+
+def test_each_stream_has_branches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits on one stream, for a peer perhaps, holds up nobody on another; but they are not without end."""
+    monkeypatch.setattr(branches, "Branch", lambda index: object())
+    monkeypatch.setattr(branches, "_branches", {})
+    monkeypatch.setattr(branches, "_MOST", 3)
+    found = [branches.branch_of(0, stream, number) for stream, number in ((5, 1), (5, 2), (6, 1))]
+    assert len(set(map(id, found))) == 3
+    assert found[1] is branches.branch_of(0, 5, 2)
+    assert branches.branch_of(0, 7, 1) is None
 
 
 @pytest.mark.gpu
@@ -189,10 +279,10 @@ def test_graphs_give_what_calls_do(name: str, precision: str) -> None:
     kind, options, _ = LAYERS[name]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
-        layers = [getattr(whorl, kind)(96, units, device="cuda", dtype=dtype, **options) for units in (128, 64)]
+        both = [getattr(whorl, kind)(96, units, device="cuda", dtype=dtype, **options) for units in (128, 64)]
         x = torch.randn(30, 32, 96, device="cuda", dtype=dtype, requires_grad=True)
-        wanted = [gradients(name, layer, x) for layer in layers]
-        graphs = [in_a_graph(lambda layer=layer: gradients(name, layer, x)) for layer in layers]
+        wanted = [gradients(name, layer, x) for layer in both]
+        graphs = [in_a_graph(lambda layer=layer: gradients(name, layer, x)) for layer in both]
         for _ in range(3):
             for (graph, captured), eager in zip(graphs, wanted, strict=True):
                 for tensor in captured:
@@ -200,6 +290,33 @@ def test_graphs_give_what_calls_do(name: str, precision: str) -> None:
                 graph.replay()
                 torch.cuda.synchronize()
                 assert all(map(torch.equal, captured, eager))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "float32"])
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_graphs_of_layers_with_options_are_right(name: str, precision: str) -> None:
+    """What is drawn is so anew at each replay, from torch's generator: the same as calls from the same seed draw."""
+    kind, options = WITH_OPTIONS[name]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
+        layer = getattr(whorl, kind)(96, 64, device="cuda", dtype=dtype, engine="persistent", **options)
+        x = torch.randn(30, 32, 96, device="cuda", dtype=dtype, requires_grad=True)
+
+        def passes() -> list[Tensor]:
+            y = layer(x)[0]
+            return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+        graph, captured = in_a_graph(passes)
+        for _ in range(3):
+            torch.manual_seed(7)
+            wanted = passes()
+            for tensor in captured:
+                tensor.fill_(torch.nan)
+            torch.manual_seed(7)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, captured, wanted))
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def test_the_readme_has_code_and_output() -> None:
 def test_the_examples_of_a_module_hold(name: str) -> None:
     if name.startswith("whorl.keras"):
         pytest.importorskip("keras")
-    if name in ("whorl.keras.on_jax", "whorl.keras.xla"):
+    if name in ("whorl.keras.callback", "whorl.keras.calls", "whorl.keras.on_jax", "whorl.keras.xla"):
         pytest.importorskip("jax")
     public = {name: getattr(whorl, name) for name in whorl.__all__}
     result = doctest.testmod(

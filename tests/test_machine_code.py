@@ -13,6 +13,7 @@ import torch
 from cells_for_tests import CELLS
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.overlapped import part_of
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Tile
@@ -90,6 +91,28 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     loop = time_loop(lines)
     assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
     assert [line for line in loop if re.search(r"\b(MEMBAR|ERRBAR|CCTL\.IVALL)\b", line)] == []
+
+
+@needs_tools
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("name, units, layers, batch, dtype", [
+    ("lstm", 128, 2, 32, torch.bfloat16), ("gru", 128, 4, 32, torch.float32), ("lstm", 256, 4, 32, torch.bfloat16),
+    ("lstm", 768, 2, 16, torch.bfloat16), ("gru", 650, 2, 20, torch.float32),
+])  # fmt: skip
+def test_kernels_of_a_part_of_the_steps_spill_no_more(
+    name: str, units: int, layers: int, batch: int, dtype: torch.dtype, kind: str, tmp_path: Path
+) -> None:
+    """On the part of a chip that each of several layers has beside the others."""
+    cell = CELLS[name].graph
+    tile = grid.estimated(size_of(cell, units, dtype.itemsize), part_of(H200, layers), batch, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    whole, part = (write(cell, units, dtype, tile, True, carried=carried) for carried in (False, True))
+    found = []
+    for text in (whole, part):
+        loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+        found.append(sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop))
+    assert found[1] <= found[0]
 
 
 SMALL = {

@@ -91,8 +91,8 @@ def write(path: str, pattern: str = "") -> None:
     """A line for each case; several may have the same kernel."""
     made: dict[str, dict[str, int]] = {}
     with open(path, "w") as file, tempfile.TemporaryDirectory() as folder:
-        for case, (kind, graph, units, dtype, tile, flag, of) in kernels(pattern):
-            text = (source.forward if kind == "forward" else source.backward)(graph, units, dtype, tile, flag, of)
+        for case, (kind, graph, units, dtype, tile, *more) in kernels(pattern):
+            text = (source.forward if kind == "forward" else source.backward)(graph, units, dtype, tile, *more)
             key = hashlib.sha256(text.encode()).hexdigest()
             if key not in made:
                 made[key] = counted(disassembled(text, tile, Path(folder) / "kernel.cubin"))

@@ -1,12 +1,12 @@
-"""A second branch in a CUDA graph that is being captured: what it has runs beside what follows on the first.
+"""Streams beside the current one: what they have runs beside what follows on it.
 
-The products of a small layer's backward leave most of a GPU idle, and one after another take as long as the loop over
-time.  Launched one by one they come no faster than the host hands them over, so that streams would gain nothing there
-and cost it time; a graph has them all at once.
+In a CUDA graph that is being captured a branch: the products of a small layer's backward leave most of a GPU idle, and
+one after another take as long as the loop over time.  Launched one by one they come no faster than the host hands them
+over, so that streams would gain nothing there and cost it time; a graph has them all at once.  And layers that run
+beside each other have a stream each (`overlapped`).
 """
 
 import ctypes
-from functools import cache
 from threading import Lock
 
 import torch
@@ -22,7 +22,7 @@ _WORKSPACE = laid_out((32 << 20,), torch.uint8)
 
 
 class Branch:
-    """The second stream of one device, which no one else has.
+    """A stream of one device, which no one else has.
 
     Args:
         index: torch's number of the device.
@@ -35,7 +35,7 @@ class Branch:
             check(driver().cuStreamCreate(ctypes.byref(made), _NON_BLOCKING), "make a stream")
         assert made.value, "the driver says that it made one"
         self.stream, self._index = made.value, index
-        self._own = torch.cuda.ExternalStream(self.stream, device=torch.device("cuda", index))
+        self.as_torch = torch.cuda.ExternalStream(self.stream, device=torch.device("cuda", index))
         self._of, self._lock = 0, Lock()
 
     def fork(self) -> bool:
@@ -46,7 +46,7 @@ class Branch:
             if status.value and self._of != main.cuda_stream:
                 return False
             self._of = main.cuda_stream
-            self._own.wait_event(main.record_event())
+            self.as_torch.wait_event(main.record_event())
             return True
 
     def handle(self, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
@@ -64,10 +64,22 @@ class Branch:
 
     def join(self) -> None:
         """The current stream goes on when this branch is done."""
-        torch.cuda.current_stream(self._index).wait_event(self._own.record_event())
+        torch.cuda.current_stream(self._index).wait_event(self.as_torch.record_event())
 
 
-@cache
-def branch_of(index: int) -> Branch:
-    """That of a device."""
-    return Branch(index)
+_branches: dict[tuple[int, int, int], Branch] = {}
+_MOST = 256  # of a process, where calls come on ever new streams
+
+
+def branch_of(index: int, beside: int = 0, number: int = 0) -> Branch | None:
+    """One of a device; None where there are too many.
+
+    Args:
+        beside: the stream that it runs beside.  What runs beside others waits for nothing that is on one of its own,
+            and cuBLAS has a workspace for each.
+        number: of several.
+    """
+    key = index, beside, number
+    if key not in _branches and len(_branches) < _MOST:
+        _branches[key] = Branch(index)
+    return _branches.get(key)

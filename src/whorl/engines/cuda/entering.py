@@ -91,6 +91,10 @@ class ByGate:
         """The same of all gates."""
         return self._options.masked(self._before, self._mask)
 
+    def enter(self) -> None:
+        """Make that on the current stream, for products on others."""
+        _ = self._entered
+
     def gradient(self, parts: Sequence[Tensor], weight: Tensor) -> Tensor:
         """Of the mask.
 

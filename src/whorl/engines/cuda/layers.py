@@ -1,8 +1,10 @@
 """How a call runs through the kernels of a plan: products of whole matrices before and after, one launch a layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from whorl.engines.base import Grads, as_bytes, from_bytes
 from whorl.engines.cuda import grid, source
 from whorl.engines.cuda.aligned import Products
+from whorl.engines.cuda.branch import Branch, branch_of
 from whorl.engines.cuda.entering import ByGate, Dropped
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
@@ -19,13 +22,23 @@ from whorl.engines.cuda.products import better_together, each_product, product
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import by_link, staged, steps
-from whorl.engines.cuda.sums import Gradients as Summed
 from whorl.engines.cuda.sums import Sums
 from whorl.engines.cuda.tiling import Chip, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import LayerWeights, join, split
 
 Made = TypeVar("Made")
+
+
+class Wanted(NamedTuple):
+    """A kernel to be made ready."""
+
+    kind: str
+    features: Features
+    chip: Chip
+    """For which its tile is chosen: the real one, or a part of it."""
+    carried: bool = False
+    """It computes a part of the steps."""
 
 
 class Layers:
@@ -72,27 +85,32 @@ class Layers:
         self._load([("forward", ahead), ("backward", back)][: 1 + self.problem.gradient])
 
     def _load(self, wanted: Sequence[tuple[str, Features]]) -> None:
-        form, problem = self.form, self.problem
         absent = [one for one in wanted if one not in self._made]
-        if not absent:
-            return
+        if absent:
+            made = self._grids([Wanted(kind, features, self.chip) for kind, features in absent])
+            self._made |= zip(absent, made, strict=True)
+
+    def _grids(self, wanted: Sequence[Wanted]) -> list[Grid]:
+        """Those kernels, compiled side by side."""
+        form, problem = self.form, self.problem
         sizes, numbers = [], []
-        for kind, features in absent:
+        for kind, features, chip, carried in wanted:
             size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-            tile = self._tiles.get(kind) or grid.choose(size, self.chip, problem.batch, form.directions, kind)
+            tile = self._tiles.get(kind) or grid.choose(size, chip, problem.batch, form.directions, kind)
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             sizes.append(size)
-            numbers.append(Numbers(kind, self.cell, form.units, problem.dtype, tile, flag, features))
+            numbers.append(Numbers(kind, self.cell, form.units, problem.dtype, tile, flag, features, carried))
         with torch.cuda.device(self.index):
             made = kernels(numbers, self.chip, self.index)
             halvings = [halving(own) for own in numbers]
             halvers = [own and (own, halver(own, self.chip, self.index)) for own in halvings]
             fillers = [filler(self.chip, self.index) if fills(own) else None for own in numbers]
-        rows = zip(absent, sizes, numbers, made, halvers, fillers, strict=True)
-        for one, size, own, kernel, halves, ones in rows:
-            where = self.chip, problem.batch, form.directions, own.kind
-            self._made[one] = Grid(kernel, own.tile, size, *where, halves, ones)
+        rows = zip(wanted, sizes, numbers, made, halvers, fillers, strict=True)
+        return [
+            Grid(kernel, own.tile, size, one.chip, problem.batch, form.directions, own.kind, halves, ones)
+            for one, size, own, kernel, halves, ones in rows
+        ]
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         if (kind, features) not in self._made:
@@ -210,7 +228,13 @@ class Layers:
                 *self._places(grad_starts, layer), *pair([0 if s is None else s.data_ptr() for s in sums]),
                 *self._inside(spaces, rows)[:2], time, batch, *extra,
             )  # fmt: skip
-            summed = summing(stream, sums)
+            for one in entered:
+                if isinstance(one, ByGate):
+                    one.enter()
+            branch = self._branch() if torch._C._cuda_isCurrentStreamCapturing() else None
+            aside = branch if branch is not None and branch.fork() else None
+            with _on(aside):
+                summed = summing(stream if aside is None else aside.stream, sums)
             grad_x, wanted = None, layer > 0 or "x" not in constants
             for direction, own in enumerate(weights):
                 index = layer * directions + direction
@@ -235,13 +259,18 @@ class Layers:
                     grad_x = to_input if grad_x is None or to_input is None else grad_x + to_input
                     if found is not None and to_mask is not None:
                         found.of_input(index, to_mask)
-                grad_weights[index] = self._weight_gradients(
-                    own, to_ih, operand, bool(entered), start, to_gates[direction], to_apart[direction],
-                    summed_here, direction == 1, self._operands(spaces, rows, direction),
-                )  # fmt: skip
+                with _on(aside):
+                    to_hh = self._recurrent_gradients(
+                        own, operand, bool(entered), start, to_gates[direction], to_apart[direction], direction == 1,
+                        self._operands(spaces, rows, direction),
+                    )  # fmt: skip
+                of_biases = summed_here.bias_ih, summed_here.bias_hh
+                grad_weights[index] = LayerWeights(to_ih, to_hh, *of_biases, None, summed_here.vectors)
                 if isinstance(operand, ByGate) and found is not None and found.wants_noise(index):
                     parts = [self._of_gate(to_gates[direction], to_apart[direction], block) for block in self.gates]
                     found.of_noise(index, operand.gradient(parts, _hidden(own)))
+            if aside is not None:
+                aside.join()
             if grad_x is not None:
                 grad_x = grad_x.view(*call.x.shape[:-1], -1)
             if grad_x is not None and layer and call.dropout:
@@ -287,11 +316,17 @@ class Layers:
                 made.append(dropped.projected(x, own.ih, wide))
         return made
 
-    def _weight_gradients(
-        self, own: LayerWeights, to_ih: Tensor, hidden: Tensor | ByGate, whole: bool, start: Tensor | None,
-        to_gates: Tensor, to_apart: Tensor, summed: Summed, reverse: bool, operands: Sequence[Tensor] = (),
-    ) -> LayerWeights:  # fmt: skip
-        """Of one layer and direction, by products over all steps and rows.
+    def _branch(self) -> Branch | None:
+        """Of a CUDA graph, for gradients beside others; None where they gain nothing by it, or read each other."""
+        if self.norms is not None or not leaves_room(self.problem, self.chip):
+            return None
+        return branch_of(self.index, torch._C._cuda_getCurrentRawStream(self.index))
+
+    def _recurrent_gradients(
+        self, own: LayerWeights, hidden: Tensor | ByGate, whole: bool, start: Tensor | None, to_gates: Tensor,
+        to_apart: Tensor, reverse: bool, operands: Sequence[Tensor] = (),
+    ) -> Tensor | None:  # fmt: skip
+        """Of the recurrent weights of one layer and direction, by products over all steps and rows.
 
         Args:
             hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
@@ -318,7 +353,7 @@ class Layers:
             if last is not None:
                 product(part.narrow(0, 0 if at else rest, batch).t(), last, target, add=True, tf32=self.tf32)
 
-        hh = to_ih.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
+        hh = to_gates.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
         if self.links:
             for (gate, place), block in zip(self.links, self.gates, strict=True):
                 part = self._of_gate(to_gates, to_apart, block)
@@ -341,8 +376,7 @@ class Layers:
                     each_product(gates, hidden[into : into + count], target, self.tf32)
                 else:
                     multiply(into, count, part, hidden[into] if isinstance(hidden, ByGate) else hidden, True, start)
-        of_hh = None if own.hh is None else hh
-        return LayerWeights(to_ih, of_hh, summed.bias_ih, summed.bias_hh, None, summed.vectors)
+        return None if own.hh is None else hh
 
     def _space(self, like: Tensor, rows: int, features: Features) -> Tensor:
         """Room for what backward reads beside the gates: states in float32, r of gates that are not a sum, h before."""
@@ -419,6 +453,33 @@ def largest(problem: Problem) -> tuple[tuple[int, ...], int]:
     form = problem.form
     sizes = form.inputs, form.layer_inputs(1), form.units, len(form.cell.gates) * form.units
     return sizes, problem.time * problem.batch * max(sizes[:3]) * sizes[3]
+
+
+def leaves_room(problem: Problem, chip: Chip) -> bool:
+    """Whether two products of backward may run beside each other in a graph, and gain by it: measured on 9.0."""
+    if chip.capability != (9, 0) or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        return False  # torch gives cuBLAS another workspace there, with which a graph might have other bits
+    return largest(problem)[1] < _BESIDE
+
+
+_BESIDE = 2_000_000_000
+"""Multiplications of the largest product of backward, below which two of them run beside each other in a graph.
+
+A train step took, one after the other and beside each other (H200, 2026-11-23, two runs an hour apart in which
+torch.nn's took the same to 2 percent): GRU 1x32x30x128 107 and 96 us with
+TF32, 139 and 128 in float32, 1x62x200x168 556 and 554, LSTM in bfloat16 1x32x30x128 86 and 80, 1x32x30x512 118 and 117
+(TF32 188 and 183, float32 443 and 420), 1x128x200x128 408 and 406; a product of 4 billion takes 14 us by itself,
+which is 580 TFLOP/s."""
+
+
+@contextmanager
+def _on(branch: Branch | None) -> Iterator[None]:
+    """What is launched goes to a branch; to the current stream where None."""
+    if branch is None:
+        yield
+        return
+    with torch.cuda.stream(branch.as_torch):
+        yield
 
 
 def exact(problem: Problem) -> bool:

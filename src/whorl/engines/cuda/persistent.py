@@ -17,6 +17,7 @@ from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked
 from whorl.engines.cuda.norms import MOST_ROWS, inside, norm_of, normed
 from whorl.engines.cuda.options import expected
+from whorl.engines.cuda.overlapped import Overlapped, described, overlaps, part_of
 from whorl.engines.cuda.plain import Plain, is_plain
 from whorl.engines.cuda.prepare import (
     Numbers,
@@ -124,7 +125,7 @@ class Persistent(Engine):
         ahead = (
             ["the layer norm of x: by a kernel of its own, for all steps before the first"] if normed(problem) else []
         )
-        problem = inside(problem)
+        whole, problem = problem, inside(problem)
         form, features, chip = problem.form, expected(problem), _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
         lines = ahead
@@ -138,6 +139,8 @@ class Persistent(Engine):
             lines.append(f"{kind}: {text}{how}{'; ' * bool(reason)}{reason}")
             if halving(Numbers(kind, form.cell, form.units, problem.dtype, tile, False, features)) is not None:
                 lines[-1] += "; its weights become float16 in a kernel of its own before it"
+            beside = described(whole, chip, kind)
+            lines[-1] += f"; {beside}" * bool(beside)
         return lines
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
@@ -160,7 +163,12 @@ def _made(plan: Plan, device: torch.device) -> Layers | Projected:
 
 
 def _loops(plan: Plan, device: torch.device) -> Layers:
-    return (Plain if is_plain(plan.problem) else Layers)(plan, device)
+    problem = plan.problem
+    if not is_plain(problem):
+        return Layers(plan, device)
+    kinds = ("forward", "backward")[: 1 + problem.gradient]
+    beside = any(overlaps(problem, _chip(problem.device), kind) for kind in kinds)
+    return (Overlapped if beside else Plain)(plan, device)
 
 
 def _whole(plan: Plan, device: torch.device) -> Layers:
@@ -183,13 +191,17 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
     norm = norm_of(problem.form, problem.dtype) if normed(problem) else None
-    problem = inside(problem)
+    whole, problem = problem, inside(problem)
     form, features = problem.form, expected(problem)
     size, wanted = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem)), []
     for kind, flag in [("forward", problem.gradient)] + [("backward", form.bias)] * problem.gradient:
         tile = grid.choose(size, chip, problem.batch, form.directions, kind)
         assert tile is not None, "the obstacles say that it fits"
         wanted.append(Numbers(kind, form.cell, form.units, problem.dtype, tile, flag, features))
+        if overlaps(whole, chip, kind):
+            tile = grid.choose(size, part_of(chip, form.layers), problem.batch, form.directions, kind)
+            assert tile is not None, "layers that run beside each other fit"
+            wanted.append(wanted[-1]._replace(tile=tile, carried=True))
     made = codes(wanted, chip)
     made += [halver_code(one, chip) for one in map(halving, wanted) if one is not None]
     if any(map(fills, wanted)):

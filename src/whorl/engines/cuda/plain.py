@@ -6,7 +6,6 @@ fills in addresses.  It lists all that it has, and from there each kernel takes 
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from whorl.cells.cell import Graph
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.branch import branch_of
-from whorl.engines.cuda.layers import Layers, address, largest, pair, plain
+from whorl.engines.cuda.layers import Layers, address, leaves_room, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import Product, handle
@@ -82,13 +81,13 @@ class Plain(Layers):
         features = self._features()
         self._ready(features, features)
         self._ahead = self._kernel("forward", features)
-        self._kept, size = self._laid_out()
+        self._kept, self._in_room, size = self._laid_out()
         self._room = laid_out((size,), torch.uint8)
         self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
-            self._branch = branch_of(self.index) if self._leaves_room() else None
+            self._aside = branch_of(self.index) if self._leaves_room() else None
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
 
@@ -109,13 +108,17 @@ class Plain(Layers):
             made += [first + kind if there else -1 for first in firsts] + [-1] * (2 - directions)
         return made
 
-    def _laid_out(self) -> tuple[list[Kept], int]:
-        """Where each layer leaves what, and the bytes of all."""
+    def _laid_out(self, one_by_one: bool = True) -> tuple[list[Kept], list[int], int]:
+        """Where each layer leaves what, the same in the order in which a pass lists it, and the bytes of all.
+
+        Args:
+            one_by_one: a layer has all of its steps behind it before the next begins.
+        """
         (units, batch, time, directions), keep = self.sizes, self.problem.gradient
         each, wide, room = time * batch * units, self.gate.itemsize, Room()
         made: list[Kept] = []
         for layer in range(self.form.layers):
-            if not keep and layer > 1:  # the layer before the last is done with
+            if not keep and layer > 1 and one_by_one:  # the layer before the last is done with
                 made.append(made[layer - 2])
                 continue
             inner = layer < self.form.layers - 1
@@ -123,7 +126,8 @@ class Plain(Layers):
             apart, states, before = self._spaces_laid_out(room, keep)
             (output,) = room.parts(1, inner * each * directions * self.problem.dtype.itemsize)
             made.append(Kept(gates, apart, states, output, before))
-        return made, room.size
+        order = [place for kept in made for place in (*kept.gates, *kept.apart, *kept.states, kept.output)]
+        return made, order, room.size
 
     def _spaces_laid_out(self, room: "Room", keep: bool) -> tuple[list[int], list[int], list[int]]:
         """Where each direction leaves r apart, states, and what was before each step."""
@@ -144,16 +148,13 @@ class Plain(Layers):
         units, batch, _, directions = self.sizes
         layers, initial, last = range(self.form.layers), self.problem.initial, self.form.layers - 1
         self._far = [layer * directions * batch * units * self.problem.dtype.itemsize for layer in layers]
-        known = [*(f"weight {place}" for place in range(len(self._weights_laid))), "nothing"]
-        self._in_room: list[int] = []
-        for layer, kept in enumerate(self._kept):
-            for what, places in {"gates": kept.gates, "apart": kept.apart, "states": kept.states}.items():
-                known += _both(what, layer)[:directions]
-                self._in_room += places
+        known = self._names_of_room = [*(f"weight {place}" for place in range(len(self._weights_laid))), "nothing"]
+        for layer in layers:
+            known += [name for what in ("gates", "apart", "states") for name in _both(what, layer)[:directions]]
             known.append(f"output {layer}")
-            self._in_room.append(kept.output)
         starts, finals = self._of_states("start", layers) * initial, self._of_states("final", layers)
         ahead, self._takes_ahead = [*known, "y", *finals, *starts], []
+        self._names_ahead: Sequence[str] = ahead
         for layer, reads in enumerate(self._reads):
             output = "y" if layer == last else f"output {layer}"
             taken = [*_both("gates", layer), *[f"weight {place}" for place in reads], "nothing", "nothing"]
@@ -162,15 +163,23 @@ class Plain(Layers):
         if not self.problem.gradient:
             return
         self._in_meanwhile = [*self._to_gates, *self._to_apart, *self._summed, self._to_below]
-        known += [name for what in ("to_gates", "to_apart", "sums") for name in _both(what, 0)[:directions]]
-        known += ["to_below", "y", "to_y", *starts, *self._of_states("to_start", layers) * initial]
-        back, self._takes_back = [*known, *self._of_states("to_final", layers)], []
-        for layer, reads in enumerate(self._reads):
-            output, ending = ("y", "to_y") if layer == last else (f"output {layer}", "to_below")
-            taken = [*_both("gates", layer), *[f"weight {place}" for place in reads[:2]], "nothing", "nothing"]
-            taken += [*self._of_states("start", [layer]), output, *_both("apart", layer), *_both("states", layer)]
-            taken += [ending, *self._of_states("to_final", [layer]), *_both("to_gates", 0), *_both("to_apart", 0)]
-            self._takes_back.append(_taking([*taken, *self._of_states("to_start", [layer]), *_both("sums", 0)], back))
+        known = [*known, *(name for what in ("to_gates", "to_apart", "sums") for name in _both(what, 0)[:directions])]
+        known += ["to_output 0", "y", "to_y", *starts, *self._of_states("to_start", layers) * initial]
+        back = [*known, *self._of_states("to_final", layers)]
+        self._takes_back = [self._taking_back(layer, 0, back) for layer in layers]
+
+    def _taking_back(self, layer: int, own: int, known: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """What the backward kernel of a layer takes of what is `known`.
+
+        Args:
+            own: the number by which that goes which is there meanwhile.
+        """
+        reads, last = self._reads[layer], layer == self.form.layers - 1
+        output, ending = ("y", "to_y") if last else (f"output {layer}", f"to_output {own}")
+        taken = [*_both("gates", layer), *[f"weight {place}" for place in reads[:2]], "nothing", "nothing"]
+        taken += [*self._of_states("start", [layer]), output, *_both("apart", layer), *_both("states", layer)]
+        taken += [ending, *self._of_states("to_final", [layer]), *_both("to_gates", own), *_both("to_apart", own)]
+        return _taking([*taken, *self._of_states("to_start", [layer]), *_both("sums", own)], known)
 
     def _of_states(self, what: str, layers: Sequence[int]) -> list[str]:
         return [f"{what} {state} {layer}" for state in self.cell.states for layer in layers]
@@ -202,12 +211,10 @@ class Plain(Layers):
             self._of_hh.append(OfSome(is_apart, *places, over, start))
 
     def _leaves_room(self) -> bool:
-        """Whether two products of backward may run beside each other, and gain by it: measured on 9.0."""
-        if self.chip.capability != (9, 0) or "CUBLAS_WORKSPACE_CONFIG" in os.environ:
-            return False  # torch gives cuBLAS another workspace there, with which a graph might have other bits
+        """Whether two products of backward run beside each other in a graph."""
         # what copies or splits its matrices does so on torch's stream, which also clears a gradient of a single step
         alone = self.problem.time > 1 and all(isinstance(one, Product) for one in self._products_back())
-        return alone and largest(self.problem)[1] < _BESIDE
+        return alone and leaves_room(self.problem, self.chip)
 
     def _products_back(self) -> list[Made]:
         """Those of backward."""
@@ -225,7 +232,11 @@ class Plain(Layers):
 
     def _output_in(self, room: Tensor, layer: int) -> Tensor:
         """What a layer that is not the last gave."""
-        shape, first, dtype = self._output.shape, self._kept[layer].output, self.problem.dtype
+        return self._output_at(room, self._kept[layer].output)
+
+    def _output_at(self, room: Tensor, first: int) -> Tensor:
+        """A layer's output, or its gradient, whose bytes begin there."""
+        shape, dtype = self._output.shape, self.problem.dtype
         return from_bytes(room[first : first + math.prod(shape) * dtype.itemsize], shape, dtype)
 
     def forward(self, call: Call) -> Outcome:
@@ -237,12 +248,7 @@ class Plain(Layers):
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         options = self._options(call, stream)
-        starts = [_own(state, dtype) for state in call.states]
-        y, finals = empty(*self._output), [empty(*self._state) for _ in self.cell.states]
-        places = [
-            *at, *[base + place for place in self._in_room], y.data_ptr(),
-            *[state.data_ptr() + far for state in (*finals, *starts) for far in self._far],
-        ]  # fmt: skip
+        y, finals, places, _also = self._listed(call, at, base, self._in_room)
         for layer, kept in enumerate(self._kept):
             if layer:
                 self._project(layer, blas, entered, at, base)
@@ -252,6 +258,18 @@ class Plain(Layers):
                 dropped = self._output_in(room, layer) * call.dropout[layer]
                 entered = dropped.data_ptr()
         return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
+
+    def _listed(
+        self, call: Call, at: Sequence[int], base: int, in_room: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor], list[int], list[Tensor]]:
+        """The output, final states, the addresses of all that a forward pass has; and what is to live as long."""
+        starts = [as_read(state, self.problem.dtype) for state in call.states]
+        y, finals = empty(*self._output), [empty(*self._state) for _ in self.cell.states]
+        places = [
+            *at, *[base + place for place in in_room], y.data_ptr(),
+            *[state.data_ptr() + far for state in (*finals, *starts) for far in self._far],
+        ]  # fmt: skip
+        return y, finals, places, starts
 
     def _argument(self, options: Options | None, layer: int, base: int, entered: Sequence[int] = ()) -> Sequence[Any]:
         """What options add to the argument of a kernel.
@@ -269,13 +287,13 @@ class Plain(Layers):
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
-        grad_y, *grad_finals = [None if grad is None else _own(grad, dtype) for grad in grads]
+        grad_y, *grad_finals = [None if grad is None else as_read(grad, dtype) for grad in grads]
         room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
         if options is not None:
             x = options.cleaned(x)
-        starts = [_own(state, dtype) for state in call.states]
+        starts = [as_read(state, dtype) for state in call.states]
         grad_starts, grad_x = [empty(*self._state) for _ in starts], None
         made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
@@ -289,7 +307,7 @@ class Plain(Layers):
             output, address(grad_y), *[state.data_ptr() + away for state in (*starts, *grad_starts) for away in far],
             *[0 if grad is None else grad.data_ptr() + away for grad in grad_finals for away in far],
         ]  # fmt: skip
-        branch = self._branch if torch._C._cuda_isCurrentStreamCapturing() else None
+        branch = self._aside if torch._C._cuda_isCurrentStreamCapturing() else None
         for layer in reversed(range(self.form.layers)):
             reads, first = self._reads[layer], layer * directions * self._every
             below = base + self._kept[layer - 1].output if layer else x.data_ptr()
@@ -332,8 +350,7 @@ class Plain(Layers):
                 aside.join()
                 blas = handle(dtype)
             if call.dropout and layer:
-                first_byte = self._to_below
-                to_dropped = from_bytes(meanwhile[first_byte : first_byte + y.nbytes], y.shape, dtype)
+                to_dropped = self._output_at(meanwhile, self._to_below)
                 if "dropout" not in constants:
                     grad_dropout[layer - 1] = to_dropped * self._output_in(room, layer - 1)
                 to_dropped *= call.dropout[layer - 1]
@@ -383,19 +400,10 @@ def _taking(wanted: Sequence[str], known: Sequence[str]) -> Callable[[Sequence[i
     return itemgetter(*[places.get(name, places["nothing"]) for name in wanted])
 
 
-def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def as_read(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """As kernels read it; what has the dtype is not asked to take it, which would be 0.8 us."""
     return plain(tensor if tensor.dtype is dtype else tensor.to(dtype))
 
-
-_BESIDE = 2_000_000_000
-"""Multiplications of the largest product of backward, below which two of them run beside each other in a graph.
-
-A train step took, one after the other and beside each other (H200, 2026-11-23, two runs an hour apart in which
-torch.nn's took the same to 2 percent): GRU 1x32x30x128 107 and 96 us with
-TF32, 139 and 128 in float32, 1x62x200x168 556 and 554, LSTM in bfloat16 1x32x30x128 86 and 80, 1x32x30x512 118 and 117
-(TF32 188 and 183, float32 443 and 420), 1x128x200x128 408 and 406; a product of 4 billion takes 14 us by itself,
-which is 580 TFLOP/s."""
 
 _ALIGNED = 256
 """Bytes: where parts of a room begin."""

@@ -60,6 +60,8 @@ class Numbers(NamedTuple):
     flag: bool
     """Of the forward kernel, whether it saves for backward; of the backward kernel, whether there is a bias."""
     features: Features = PLAIN
+    carried: bool = False
+    """It computes a part of the steps: what the launch before left, and what it leaves, is two addresses a state."""
 
 
 def kernels(wanted: Sequence[Numbers], chip: Chip, index: int) -> list[Kernel]:
@@ -78,6 +80,7 @@ def _load(numbers: Numbers, name: str, machine_code: bytes, chip: Chip, index: i
     together = isinstance(tile, Spread)
     count = {"forward": 15 + 2 * vectors + 2 * states, "backward": 18 + 2 * vectors + 3 * states}[kind]
     count += {"forward": 4, "backward": 2}[kind] * staged(cell)  # means, and operands of products in the step
+    count += 2 * states * numbers.carried
     fields = f"{count}Q"
     if source.has_options(cell, features):
         fields += options.layout(states, len(cell.inputs))
@@ -208,8 +211,8 @@ def fills(numbers: Numbers) -> bool:
 def codes(wanted: Sequence[Numbers], chip: Chip) -> list[tuple[str, bytes]]:
     """Name and machine code of each kernel, from the store or compiled; needs no GPU."""
     given = []
-    for kind, cell, units, dtype, tile, flag, features in wanted:
+    for kind, cell, units, dtype, tile, flag, features, carried in wanted:
         write = source.forward if kind == "forward" else source.backward
-        text = write(cell, units, dtype, tile, flag, features)
+        text = write(cell, units, dtype, tile, flag, features, carried)
         given.append((text, source.kernel_name(kind, cell, units, dtype, tile), chip.architecture, flags(tile)))
     return [(one[1], code) for one, code in zip(given, store.kernels(given), strict=True)]

@@ -208,9 +208,14 @@ def kernel_name(kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: T
 
 
 def forward(
-    graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, saved: bool, features: Features = PLAIN
-) -> str:
-    """The source of the forward kernel."""
+    graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, saved: bool, features: Features = PLAIN,
+    carried: bool = False,
+) -> str:  # fmt: skip
+    """The source of the forward kernel.
+
+    Args:
+        carried: it may begin with what an earlier launch left, and leave something for a later one.
+    """
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"GROUPS": tile.groups}
@@ -219,13 +224,14 @@ def forward(
     else:
         own |= {"SPLITS": tile.splits, "SUBS": tile.subs, "POINTWISE": tile.pointwise}
     step = steps(graph).forward.text if staged(graph) else _step(graph)
-    return _source("forward", graph, units, dtype, tile, own, step, features)
+    return _source("forward", graph, units, dtype, tile, own, step, features, carried)
 
 
 def backward(
-    graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, bias: bool, features: Features = PLAIN
-) -> str:
-    """The source of the backward kernel."""
+    graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, bias: bool, features: Features = PLAIN,
+    carried: bool = False,
+) -> str:  # fmt: skip
+    """The source of the backward kernel; `carried` as forward."""
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered}
@@ -237,9 +243,9 @@ def backward(
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
         step = made.parted if isinstance(tile, Spread) else made.text
-        return _source("backward", graph, units, dtype, tile, own, step, features)
+        return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
-    return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features)
+    return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)
 
 
 def draw() -> str:
@@ -510,7 +516,7 @@ def _spread(tile: Spread) -> dict[str, int]:
 
 def _source(
     kind: str, graph: Graph, units: int, dtype: torch.dtype, tile: Tile | Spread, own: Mapping[str, int], step: str,
-    features: Features,
+    features: Features, carried: bool,
 ) -> str:  # fmt: skip
     saves = kept(graph)
     numbers = {
@@ -536,6 +542,7 @@ def _source(
         f"#define SPREAD {int(isinstance(tile, Spread))}",
         f"#define BOUNDED {int(bounded(graph))}",
         f"#define OPTIONS {int(has_options(graph, features))}",
+        f"#define CARRIED {int(carried)}",
         f"#define WARPGROUPS {int(wide)}",
         f"#define ZONEOUT_GRADIENT {int(features.zoneout_gradient)}",
         "#define MOST(count) ((count) > 0 ? (count) : 1)",
@@ -548,7 +555,7 @@ def _source(
         _text("weights.cu"),
         *([_text("warpgroup.cu")] if wide else []),
         *([_text("columns.cu")] if kind == "forward" and isinstance(tile, Tile) else []),
-        *map(_text, ("options.cu",) + ("exchange.cu",) * isinstance(tile, Spread)),
+        *map(_text, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *(map(_text, ("means.cu", f"{beside}_means.cu")) if inside else []),
         "typedef float real;",
         step,

@@ -76,6 +76,10 @@ struct Arguments {
   Element* initial_gradients[STATES];      // [directions, batch, UNITS], all or null
   float* sums[2];                          // [clusters x TILES x SPLITS, SUMMED x UNITS]
   long long time, batch;
+#if CARRIED
+  const float* come[STATES];  // as carried.cu has them
+  float* left[STATES];
+#endif
 #if OPTIONS
   Options o;
 #else
@@ -308,14 +312,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       in[j][b][1] = in[j][b][0] && (UNITS % 2 == 0 || unit + 1 < UNITS);
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
-        const bool given = a.final_gradients[s] != nullptr;
-        const float2 value =
-            wide_pair(load_pair(a.final_gradients[s] + start_of(j, b), given && in[j][b][0], given && in[j][b][1]));
+        const float2 value = final_gradient_pair(a, s, start_of(j, b), in[j][b][0], in[j][b][1]);
         carried[j][s][b][0] = value.x;
         carried[j][s][b][1] = value.y;
       }
     }
-    load(j, its_first, time == 1);
+    load(j, its_first, time == 1 && !goes_on_before(a));
     if constexpr (OPTIONS)
 #pragma unroll
       for (int b = 0; b < PER; ++b) {
@@ -409,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // the same of two gates' depths in turn
   const unsigned columns_of_two =
       shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 % 2 * 4 + lane / 16 * GROUPS * 8) * 4;
-  const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
+  const bool wants_initial = a.initial_gradients[0] != nullptr || goes_on_before(a) || RESET_TO || NOISE_GRADIENT;
   long long rows_before = rows;
   for (int t = 0; t < time; ++t) {
     const long long rows_arriving = rows_before;
@@ -433,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (BEFORE) before_from += row_step * UNITS;
           if constexpr (DRAWS) drawn_from += row_step * UNITS;
         }
-        load(j, next, t + 2 == time);
+        load(j, next, t + 2 == time && !goes_on_before(a));
       }
     };
     const auto read_marks = [&](int sub) {
@@ -876,9 +878,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int b = 0; b < PER; ++b)
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
-          const bool given = a.initial_gradients[s] != nullptr;
-          store_pair(a.initial_gradients[s] + start_of(j, b), carried[j][s][b][0], carried[j][s][b][1],
-                     given && in[j][b][0], given && in[j][b][1]);
+          leave_gradient_pair(a, s, start_of(j, b), carried[j][s][b][0], carried[j][s][b][1], in[j][b][0], in[j][b][1]);
           if constexpr (RESET_TO)
             store_pair(a.o.reset_gradients[s] + start_of(j, b), reset_sums[j][s][b][0], reset_sums[j][s][b][1],
                        in[j][b][0], in[j][b][1]);

@@ -83,6 +83,10 @@ struct Arguments {
   Gate* apart[2];                  // [time, batch, APART x UNITS]: r of gates that are not a sum
   float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
   long long time, batch;
+#if CARRIED
+  const float* come[STATES];  // as carried.cu has them
+  float* left[STATES];
+#endif
 #if OPTIONS
   Options o;
 #else
@@ -180,11 +184,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
 #if HALVES && EXACT
-  for (int i = threadIdx.x; i < share * CLUSTER * GROUPS && a.initial[0] != nullptr; i += THREADS) {
+  for (int i = threadIdx.x; i < share * CLUSTER * GROUPS && has_initial(a); i += THREADS) {
     const int line = i % share, depth = i / share;
     const auto value = [&](int at) {
       const bool there = first_place + line < last_place && depth * 16 + at < UNITS;
-      return there ? a.initial[0][((long long)direction * batch + first_place + line) * UNITS + depth * 16 + at] : 0.f;
+      return there ? first_state(a)[((long long)direction * batch + first_place + line) * UNITS + depth * 16 + at] : 0.f;
     };
     float most = 0.f;
 #pragma unroll
@@ -212,9 +216,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       states[word_of(line, word)] = half_pair(value(2 * word), value(2 * word + 1));
   }
 #else
-  for (int line = warp; line < share && a.initial[0] != nullptr; line += WARPS) {
+  for (int line = warp; line < share && has_initial(a); line += WARPS) {
     const bool there = first_place + line < last_place;
-    const Element* const from = a.initial[0] + ((long long)direction * batch + first_place + line) * UNITS;
+    const Element* const from = first_state(a) + ((long long)direction * batch + first_place + line) * UNITS;
     float most = 0.f;
     for (int column = lane; column < UNITS && there; column += 32) most = fmaxf(most, fabsf(from[column]));
 #pragma unroll
@@ -228,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   }
 #endif
 #else
-  if (a.initial[0] != nullptr || RESET_TO) {
+  if (has_initial(a) || RESET_TO) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
       const int place = first_place + i / UNITS, column = i % UNITS;
       if (place < last_place) {
@@ -389,8 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
-        const bool given = a.initial[s] != nullptr;
-        const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
+        const float2 value = initial_pair(a, s, start, first, second);
         state[j][s][0] = value.x;
         state[j][s][1] = value.y;
       }
@@ -581,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 
 #if HALVES
-    const bool starts = SCALES_STAY || (!SCALED && t == 0 && a.initial[0] != nullptr);
+    const bool starts = SCALES_STAY || (!SCALED && t == 0 && has_initial(a));
 #pragma unroll
     for (int n = 0; n < PART; ++n)
 #pragma unroll
@@ -830,7 +833,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const long long end = ((long long)direction * batch + row + further(j)) * UNITS + unit;
 #pragma unroll
           for (int s = 0; s < STATES; ++s)
-            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
+            leave_pair(a, s, end, after[j][0][s], after[j][1][s], is_there(j), is_there(j) && has_second);
         }
       }
       if constexpr (OPTIONS) {

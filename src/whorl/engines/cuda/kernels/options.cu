@@ -111,6 +111,9 @@ __device__ __forceinline__ Element first_operand(
     const Arguments& a, long long sequence, int unit, int direction, int step) {
   const long long at = (direction * a.batch + sequence) * UNITS + unit;
   Element value = a.initial[0] != nullptr ? a.initial[0][at] : Element{};
+#if CARRIED
+  if (a.come[0] != nullptr) value = narrow(a.come[0][at]);
+#endif
   if constexpr (RESET) {
     const long long length = LENGTHS ? a.o.lengths[sequence] : a.time;
     if (direction == 0 && length > 0 && a.o.reset[sequence]) value = RESET_TO ? a.o.reset_to[0][at] : Element{};

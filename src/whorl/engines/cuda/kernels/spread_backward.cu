@@ -106,6 +106,10 @@ struct Arguments {
   const float* levels[2];  // [time, batch, LEVELS]: the means that forward saved
 #endif
   long long time, batch;
+#if CARRIED
+  const float* come[STATES];  // as carried.cu has them
+  float* left[STATES];
+#endif
 #if OPTIONS
   Options o;
 #else
@@ -310,12 +314,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const bool first = has_first && is_row(turn, j), second = first && has_second;
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
-        const bool given = a.final_gradients[s] != nullptr;
-        const float2 value = wide_pair(load_pair(a.final_gradients[s] + start_of(turn, j), given && first, given && second));
+        const float2 value = final_gradient_pair(a, s, start_of(turn, j), first, second);
         carried[turn][j][s][0] = value.x;
         carried[turn][j][s][1] = value.y;
       }
-      load(turn, j, first_step, time == 1);
+      load(turn, j, first_step, time == 1 && !goes_on_before(a));
       if constexpr (OPTIONS) {
         stepper.load(item[turn][j].step, kept[turn][j], first_step, rows);
         if constexpr (NOISE == HELD)
@@ -597,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
-        load(turn, j, step_of(t + 1), t + 2 == time);
+        load(turn, j, step_of(t + 1), t + 2 == time && !goes_on_before(a));
         if constexpr (OPTIONS) stepper.load(item[turn][j].step, kept[turn][j], step_of(t + 1), next_rows);
         if (t + 1 + AHEAD < time && has_first && is_row(turn, j) && !PACKED) {
           const auto further = further_on(turn, j);
@@ -811,7 +814,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     show_products();
 #endif
   };
-  const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
+  const bool wants_initial = a.initial_gradients[0] != nullptr || goes_on_before(a) || RESET_TO || NOISE_GRADIENT;
   for (int t = 0; t < time; ++t) {
     const bool goes_on = t + 1 < time || wants_initial;
 #pragma unroll
@@ -870,9 +873,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const bool first = has_first && is_row(turn, j), second = first && has_second;
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
-          const bool given = a.initial_gradients[s] != nullptr;
-          store_pair(a.initial_gradients[s] + start_of(turn, j), carried[turn][j][s][0], carried[turn][j][s][1],
-                     given && first, given && second);
+          leave_gradient_pair(a, s, start_of(turn, j), carried[turn][j][s][0], carried[turn][j][s][1], first, second);
         }
         if constexpr (OPTIONS) stepper.end(kept[turn][j]);
       }

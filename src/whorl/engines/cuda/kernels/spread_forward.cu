@@ -97,6 +97,10 @@ struct Arguments {
   Element* operands[2];  // as staged_forward.cu has it: of nothing here
 #endif
   long long time, batch;
+#if CARRIED
+  const float* come[STATES];  // as carried.cu has them
+  float* left[STATES];
+#endif
 #if OPTIONS
   Options o;
 #else
@@ -190,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if OPTIONS
     const float most = largest_operand(a, row0 + line, row0 + line < batch, direction, lane);
 #else
-    const bool there = a.initial[0] != nullptr && row0 + line < batch;
-    const Element* const from = a.initial[0] + ((long long)direction * batch + row0 + line) * UNITS;
+    const bool there = has_initial(a) && row0 + line < batch;
+    const Element* const from = first_state(a) + ((long long)direction * batch + row0 + line) * UNITS;
     float most = 0.f;
 #pragma unroll 16
     for (int column = lane * 2; column < UNITS; column += 64) {
@@ -301,9 +305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       Ahead& item = items[sub][j];
 #pragma unroll
       for (int s = 0; s < STATES; ++s) {
-        const bool given = a.initial[s] != nullptr && item.there;
         const long long at = ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
-        const float2 value = wide_pair(load_pair(a.initial[s] + at, given, given && has_second));
+        const float2 value = initial_pair(a, s, at, item.there, item.there && has_second);
         state[sub][j][s][0] = value.x;
         state[sub][j][s][1] = value.y;
       }
@@ -396,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (t > 0) {
 #pragma unroll
         for (int part = 0; part < (BESIDE ? 1 : PARTS); ++part) settle(part);
-      } else if (a.initial[0] != nullptr || RESET_TO) {
+      } else if (has_initial(a) || RESET_TO) {
         for (int i = threadIdx.x; i < ROWS * PLANE_PITCH; i += THREADS) {
           const int line = i / PLANE_PITCH, word = i % PLANE_PITCH;
           const int place = row0 + sub * ROWS + line, column = word * WORD_ELEMENTS;
@@ -757,7 +760,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const long long end = ((long long)direction * batch + sequence_of(sub, j)) * UNITS + unit;
 #pragma unroll
           for (int s = 0; s < STATES; ++s)
-            store_pair(a.finals[s] + end, after[j][0][s], after[j][1][s], item.there, item.there && has_second);
+            leave_pair(a, s, end, after[j][0][s], after[j][1][s], item.there, item.there && has_second);
         }
         if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && item.there) {  // everyone has read these
 #pragma unroll
