@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import whorl
 from comparison import broken, error, flat, weighted
-from emulation import CHIP, Kernel, compiled, emulated
+from emulation import CHIP, Kernel, compiled, emulated, left_behind
 from option_draws import Drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
 from whorl.engines.cuda import grid, options, prepare, source, spreading, store, tiling
@@ -78,7 +78,7 @@ def test_plain_layers(
 def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(folder: Path) -> None:
     layer, x = whorl.GRU(3, 4, engine="persistent"), torch.randn(2, 1, 3)
     entered: list[int] = []
-    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+    with emulated(folder) as patch:
         layer(x)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
         patch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
@@ -132,7 +132,7 @@ def test_softplus_is_good_to_an_eps_of_each_value(dtype: torch.dtype, folder: Pa
 
 def test_forward_and_backward_are_compiled_side_by_side_and_once(folder: Path) -> None:
     layer, asked = whorl.GRU(3, 4, engine="persistent"), []
-    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+    with emulated(folder) as patch:
         real = store.kernels
 
         def kernels(wanted: Any) -> list[bytes]:
@@ -161,7 +161,7 @@ def test_a_pass_loads_nothing_and_makes_float16_of_weights_just_before_it_multip
             done.append(self.name)
             super().__call__(*given)
 
-    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+    with emulated(folder) as patch:
         patch.setattr(prepare, "Kernel", Noted)
         layer(x)[0].sum().backward()
     launched = next(at for at, what in enumerate(done) if not what.startswith("load"))
@@ -637,3 +637,13 @@ def test_each_way_may_be_of_another_regime(
     torch.manual_seed(1)
     layer, x = getattr(whorl, kind)(6, units).bfloat16(), torch.randn(5, 9, 6).bfloat16()
     assert_right(layer, x, torch.bfloat16, folder)
+
+
+def test_what_ends_after_it_is_found(folder: Path) -> None:
+    with emulated(folder), pytest.MonkeyPatch.context() as outside:
+        own = store.kernels
+    outside.setattr(store, "kernels", own)
+    found = left_behind()
+    outside.undo()
+    assert found == ["kernels"]
+    assert left_behind() == []

@@ -60,7 +60,7 @@ def test_what_needs_no_gradient_is_not_computed_and_changes_no_other(mode: str, 
     }  # fmt: skip
     masks = {name: [torch.rand(shape) for shape in own] for name, own in shapes.items()}
     x, counts, found = torch.randn(5, 3, 8), [], []
-    with emulated(folder), pytest.MonkeyPatch.context() as patch:
+    with emulated(folder) as patch:
         for module in (aligned, entering):
             real = module.product
             patch.setattr(module, "product", lambda *args, real=real, **how: counts.append(1) or real(*args, **how))

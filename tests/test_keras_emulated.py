@@ -71,10 +71,10 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_mask_and_dropout_cost_the_host_few_operations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_and_dropout_cost_the_host_few_operations(folder: Path) -> None:
     """Beside a plain step; products are handed to cuBLAS, which is none of torch's operations."""
     own, counts = products.product, {}
-    with emulated(folder), monkeypatch.context() as patch:
+    with emulated(folder) as patch:
         library = SimpleNamespace(cublasGemmEx=lambda *given: 0, cublasSetMathMode=lambda *given: 0)
         patch.setattr(products, "cublas", lambda: library)
         for module in (layers, aligned, entering):

@@ -121,11 +121,11 @@ def test_what_is_taken() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
     """That of P without what comes through the recurrent weights."""
-    with emulated(tmp_path):
+    with emulated(tmp_path) as patch:
         real = projected.product
-        monkeypatch.setattr(
+        patch.setattr(
             projected,
             "product",
             lambda a, b, *rest, wide=False, **more: (

@@ -59,14 +59,14 @@ def on_host(source: str, folder: Path) -> bytes:
 
 
 @pytest.fixture
-def on_fibers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_fibers(folder: Path) -> Iterator[None]:
     """The engine takes tensors of the CPU, and its kernel runs on the host."""
-    with emulated(folder):
-        monkeypatch.setattr(stream, "Kernel", HostKernel)
-        monkeypatch.setattr(stream, "store", SimpleNamespace(kernel=lambda s, *rest: on_host(s, folder)))
-        monkeypatch.setattr(launch, "_loaded", {})
-        monkeypatch.setattr(stepwise, "missing", lambda: None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    with emulated(folder) as patch:
+        patch.setattr(stream, "Kernel", HostKernel)
+        patch.setattr(stream, "store", SimpleNamespace(kernel=lambda s, *rest: on_host(s, folder)))
+        patch.setattr(launch, "_loaded", {})
+        patch.setattr(stepwise, "missing", lambda: None)
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
         yield
 
 

@@ -118,7 +118,7 @@ def test_every_candidate_is_timed_and_the_fastest_is_kept_and_told(
 
     monkeypatch.setattr(tuning, "_work", work)
     problem = Problem(Form(library.lstm.graph, 24, 512), H200, torch.bfloat16, 5, 32, gradient=True)
-    with emulated(tmp_path), pytest.MonkeyPatch.context() as patch:
+    with emulated(tmp_path) as patch:
         patch.setattr(Layers, "_ready", lambda *_: None)
         plan = decide(problem, "persistent")
         ahead, back = tune(plan, torch.device("cpu"), timer)
@@ -158,7 +158,7 @@ def test_what_is_told_of_a_kernel_is_what_its_launch_asks_for(dtype: torch.dtype
             asked[name] = shared
 
     layer, x = whorl.GRU(3, 40, engine="persistent").to(dtype), torch.randn(2, 3, 3, dtype=dtype)
-    with emulated(tmp_path), pytest.MonkeyPatch.context() as patch:
+    with emulated(tmp_path) as patch:
         patch.setattr(prepare, "Kernel", Noted)
         told = str(whorl.explain(layer, x)).splitlines()
         layer(x)

@@ -80,7 +80,7 @@ def test_a_call_asks_for_what_is_compiled_and_no_more(
     assert main(["warm", *words, *["--inference"] * inference, *H200]) == 0
     *names, _ = capsys.readouterr().out.splitlines()
     layer, asked = whorl.GRU(7, 21, 2, bidirectional=True, engine="persistent"), set()
-    with emulated(tmp_path), monkeypatch.context() as patch:
+    with emulated(tmp_path) as patch:
         real = store.kernels
         patch.setattr(store, "kernels", lambda wanted: asked.update(one[1] for one in wanted) or real(wanted))
         with torch.set_grad_enabled(not inference):
@@ -98,7 +98,7 @@ def test_true_float32_asks_for_the_kernel_that_splits(
     monkeypatch.setattr(split, "LEAST", 1)
     monkeypatch.setattr(split, "TALL", 0)
     monkeypatch.setattr(split, "WIDER", 0)
-    with emulated(tmp_path, tf32=allowed == "tf32"), monkeypatch.context() as patch:
+    with emulated(tmp_path, tf32=allowed == "tf32") as patch:
         asked: set[str] = set()
         real = store.kernels
         patch.setattr(store, "kernels", lambda wanted: asked.update(one[1] for one in wanted) or real(wanted))
