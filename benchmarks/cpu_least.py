@@ -259,12 +259,15 @@ def fit(python: str) -> Iterator[Case]:
     shape = keras_fit.Shape()
     with keras_fit.started({"torch": python}, shape) as contenders:
         for case, units, do, asked in FIT:
-            keras_fit.check(contenders, case, units)
-            for one in contenders:
-                one.ask(do)  # compiles what it compiles
+            key = keras_fit.Key(case, units)
+            keras_fit.check(contenders, key)
+            which = key._asdict()
             asking = {
-                one.side: lambda one=one, do=do: [one.ask(do) / shape.batches for _ in range(2)] for one in contenders
+                one.side: lambda one=one, do=do, which=which: [one.ask(do, **which) / shape.batches for _ in range(2)]
+                for one in contenders
             }
+            for epochs in asking.values():
+                epochs()  # compiles what it compiles
             steps = 3 * shape.steps // 4 if "masked" in case else shape.steps
             sizes = Sizes(4, shape.batch, units, shape.features, steps, do)
             rivals = {"torch": asking["keras"]}

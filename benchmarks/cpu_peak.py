@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from whorl.engines.cpu.build import load
+from whorl.engines.host import load
 
 _STEPS = 200_000
 

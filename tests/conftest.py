@@ -11,6 +11,7 @@ import torch
 import emulation
 from emulation import emulated
 from whorl import compiler, plan, problem, settings
+from whorl.engines.cuda import taped
 
 pytest.register_assert_rewrite("comparison", "plain_loops", "loops", "option_cases")  # so that failures show values
 
@@ -33,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.xdist_group("gpu"))  # one worker, so one process on the GPU
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_calls() -> None:
+    """On a GPU calls go by tapes from the first test on, not from whenever they are compiled."""
+    if torch.cuda.is_available():
+        taped.finish()
 
 
 @pytest.fixture(autouse=True)

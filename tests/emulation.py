@@ -26,9 +26,9 @@ from whorl.bench.baseline import to_tf32
 from whorl.engines.cuda import (
     aligned,
     entering,
-    grid,
     launch,
     layers,
+    memory,
     options,
     overlapped,
     persistent,
@@ -36,9 +36,10 @@ from whorl.engines.cuda import (
     prepare,
     products,
     projected,
-    split,
     store,
+    taped,
 )
+from whorl.engines.cuda.tape import writing
 from whorl.engines.cuda.tiling import Chip
 from whorl.plan import plan
 
@@ -79,20 +80,32 @@ class Kernel:
         together: bool = False, early: bool = False,
     ) -> None:  # fmt: skip
         assert shared <= 232448
-        self.name, self._layout, self._together = name, struct.Struct(layout), together
-        self._block, self._cluster, self._shared = block, cluster, shared
+        self.name, self.layout, self.together = name, struct.Struct(layout), together
+        self.block, self.cluster, self.shared, self.early = block, cluster, shared, early
         self._library = ctypes.CDLL(code.decode())
+        self.function = id(self)  # kept below, so that no other has it
+        _kernels[self.function] = self
+
+    attributes = launch.Kernel.attributes
 
     def alone(self, shared: int) -> "Kernel":
         return self
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
-        cluster = grid if self._together else self._cluster
+        if writing.tape is not None:
+            writing.tape.launch(self, grid, second, values)
+        else:
+            self.launch(grid, second, self.layout.pack(*values))
+
+    def launch(self, grid: int, second: int, packed: bytes) -> None:
+        cluster = grid if self.together else self.cluster
         ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
-        packed = self._layout.pack(*values)
-        status = self._library.launch(grid, second, self._block, cluster, self._shared, packed)
+        status = self._library.launch(grid, second, self.block, cluster, self.shared, packed)
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
+
+
+_kernels: dict[int, Kernel] = {}
 
 
 class Streams:
@@ -212,8 +225,10 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
         put(products, "cublas", lambda: library)
         put(torch, "mm", mm)
         put(torch, "addmm", addmm)
-        for module in (aligned, grid, overlapped, plain, split):
-            put(module, "empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
+        put(memory, "_empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
+        put(taped, "ready", lambda: False)
+        put(taped, "functions", lambda: addresses(library))
+        put(taped, "_context", lambda: 0)
         put(layers, "product", product)
         put(aligned, "product", product)
         put(entering, "product", product)
@@ -227,6 +242,54 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
     plan.cache_clear()
 
 
+def addresses(library: Any) -> tuple[int, ...]:
+    """What `taped.functions` gives, of functions that call these kernels and this cuBLAS."""
+    number, pointer, refer = ctypes.c_int, ctypes.c_void_p, ctypes.POINTER
+
+    def run(config: Any, function: int, arguments: Any, extra: Any) -> int:
+        kernel, given = _kernels[function], config.contents
+        assert (given.block[0], given.shared) == (kernel.block, kernel.shared)
+        assert [(one.id, one.value[0]) for one in given.attributes[: given.count]] == kernel.attributes
+        kernel.launch(given.grid[0], given.grid[1], ctypes.string_at(arguments[0], kernel.layout.size))
+        return 0
+
+    def tell(device: int, stream: Any) -> int:
+        stream[0] = 0
+        return 0
+
+    def is_capturing(stream: int, status: Any) -> int:
+        status[0] = 0
+        return 0
+
+    kinds = [
+        (run, (refer(launch._Config), pointer, refer(pointer), pointer), number),
+        (lambda context: 0, (pointer,), number),
+        (
+            library.cublasGemmEx,
+            (
+                pointer,
+                *[number] * 5,
+                *[pointer] * 2,
+                number,
+                number,
+                pointer,
+                *[number] * 2,
+                *[pointer] * 2,
+                *[number] * 4,
+            ),
+            number,
+        ),
+        (library.cublasSetMathMode, (pointer, number), number),
+        (lambda setup: 1, (ctypes.c_bool,), pointer),
+        (tell, (number, refer(pointer)), number),
+        (is_capturing, (pointer, refer(number)), number),
+    ]
+    _callbacks.extend(ctypes.CFUNCTYPE(gives, *takes)(function) for function, takes, gives in kinds)
+    return tuple(ctypes.cast(one, pointer).value or 0 for one in _callbacks[-len(kinds) :])
+
+
+_callbacks: list[Any] = []
+"""What C++ holds addresses of."""
 _places: dict[tuple[int, str], Any] = {}
 """Whose attributes `emulated` has replaced."""
 

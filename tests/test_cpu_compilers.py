@@ -23,6 +23,7 @@ import whorl
 from cells_for_tests import CELLS as CELLS_OF_TESTS
 from engine_cases import CELLS, FORMS, assert_agrees
 from whorl import compiler, plan, problem
+from whorl.engines import host
 from whorl.engines.cpu import build, generate, plain, sweep
 from whorl.errors import CompileError
 
@@ -129,12 +130,12 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
 @pytest.fixture
 def compiled_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
     """Engine `cpu` by a compiler, with flags for an instruction set in the place of those for this processor."""
-    caches = (build._version, sweep.kernel, sweep._loop, plain.sizes)
+    caches = (host._version, sweep.kernel, sweep._loop, plain.sizes)
 
     def use(command: str, flags: str) -> None:
         monkeypatch.setenv("CXX", command)
         if flags:
-            monkeypatch.setattr(build, "_NATIVE", {platform.machine(): flags})
+            monkeypatch.setattr(host, "_NATIVE", {platform.machine(): flags})
         for cached in caches:
             cached.cache_clear()
 
@@ -176,7 +177,7 @@ def test_every_compiler_and_instruction_set_gives_the_same(
         pytest.skip(f"no {command} on the PATH")
     compiled_by(command, flags)
     if flags:
-        assert flags in " ".join(build.flags(""))
+        assert flags in " ".join(host.flags(""))
     for cell in ("lstm", "gru", "layer_norm_lstm", "four_states", "odd_ends"):
         for form in ("two layers", "reset", "mask and lengths", "recurrent dropout by gate", "a panel and one"):
             assert_agrees("cpu", CELLS[cell], FORMS[form], dtype)
@@ -220,10 +221,10 @@ def broken(
     command = tmp_path / "broken-c++"
     command.write_text(f"#!/bin/sh\n{script}\n")
     command.chmod(0o700)
-    caches = (problem._device, plan.plan, build._version, build.fault, sweep.kernel, sweep._loop, plain.sizes)
+    caches = (problem._device, plan.plan, host._version, build.fault, sweep.kernel, sweep._loop, plain.sizes)
     monkeypatch.setenv("CXX", str(command))
-    monkeypatch.setattr(build, "_loaded", {})
-    monkeypatch.setattr(build, "_SECONDS", 20)
+    monkeypatch.setattr(host, "_loaded", {})
+    monkeypatch.setattr(host, "_SECONDS", 20)
     for cached in caches:
         cached.cache_clear()
     whorl.settings.cache = tmp_path / "cache"
@@ -259,7 +260,7 @@ def test_what_cxx_says_beside_the_compiler_is_in_the_kernels(tmp_path: Path, mon
     with whorl.settings(cache=tmp_path):
         for number in (1, 2):
             monkeypatch.setenv("CXX", f"{command} -DANSWER={number}")
-            assert build.load("a number", source, "").answer() == number
+            assert host.load("a number", source, "").answer() == number
 
 
 @pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
@@ -268,9 +269,9 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(host, "_loaded", {})
     with whorl.settings(cache=tmp_path), pytest.raises(CompileError, match="No space left on device.*WHORL_CACHE"):
-        build.load("a kernel", "int a;", "")
+        host.load("a kernel", "int a;", "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the compilers of this test are shell scripts")

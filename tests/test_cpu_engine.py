@@ -20,8 +20,8 @@ import whorl
 from comparison import EXACT, error, flat, weighted
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, results
 from whorl import compiler
-from whorl.engines import ENGINES
-from whorl.engines.cpu import build, generate, plain
+from whorl.engines import ENGINES, host
+from whorl.engines.cpu import generate, plain
 from whorl.engines.cpu.masks import NONE
 from whorl.errors import CompileError
 from whorl.functional import planned, recurrent
@@ -283,7 +283,7 @@ SETS = ["", "-march=x86-64", "-march=x86-64-v3"] if platform.machine() in ("x86_
 def made(name: str, x: Tensor, flags: str) -> Tensor:
     """A function of the kernels of float32."""
     defines = f"-DWHORL_DTYPE=32 -DWHORL_TESTED {flags}"
-    library = build.load("functions", generate.source(CELLS["lstm"]).text, defines)
+    library = host.load("functions", generate.source(CELLS["lstm"]).text, defines)
     y, place = torch.full_like(x, 7.0), list(FUNCTIONS).index(name)
     library.whorl_maths(*map(ctypes.c_int64, (place, len(x))), *map(ctypes.c_void_p, (x.data_ptr(), y.data_ptr())))
     return y
@@ -330,7 +330,7 @@ def test_means_and_variances_are_right_far_from_zero(far: float, spread: float, 
     Args:
         first: how far the first 16 numbers are from the others.
     """
-    library = build.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=32 -DWHORL_TESTED")
+    library = host.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=32 -DWHORL_TESTED")
     rows, found = torch.full((4, count + 16), torch.nan), torch.full((4,), 7.0)
     rows[:2, :count] = spread * torch.randn(2, count) + far
     rows[0, :16] += first
@@ -348,7 +348,7 @@ def test_means_and_variances_are_right_far_from_zero(far: float, spread: float, 
 @pytest.mark.parametrize("count", [16, 37, 128])
 def test_a_mean_does_not_depend_on_the_rows_beside_it(count: int) -> None:
     """Of those one is read again, because what is taken from its numbers is far from their mean."""
-    library = build.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=32 -DWHORL_TESTED")
+    library = host.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=32 -DWHORL_TESTED")
     near, far = torch.randn(2, count), 1e-3 * torch.randn(2, count)
     far[0, :16] += 50
 
@@ -371,35 +371,35 @@ TINY = 'extern "C" int number() { return NUMBER; }'
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of kernels, and nothing loaded."""
-    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(host, "_loaded", {})
     whorl.settings.cache = tmp_path / "kernels"
     return tmp_path / "kernels" / "cpu"
 
 
 def forget() -> None:
-    build._loaded.clear()
+    host._loaded.clear()
 
 
 def test_a_kernel_is_compiled_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.load("tiny", TINY, "-DNUMBER=3").number() == 3
+    assert host.load("tiny", TINY, "-DNUMBER=3").number() == 3
     assert {path.suffix for path in cache.iterdir()} == {".cpp", ".so", ".txt"}
     assert all(not path.stat().st_mode & 0o077 for path in (cache, cache.parent))
     forget()
-    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("it was built already"))
-    assert build.load("tiny", TINY, "-DNUMBER=3").number() == 3
+    monkeypatch.setattr(host, "_build", lambda *_: pytest.fail("it was built already"))
+    assert host.load("tiny", TINY, "-DNUMBER=3").number() == 3
 
 
 def test_another_source_flag_compiler_or_processor_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {build._key(TINY, "-DNUMBER=3"), build._key(TINY + " ", "-DNUMBER=3"), build._key(TINY, "-DNUMBER=4")}
+    keys = {host._key(TINY, "-DNUMBER=3"), host._key(TINY + " ", "-DNUMBER=3"), host._key(TINY, "-DNUMBER=4")}
     for name in ("_version", "_processor"):
-        monkeypatch.setattr(build, name, lambda: "another")
-        keys.add(build._key(TINY, "-DNUMBER=3"))
+        monkeypatch.setattr(host, name, lambda: "another")
+        keys.add(host._key(TINY, "-DNUMBER=3"))
     assert len(keys) == 5
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "no digest"])
 def test_a_damaged_kernel_is_built_again(cache: Path, damage: str) -> None:
-    build.load("tiny", TINY, "-DNUMBER=5")
+    host.load("tiny", TINY, "-DNUMBER=5")
     (made,), (pointer,) = cache.glob("*.so"), cache.glob("*.txt")
     whole = made.read_bytes()
     made.unlink()  # it is mapped: written over, it would change under the process
@@ -410,16 +410,16 @@ def test_a_damaged_kernel_is_built_again(cache: Path, damage: str) -> None:
     elif damage == "no digest":
         pointer.write_bytes(b"\xff")
     forget()
-    assert build.load("tiny", TINY, "-DNUMBER=5").number() == 5
+    assert host.load("tiny", TINY, "-DNUMBER=5").number() == 5
     digest = pointer.read_text()  # not always the one before: some compilers write where they ran into what they make
     assert hashlib.blake2b((cache / f"{digest}.so").read_bytes(), digest_size=16).hexdigest() == digest
 
 
 def test_processes_may_build_at_once(cache: Path) -> None:
     script = (
-        "import whorl; from pathlib import Path; from whorl.engines.cpu import build; "
+        "import whorl; from pathlib import Path; from whorl.engines import host; "
         f"whorl.settings.cache = Path({str(cache.parent)!r}); "
-        f"assert build.load('tiny', {TINY!r}, '-DNUMBER=7').number() == 7"
+        f"assert host.load('tiny', {TINY!r}, '-DNUMBER=7').number() == 7"
     )
     running = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
     assert [process.wait(timeout=120) for process in running] == [0, 0, 0]
@@ -431,18 +431,18 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     with pytest.raises(CompileError, match="type `chmod 700"):
-        build.load("tiny", TINY, "-DNUMBER=8")
+        host.load("tiny", TINY, "-DNUMBER=8")
 
 
 def test_a_home_that_cannot_be_written_is_done_without(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "file").touch()
     whorl.settings.cache = tmp_path / "file"
-    assert build.load("tiny", TINY, "-DNUMBER=9").number() == 9
+    assert host.load("tiny", TINY, "-DNUMBER=9").number() == 9
 
 
 def test_what_the_compiler_says_is_told(cache: Path) -> None:
     with pytest.raises(CompileError, match="NUMBER") as raised:
-        build.load("tiny", TINY, "")
+        host.load("tiny", TINY, "")
     assert "engine='reference'" in str(raised.value)
 
 

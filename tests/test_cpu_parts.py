@@ -17,7 +17,8 @@ from torch import Tensor
 import whorl
 from engine_cases import CELLS, FORMS, assert_agrees
 from test_cpu_engine import sweeps, threads
-from whorl.engines.cpu import build, generate, sweep
+from whorl.engines import host
+from whorl.engines.cpu import generate, sweep
 from whorl.engines.cpu.plain import sizes
 from whorl.engines.cpu.sweep import NO_FACTOR, Factor, Products, kernel
 from whorl.plan import decide
@@ -154,7 +155,7 @@ def test_the_unit_is_told_the_shape_of_its_registers() -> None:
     """All of it, also where the compiler knows it: else the processor ends the program."""
     asked = 'extern "C" bool whorl_told() { kernel::configure(16), _tile_release(); return true; }'
     begin = 'extern "C" bool whorl_given() { return kernel::unit_is_given(); }'
-    library = build.load("a shape", "\n".join((generate.shared(), begin, asked)), "-DWHORL_DTYPE=32")
+    library = host.load("a shape", "\n".join((generate.shared(), begin, asked)), "-DWHORL_DTYPE=32")
     path = library._name
     told = f"import ctypes; it = ctypes.CDLL({path!r}); assert it.whorl_given() and it.whorl_told()"
     subprocess.run([sys.executable, "-c", told], check=True)
@@ -172,7 +173,7 @@ def test_below_the_normal_numbers() -> None:
 @pytest.mark.skipif(not has_the_unit(), reason="this processor has no unit for products of bfloat16")
 def test_sigmoid_and_tanh_for_bfloat16() -> None:
     """Beside what a bfloat16 rounds away, 2^-9, nothing: and 0 and 1 where they are, of infinities too."""
-    library = build.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=16 -DWHORL_TESTED")
+    library = host.load("functions", generate.source(CELLS["lstm"]).text, "-DWHORL_DTYPE=16 -DWHORL_TESTED")
     x = torch.cat([torch.randn(100_000) * scale for scale in (1e-6, 0.1, 1, 10, 30)])
     x = torch.cat([x, torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 1e38, -1e38])])
     for place, function in ((2, torch.tanh), (5, torch.sigmoid)):

@@ -205,7 +205,7 @@ def _no_gpu(machine: Machine) -> Finding:
 def _compiler_finding(machine: Machine) -> Finding:
     remedy = compiler.remedy(machine.platform)
     if machine.compiler is None:
-        detail = "none found: whorl's own kernels for the CPU cannot be compiled"
+        detail = "none found: whorl's own kernels for the CPU and the calls of its CUDA kernels cannot be compiled"
         return Finding("C++ compiler", False, detail, remedy)
     command, line = machine.compiler
     return Finding("C++ compiler", bool(line), f"{command}: {line or 'does not start'}", remedy)

@@ -8,7 +8,7 @@ record come from `reference`, and are announced.
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from whorl.engines import ENGINES
 from whorl.engines.reference import evaluate, gradients, vjp
 from whorl.plan import announce, decide
-from whorl.problem import Call, Marks, Outcome, Plan, wants_gradient
+from whorl.problem import PLAIN, Call, Marks, Outcome, Plan, wants_gradient
+from whorl.weights import kinds
 
 Layout = tuple[int, ...]
 Row = Sequence[Any]
@@ -37,6 +38,10 @@ def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
         if torch._C._are_functorch_transforms_active():
             return _Transformed.apply(made, call.layout, *call.marks, *call.tensors)[: _count_outputs(made)]
         forward_mode = torch.autograd.forward_ad._current_level >= 0
+        if not (forward_mode or recompute):
+            outputs = engine.at_once(made, call, _by_python)
+            if outputs:
+                return tuple(outputs)
         if forward_mode or recompute or (made.problem.gradient and not engine.recorded):
             # Kernels run by the time that torch has made the operation, which takes the host as long as some of them.
             outcome = None if forward_mode else _unrecorded(made, call)
@@ -249,6 +254,26 @@ def _backward(ctx: Any, grads: Row) -> Row:
         y.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes[: len(grads)], strict=True)
     ]
     return _Backward.apply(made, layout, ctx.context, len(given), *row[:_MARKS], *given, *row[_MARKS:])
+
+
+class _Kept(NamedTuple):
+    """What `_backward` reads of a context, of a call that autograd keeps elsewhere."""
+
+    structure: tuple[Plan, Layout]
+    saved_tensors: Row
+    context: Context
+
+
+def _by_python(made: Plan, grads: Row, row: Row) -> Row:
+    """`_backward` of a plain call that an engine ran at once.
+
+    Args:
+        row: the call's tensors, the output and what else forward saved.
+    """
+    states = len(made.problem.form.cell.states) * made.problem.initial
+    weights = made.problem.form.layers * made.problem.form.directions * len(kinds(made.problem.form))
+    layout = (states, weights, 0, 0, 0, 0)
+    return _backward(_Kept((made, layout), (*PLAIN, *row), copy_context()), grads)
 
 
 def _folded(many: int, where: Call, made: Plan, call: Call) -> tuple:

@@ -42,6 +42,12 @@ _SETTINGS = {
         _one_of("warn", "error", "allow"),
         "what happens where a layer can only run as a loop over time in Python",
     ),
+    "calls": _Setting(
+        "WHORL_CALLS",
+        "compiled",
+        _one_of("compiled", "python"),
+        "whether calls of CUDA kernels go by C++, compiled once where there is a compiler, or through Python",
+    ),
     "cache": _Setting("WHORL_CACHE", "~/.cache/whorl", _folder, "the private folder of compiled kernels"),
 }
 
@@ -84,6 +90,15 @@ class Settings:
             yield
         finally:
             self._within.reset(token)
+
+    @property
+    def are_of_a_block(self) -> bool:
+        """Whether a `with` block holds some here, which another thread does not see."""
+        return self._within.get() is not None
+
+    def assigned(self, name: str) -> Any:
+        """What was assigned to the process' setting; None where nothing was."""
+        return self._assigned.get(name)
 
     def __repr__(self) -> str:
         rows = (f"{name}={getattr(self, name)!r}  # {row.variable}: {row.meaning}" for name, row in _SETTINGS.items())

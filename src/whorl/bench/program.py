@@ -12,6 +12,7 @@ from whorl.bench.measurement import Note, measure
 from whorl.bench.report import MARK, save_report
 from whorl.bench.results import Header, Measured, Results, refuse_others
 from whorl.bench.timing import Effort
+from whorl.engines.cuda import taped
 from whorl.errors import InputError
 
 QUICK = Effort(turns=3, seconds=0.03)
@@ -94,6 +95,9 @@ class Program:
         Raises:
             InputError: the file cannot be written.
         """
+        if self.left and self.device.type == "cuda":
+            note("C++ of the calls")
+            taped.finish()  # until it is there calls go through Python
         while self.left:
             case = self.left[0]
             measured = measure(case, self.contenders, self.device, self.effort, note)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from whorl.cells import library
+from whorl.engines.cuda import taped
 from whorl.engines.cuda.persistent import warm
 from whorl.engines.cuda.tiling import Chip
 from whorl.errors import InputError, KernelError
@@ -77,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name in names:
         print(name)
     print(f"{len(names)} kernels for {gpu.name} are in {settings.cache}")
+    if torch.version.cuda is not None:
+        fault = taped.finish()
+        print(f"calls go through Python: {fault}" if fault else "calls are compiled")
     return 0
 
 

@@ -1,7 +1,7 @@
 """What an engine is: it states its limits, and does what a plan says."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch import Tensor
 from whorl.problem import Call, Outcome, Plan, Problem
 
 Grads = Sequence[Tensor | None]
+Continue = Callable[[Plan, Grads, Sequence[Tensor]], Grads]
+"""A backward pass: of a plan, the gradients given and what forward kept, the gradient of each tensor of the call."""
 
 
 class Step(ABC):
@@ -85,6 +87,14 @@ class Engine(ABC):
             call: weights, and the states to begin with; x is any of the right shape.
         """
         return StepByCall(self, plan, call)
+
+    def at_once(self, plan: Plan, call: Call, by_python: Continue) -> Sequence[Tensor]:
+        """The outputs, differentiable, where the engine has a way past Python for such a call; nothing where not.
+
+        Args:
+            by_python: its backward pass where that way does not go on, for gradients of gradients.
+        """
+        return ()
 
     @abstractmethod
     def forward(self, plan: Plan, call: Call) -> Outcome:

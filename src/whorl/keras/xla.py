@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from jax.custom_derivatives import SymbolicZero
 
-from whorl.engines.cpu.build import load
 from whorl.engines.cpu.generate import shared
 from whorl.engines.cpu.masks import BY_GATE, HELD, NONE
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import Fields, filled_up, kernel, projects_within
+from whorl.engines.host import load
 from whorl.keras.sweep import Part, Swept, Tensors
 from whorl.plan import plan
 from whorl.problem import Call, Facts, Form

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from whorl.cells.cell import Graph
-from whorl.engines.cpu.build import by_unit, load, openmp
+from whorl.engines.cpu.build import by_unit, openmp
 from whorl.engines.cpu.generate import Source, source, sweep
 from whorl.engines.cpu.memory import empty, keep_freed, no_memory
 from whorl.engines.cpu.rows import Rows
+from whorl.engines.host import load
 
 _BITS = {torch.float32: 32, torch.float64: 64, torch.bfloat16: 16}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from whorl.engines.cuda.tape import writing
 from whorl.errors import KernelError
 
 _CLUSTER_DIMENSION, _COOPERATIVE, _PROGRAMMATIC = 4, 2, 6  # CUlaunchAttributeID
@@ -47,9 +48,7 @@ class _Frame:
         self.arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
         self.config = _Config(grid=(1, 1, 1), block=(kernel.block, 1, 1), shared=kernel.shared)
         self.grid = self.config.grid
-        sizes = {_CLUSTER_DIMENSION: kernel.cluster if kernel.cluster > 1 else 0}
-        sizes |= {_COOPERATIVE: int(kernel.together), _PROGRAMMATIC: int(kernel.early)}
-        kept = [_Attribute(attribute, 0, (size, 1, 1)) for attribute, size in sizes.items() if size]
+        kept = [_Attribute(attribute, 0, (size, 1, 1)) for attribute, size in kernel.attributes]
         self._kept = (_Attribute * len(kept))(*kept)
         self.config.attributes, self.config.count = ctypes.cast(self._kept, ctypes.POINTER(_Attribute)), len(kept)
         self.reference = ctypes.byref(self.config)
@@ -95,8 +94,17 @@ class Kernel:
             for attribute, value in {_MAX_DYNAMIC_SHARED: shared, _NON_PORTABLE_CLUSTER: int(cluster > 8)}.items():
                 if value:
                     check(library.cuFuncSetAttribute(function, attribute, value), f"prepare {name}")
-        self._function, self._launch, self._context = function, library.cuLaunchKernelEx, context
+        self._function, self._launch, self._context, self.function = (
+            function, library.cuLaunchKernelEx, context, function.value or 0,
+        )  # fmt: skip
         self._frames: list[_Frame] = []
+
+    @property
+    def attributes(self) -> list[tuple[int, int]]:
+        """Of a launch: the driver's number of each, and its value."""
+        values = {_CLUSTER_DIMENSION: self.cluster if self.cluster > 1 else 0}
+        values |= {_COOPERATIVE: int(self.together), _PROGRAMMATIC: int(self.early)}
+        return [(attribute, value) for attribute, value in values.items() if value]
 
     def __call__(self, stream: int, grid: int, second: int, *values: int | float | bytes) -> None:
         """Launch `grid` x `second` blocks on a stream with the fields of the argument.
@@ -104,6 +112,8 @@ class Kernel:
         Raises:
             KernelError: the driver refuses; a kernel that fails while it runs is seen by torch's next call.
         """
+        if writing.tape is not None:
+            return writing.tape.launch(self, grid, second, values)
         try:
             frame = self._frames.pop()  # each launch has one of its own: threads, and finalizers, may be within another
         except IndexError:
@@ -118,6 +128,7 @@ class Kernel:
         self._frames.append(frame)
         if status:
             check(status, f"launch {self.name}")
+        return None
 
     def alone(self, shared: int) -> "Kernel":
         """The same kernel, whose blocks ask for so much shared memory at least, so that no two are on a multiprocessor.

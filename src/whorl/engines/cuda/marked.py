@@ -38,6 +38,10 @@ class Marked(Plain):
         noise = GIVEN_BY_GATE if is_by_gate(self.form) else HELD
         return Features(mask="mask" in self.problem.extras, noise=noise * ("dropout_masks" in self.problem.extras))
 
+    @property
+    def by_tape(self) -> bool:
+        return False  # what options draw and mask are tensors' own operations
+
     def _takes(self, call: Call) -> bool:
         every = 2 + len(self.cell.states)
         return not call.dropout and all(

@@ -10,8 +10,8 @@ from torch import Tensor
 from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
-from whorl.engines.base import Engine, Grads
-from whorl.engines.cuda import aligned, cudnn, grid, projected, source, split
+from whorl.engines.base import Continue, Engine, Grads
+from whorl.engines.cuda import aligned, cudnn, grid, projected, source, split, taped
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked
@@ -40,6 +40,8 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
 from whorl.problem import VIRTUAL, Call, Device, Outcome, Plan, Problem
+from whorl.settings import settings
+from whorl.weights import kinds
 
 
 class Persistent(Engine):
@@ -141,7 +143,21 @@ class Persistent(Engine):
                 lines[-1] += "; its weights become float16 in a kernel of its own before it"
             beside = described(whole, chip, kind)
             lines[-1] += f"; {beside}" * bool(beside)
+        if is_plain(problem) and (fault := taped.fault()):
+            lines.append(f"calls go through Python: {fault}")
         return lines
+
+    def at_once(self, plan: Plan, call: Call, by_python: Continue) -> Sequence[Tensor]:
+        made = layers(plan, call.x.device, _made)
+        if not isinstance(made, Plain) or call.dropout or settings.are_of_a_block:
+            return ()
+        if torch._C._cuda_getDevice() != made.index or not taped.ready():
+            return ()
+        if made.number < 0:
+            if not made.by_tape:
+                return ()
+            made.number = taped.add(plan, made.written(), made.index, len(kinds(plan.problem.form)), by_python)
+        return taped.run(made.number, call.x, call.states, call.weights)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device, _made)

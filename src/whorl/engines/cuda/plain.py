@@ -23,6 +23,8 @@ from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import Product, handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
+from whorl.engines.cuda.tape import Tape, slots, written_to
+from whorl.engines.cuda.taped import Written
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import kinds, shapes
 
@@ -90,6 +92,33 @@ class Plain(Layers):
             self._aside = branch_of(self.index) if self._leaves_room() else None
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
+        self.number = -1
+        """By which C++ knows its tapes, once it does."""
+
+    @property
+    def by_tape(self) -> bool:
+        """Whether what an eager pass asks for depends on addresses alone."""
+        return True
+
+    def written(self) -> Written:
+        """Its passes, written down."""
+        ahead, back = Tape(), Tape()
+        with written_to(ahead):
+            outcome = self.forward(self._named(ahead))
+        (room,) = slots(outcome.saved) or [-1]
+        made: Grads = []
+        if self.problem.gradient:
+            call, y, kept = self._named(back), back.given(*self._output[::2]), back.given(*self._room[::2])
+            grads = [back.given(*laid[::2]) for laid in (self._output, *[self._state] * len(self.cell.states))]
+            with written_to(back):
+                made = self.backward(call, y, (kept,), grads)
+        return Written(ahead.written(), back.written(), slots(outcome.outputs), room, slots(made))
+
+    def _named(self, tape: Tape) -> Call:
+        """A call of names: the first slots of a tape."""
+        x, initial = tape.given(*self._input[::2]), len(self.cell.states) * self.problem.initial
+        states = tuple([tape.given(*self._state[::2]) for _ in range(initial)])
+        return Call(x, states, tuple([tape.given(*laid[::2]) for laid in self._weights_laid]))
 
     def _features(self) -> Features:
         """Of its kernels."""

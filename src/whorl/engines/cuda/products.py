@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.engines.cuda.tape import writing
 from whorl.errors import KernelError
 
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
@@ -93,11 +94,12 @@ class Product:
             KernelError: cuBLAS refuses.
         """
         for to_a, to_b, first in self._parts:
-            status = self._multiply(
-                handle, *first, b + to_b, *self._of_b, a + to_a, *self._of_a, _ONE_AT if add else _ZERO_AT, out,
-                *self._last,
+            given = (
+                *first, b + to_b, *self._of_b, a + to_a, *self._of_a, _ONE_AT if add else _ZERO_AT, out, *self._last,
             )  # fmt: skip
-            if status:
+            if writing.tape is not None:
+                writing.tape.multiply(given)
+            elif status := self._multiply(handle, *given):
                 raise KernelError(f"cuBLAS cannot multiply {self._text} ({status}).")
             add = True
 

@@ -1,0 +1,147 @@
+"""What a pass asks of the driver, of cuBLAS and of torch's memory, written down once.
+
+The passes of a plan differ in addresses alone.  So a pass is run on names in the place of tensors, and what it asks for
+is written down: what is allocated and given back, each launch with its argument, each product.  Whoever has the tensors
+of a call puts their addresses into it (`taped`), and needs no Python.
+"""
+
+import re
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from whorl.engines.cuda.launch import Kernel
+
+ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY = range(5)
+"""What an entry of a tape begins with, as taped.cpp knows it."""
+_NAME, _FAR = 1 << 62, 44
+"""The bit that makes a number the address of a name, and how many bits there are for what lies behind its beginning."""
+
+
+class Named:
+    """What stands for a tensor while a pass is written down.
+
+    Args:
+        number: of its slot.
+    """
+
+    def __init__(self, tape: "Tape", number: int, shape: Sequence[int], dtype: torch.dtype, given: bool) -> None:
+        self.number, self.shape, self.dtype = number, tuple(shape), dtype
+        self._tape, self._given = tape, given
+
+    def data_ptr(self) -> int:
+        return _NAME | self.number << _FAR
+
+    def contiguous(self) -> "Named":
+        return self
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def zero_(self) -> None:
+        self._tape.entries.append([CLEAR, self.number])
+
+    def __del__(self) -> None:  # what nobody of the pass holds any more goes back
+        if not self._given and self._tape.open:
+            self._tape.entries.append([FREE, self.number])
+
+
+def slots(tensors: Sequence[Any]) -> list[int]:
+    """Of names; -1 for None."""
+    return [-1 if one is None else one.number for one in tensors]
+
+
+class Tape:
+    """A pass written down: `entries`, each a row of whole numbers, about so many slots."""
+
+    def __init__(self) -> None:
+        self.entries: list[list[int]] = []
+        self.slots, self.open = 0, False
+
+    def given(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+        """A name for a tensor that a call brings."""
+        return self._named(shape, dtype, given=True)
+
+    def empty(self, shape: Sequence[int], steps: Sequence[int], dtype: torch.dtype) -> Any:
+        """A name for new memory, as `memory.empty` takes its arguments."""
+        made = self._named(shape, dtype, given=False)
+        self.entries.append([ALLOCATE, made.number, scalar(dtype), len(shape), *shape, *steps])
+        return made
+
+    def _named(self, shape: Sequence[int], dtype: torch.dtype, given: bool) -> Named:
+        self.slots += 1
+        return Named(self, self.slots - 1, shape, dtype, given)
+
+    def launch(self, kernel: "Kernel", grid: int, second: int, values: Sequence[Any]) -> None:
+        packed = kernel.layout.pack(*values)
+        packed += bytes(-len(packed) % 8)
+        words = struct.unpack(f"{len(packed) // 8}q", packed)
+        places = zip(offsets(kernel.layout.format), values, strict=True)
+        pointers = [(at, *_place(value)) for at, value in places if isinstance(value, int) and value & _NAME]
+        attributes = [number for pair in kernel.attributes for number in pair]
+        self.entries.append([
+            LAUNCH, kernel.function, grid, second, kernel.block, kernel.shared, len(kernel.attributes), *attributes,
+            len(words), *words, len(pointers), *(number for pointer in pointers for number in pointer),
+        ])  # fmt: skip
+
+    def multiply(self, given: Sequence[Any]) -> None:
+        """A product, of which this is all that cublasGemmEx takes but its handle."""
+        numbers = [getattr(one, "value", one) for one in given]
+        row: list[int] = []
+        for place, number in enumerate(numbers):
+            row += _place(number) if place in _MATRICES else [number]
+        self.entries.append([MULTIPLY, *row])
+
+    def written(self) -> list[int]:
+        """All of it in one row: how many slots, then of each entry how long it is, and the entry."""
+        return [self.slots, *(number for entry in self.entries for number in (len(entry), *entry))]
+
+
+_MATRICES = (6, 9, 13)  # of what cublasGemmEx takes, its handle left out
+
+
+def _place(address: int) -> tuple[int, int]:
+    """Slot and offset; slot -1 for no address."""
+    return (address ^ _NAME) >> _FAR if address & _NAME else -1, address & (1 << _FAR) - 1
+
+
+@lru_cache(maxsize=64)
+def offsets(layout: str) -> tuple[int, ...]:
+    """Where the values that `struct` writes by a layout begin."""
+    found: list[int] = []
+    before = ""
+    for count, kind in re.findall(r"(\d*)([a-zA-Z?])", layout):
+        for each in [f"{count}s"] if kind == "s" else [kind] * int(count or 1):
+            before += each
+            found.append(struct.calcsize(before) - struct.calcsize(each))
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def scalar(dtype: torch.dtype) -> int:
+    """torch's number of a dtype in C++."""
+    return {torch.uint8: 0, torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}[dtype]
+
+
+class _Writing(threading.local):
+    tape: Tape | None = None
+
+
+writing = _Writing()
+"""Of this thread: the tape to which launches, products and allocations go, in the place of being made."""
+
+
+@contextmanager
+def written_to(tape: Tape) -> Iterator[None]:
+    """What this thread asks for in the block goes to a tape."""
+    before, writing.tape, tape.open = writing.tape, tape, True
+    try:
+        yield
+    finally:
+        writing.tape, tape.open = before, False

@@ -1,0 +1,394 @@
+// Calls of a layer by the tapes of its plan (tape.py): what Python would ask of the driver, of cuBLAS and of torch's
+// memory, asked from here, and the operation of autograd around it.
+//
+// A tape is read once.  A call allocates what it says, puts the addresses of the call's tensors into arguments, and
+// launches.  Whatever needs more than that - copies of weights, gradients of gradients, gradients in batches - is left
+// to Python: a call by giving back nothing, a backward by an operation that Python implements.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <mutex>
+
+namespace whorl {
+
+using at::Tensor;
+using at::TensorList;
+using Row = std::vector<Tensor>;
+using torch::autograd::AutogradContext;
+
+enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY };
+
+struct Attribute {  // CUlaunchAttribute
+  unsigned id, pad, value[16];
+};
+
+struct Config {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  Attribute* attributes;
+  unsigned count;
+};
+
+struct Place {  // bytes from the beginning of what a slot has; slot -1 is no address
+  int64_t slot, offset;
+};
+
+struct Pointer {  // of an argument
+  int64_t at;
+  Place place;
+};
+
+struct Entry {
+  Kind kind;
+  int64_t slot = -1;
+  // what is allocated
+  at::ScalarType dtype{};
+  std::vector<int64_t> shape, steps;
+  // a launch
+  void* function = nullptr;
+  Config config{};
+  std::vector<Attribute> attributes;
+  std::vector<uint64_t> argument;
+  std::vector<Pointer> pointers;
+  // a product: what cublasGemmEx takes
+  int64_t numbers[18] = {};
+  Place a{}, b{}, out{};
+};
+
+// The rest of a row of numbers.
+struct Numbers {
+  at::IntArrayRef row;
+  size_t at = 0;
+  int64_t next() {
+    TORCH_CHECK(at < row.size(), "a tape ends too early");
+    return row[at++];
+  }
+  std::vector<int64_t> some(int64_t count) {
+    std::vector<int64_t> made;
+    for (int64_t i = 0; i < count; ++i) made.push_back(next());
+    return made;
+  }
+  Place place() {
+    const int64_t slot = next();
+    return {slot, next()};
+  }
+};
+
+struct Tape {
+  int64_t slots = 0;
+  std::vector<Entry> entries;
+
+  Tape() = default;
+  explicit Tape(at::IntArrayRef row) {
+    Numbers whole{row};
+    slots = row.empty() ? 0 : whole.next();
+    while (whole.at < row.size()) {
+      const auto numbers = whole.some(whole.next());
+      entries.push_back(read(Numbers{numbers}));
+    }
+  }
+
+  static Entry read(Numbers from) {
+    Entry made;
+    made.kind = (Kind)from.next();
+    switch (made.kind) {
+      case ALLOCATE: {
+        made.slot = from.next();
+        made.dtype = (at::ScalarType)from.next();
+        const int64_t axes = from.next();
+        made.shape = from.some(axes);
+        made.steps = from.some(axes);
+        break;
+      }
+      case FREE:
+      case CLEAR:
+        made.slot = from.next();
+        break;
+      case LAUNCH: {
+        made.function = (void*)from.next();
+        const auto sizes = from.some(4);
+        made.config = {{(unsigned)sizes[0], (unsigned)sizes[1], 1}, {(unsigned)sizes[2], 1, 1}, (unsigned)sizes[3],
+                       nullptr, nullptr, 0};
+        for (int64_t i = from.next(); i > 0; --i) {
+          Attribute attribute{};
+          attribute.id = (unsigned)from.next();
+          attribute.value[0] = (unsigned)from.next();
+          attribute.value[1] = attribute.value[2] = 1;
+          made.attributes.push_back(attribute);
+        }
+        for (int64_t i = from.next(); i > 0; --i) made.argument.push_back((uint64_t)from.next());
+        for (int64_t i = from.next(); i > 0; --i) {
+          const int64_t at = from.next();
+          made.pointers.push_back({at / 8, from.place()});
+        }
+        break;
+      }
+      case MULTIPLY:
+        for (int i = 0; i < 18; ++i) {
+          Place* const matrix = i == 6 ? &made.b : i == 9 ? &made.a : i == 13 ? &made.out : nullptr;
+          if (matrix != nullptr)
+            *matrix = from.place();
+          else
+            made.numbers[i] = from.next();
+        }
+        break;
+      default:
+        TORCH_CHECK(false, "a tape has an entry of an unknown kind");
+    }
+    return made;
+  }
+};
+
+// The functions of the driver, of cuBLAS and of torch that a pass calls, as Python found them.
+struct Functions {
+  int (*launch)(const Config*, void*, void**, void**);
+  int (*set_context)(void*);
+  int (*multiply)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
+                  const void*, void*, int, int, int, int);
+  int (*set_math_mode)(void*, int);
+  void* (*blas_handle)(bool);
+  int (*current_stream)(int, void**);
+  int (*is_capturing)(void*, int*);
+};
+
+// A plan made ready.
+struct Plan : torch::CustomClassHolder {
+  int64_t number = 0;
+  Functions functions{};
+  void* context = nullptr;
+  int device = 0;
+  at::ScalarType dtype{};
+  bool gradient = false, own_math_mode = false;
+  int64_t states = 0, kinds = 0;  // that a call brings, and weights of a layer and direction: matrices, then biases
+  Tape forward, backward;
+  std::vector<int64_t> outputs;    // slots of the output and the final states
+  int64_t room = -1;               // and of what is kept for backward
+  std::vector<int64_t> gradients;  // slots of those of x, of the states and of the weights; -1 where there is none
+
+  // Does what a tape says, and gives what its slots hold at the end.
+  Row run(const Tape& tape, at::ArrayRef<uint64_t> given, at::Device where) const {
+    Row held(tape.slots);
+    c10::SmallVector<uint64_t, 64> address(tape.slots, 0);
+    std::copy(given.begin(), given.end(), address.begin());
+    const auto of = [&](const Place& place) -> uint64_t {
+      const uint64_t first = place.slot < 0 ? 0 : address[place.slot];
+      return first == 0 ? 0 : first + place.offset;
+    };
+    void *stream = nullptr, *handle = nullptr;
+    TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
+    c10::SmallVector<uint64_t, 160> argument;
+    for (const Entry& entry : tape.entries) switch (entry.kind) {
+        case ALLOCATE:
+          held[entry.slot] = at::empty_strided(entry.shape, entry.steps, at::TensorOptions(entry.dtype).device(where));
+          address[entry.slot] = (uint64_t)held[entry.slot].data_ptr();
+          break;
+        case FREE:
+          held[entry.slot].reset();
+          break;
+        case CLEAR:
+          held[entry.slot].zero_();
+          break;
+        case LAUNCH: {
+          argument.assign(entry.argument.begin(), entry.argument.end());
+          for (const Pointer& pointer : entry.pointers) argument[pointer.at] = of(pointer.place);
+          Config config = entry.config;
+          config.stream = stream;
+          config.attributes = const_cast<Attribute*>(entry.attributes.data());
+          config.count = (unsigned)entry.attributes.size();
+          void* values = argument.data();
+          int status = functions.launch(&config, entry.function, &values, nullptr);
+          if (status == 201) {  // no context: the first that a thread asks of CUDA, as autograd's own thread may
+            functions.set_context(context);
+            status = functions.launch(&config, entry.function, &values, nullptr);
+          }
+          TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch a kernel of whorl (", status, ").");
+          break;
+        }
+        case MULTIPLY: {
+          if (handle == nullptr) {
+            handle = functions.blas_handle(true);
+            if (own_math_mode) functions.set_math_mode(handle, 0);
+          }
+          const auto n = [&](int i) { return (int)entry.numbers[i]; };
+          const auto p = [&](int i) { return (const void*)entry.numbers[i]; };
+          const int status = functions.multiply(
+              handle, n(0), n(1), n(2), n(3), n(4), p(5), (const void*)of(entry.b), n(7), n(8), (const void*)of(entry.a),
+              n(10), n(11), p(12), (void*)of(entry.out), n(14), n(15), n(16), n(17));
+          TORCH_CHECK(status == 0, "cuBLAS cannot multiply for a layer of whorl (", status, ").");
+          break;
+        }
+      }
+    return held;
+  }
+};
+
+// As kernels and copies of rows read it: in one piece, 16 bytes at a time, in the layer's dtype.
+Tensor as_read(const Tensor& tensor, at::ScalarType dtype) {
+  Tensor made = (tensor.scalar_type() == dtype ? tensor : tensor.to(dtype)).contiguous();
+  return (uint64_t)made.data_ptr() % 16 ? made.clone() : made;
+}
+
+// What of a call lives while its kernels are launched, and the addresses in the order of a tape's first slots.
+struct Given {
+  Row alive;
+  c10::SmallVector<uint64_t, 64> address;
+  void add(const Tensor& tensor) {
+    alive.push_back(tensor);
+    address.push_back((uint64_t)tensor.data_ptr());
+  }
+  void add_call(const Plan& plan, const Tensor& x, TensorList states, TensorList weights) {
+    add(x.contiguous());
+    for (const Tensor& state : states) add(as_read(state, plan.dtype));
+    for (const Tensor& weight : weights) address.push_back((uint64_t)weight.data_ptr());
+  }
+};
+
+Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, Tensor* room) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  Given given;
+  given.add_call(plan, x, states, weights);
+  const Row held = plan.run(plan.forward, given.address, x.device());
+  Row made;
+  for (const int64_t slot : plan.outputs) made.push_back(held[slot]);
+  if (room != nullptr) *room = held[plan.room];
+  return made;
+}
+
+// Python's way of a backward pass: differentiable, and of gradients that are many in one tensor.
+Row by_python(const Plan& plan, const Row& grads, const Row& row) {
+  static const auto operation = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow("whorl_taped::backward", "")
+                                    .typed<Row(int64_t, const c10::List<std::optional<Tensor>>&, TensorList)>();
+  c10::List<std::optional<Tensor>> given;
+  for (const Tensor& grad : grads) given.push_back(grad.defined() ? std::optional<Tensor>(grad) : std::nullopt);
+  Row made = operation.call(plan.number, given, row);
+  for (Tensor& grad : made)
+    if (grad.scalar_type() == at::kBool) grad.reset();  // what stands for none
+  return made;
+}
+
+struct Recurrent : torch::autograd::Function<Recurrent> {
+  static Row forward(AutogradContext* context, const c10::intrusive_ptr<Plan>& plan, const Tensor& x, TensorList states,
+                     TensorList weights) {
+    Tensor room;
+    const Row made = ahead(*plan, x, states, weights, &room);
+    Row kept{x};
+    kept.insert(kept.end(), states.begin(), states.end());
+    kept.insert(kept.end(), weights.begin(), weights.end());
+    kept.push_back(made[0]);  // not the final states: users change them in place before backward, as torch lets them
+    kept.push_back(room);
+    context->save_for_backward(std::move(kept));
+    context->saved_data["plan"] = c10::IValue::make_capsule(plan);
+    context->set_materialize_grads(false);
+    return made;
+  }
+
+  static Row backward(AutogradContext* context, const Row& grads) {
+    const auto held_plan = context->saved_data["plan"].toCapsule();
+    const Plan& plan = *(const Plan*)held_plan.get();
+    const Row row = context->get_saved_variables();
+    Row made(1 + plan.gradients.size());  // the plan itself has none
+    bool some = false, batched = false;
+    for (const Tensor& grad : grads) {
+      some |= grad.defined();
+      batched |= grad.defined() && grad.key_set().has(c10::DispatchKey::Batched);
+    }
+    if (!some) return made;
+    if (batched || at::GradMode::is_enabled()) {
+      const Row found = by_python(plan, grads, row);
+      std::copy(found.begin(), found.end(), made.begin() + 1);
+      return made;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    const TensorList kept(row);
+    const size_t weights = row.size() - 3 - plan.states;
+    Given given;
+    given.add_call(plan, row[0], kept.slice(1, plan.states), kept.slice(1 + plan.states, weights));
+    given.add(as_read(row[row.size() - 2], plan.dtype));  // y
+    given.add(row[row.size() - 1]);
+    for (const Tensor& grad : grads) {
+      if (grad.defined())
+        given.add(as_read(grad, plan.dtype));
+      else
+        given.address.push_back(0);
+    }
+    const Row held = plan.run(plan.backward, given.address, row[0].device());
+    for (size_t i = 0; i < plan.gradients.size(); ++i)
+      if (plan.gradients[i] >= 0) made[1 + i] = held[plan.gradients[i]];
+    return made;
+  }
+};
+
+// For ever: nodes of autograd refer to them, and may outlive all else.
+std::mutex adding;
+std::vector<c10::intrusive_ptr<Plan>>& plans() {
+  static auto* const made = new std::vector<c10::intrusive_ptr<Plan>>;
+  return *made;
+}
+
+// The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
+// device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
+// of the room; the tapes and slots of `Plan`.
+int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
+            at::IntArrayRef outputs, at::IntArrayRef gradients) {
+  TORCH_CHECK(functions.size() == 8 && numbers.size() == 7, "a plan is made of other numbers");
+  auto made = c10::make_intrusive<Plan>();
+  static_assert(sizeof(Functions) == 7 * sizeof(int64_t), "a function has one address");
+  memcpy(&made->functions, functions.data(), sizeof(Functions));
+  made->context = (void*)functions[7];
+  made->device = (int)numbers[0];
+  made->dtype = (at::ScalarType)numbers[1];
+  made->gradient = numbers[2], made->own_math_mode = numbers[3];
+  made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6];
+  made->forward = Tape(forward), made->backward = Tape(backward);
+  made->outputs = outputs.vec(), made->gradients = gradients.vec();
+  const std::lock_guard<std::mutex> lock(adding);
+  made->number = (int64_t)plans().size();
+  plans().push_back(made);
+  return made->number;
+}
+
+// Whether a call can go by its tapes: weights as kernels read them, nothing of Python's between tensors and memory, and
+// no CUDA graph, in which some products have a branch.
+bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weights) {
+  const auto ordinary = [](const Tensor& tensor) { return !tensor.unsafeGetTensorImpl()->is_python_dispatch(); };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor& weight = weights[i];
+    if (!ordinary(weight) || !weight.is_contiguous()) return false;
+    if ((int64_t)i % plan.kinds < 2 && (uint64_t)weight.data_ptr() % 16) return false;  // no bias
+  }
+  for (const Tensor& state : states)
+    if (!ordinary(state)) return false;
+  // copies of rows go by words that fit where x lies
+  if (!ordinary(x) || (x.is_contiguous() && (uint64_t)x.data_ptr() % 16)) return false;
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+  void* stream = nullptr;
+  int capturing = 0;
+  return plan.functions.current_stream(plan.device, &stream) == 0 && plan.functions.is_capturing(stream, &capturing) == 0 &&
+         !capturing;
+}
+
+// The output and the final states; nothing where the call is left to Python.
+Row run(int64_t number, const Tensor& x, TensorList states, TensorList weights) {
+  c10::intrusive_ptr<Plan> plan;
+  {
+    const std::lock_guard<std::mutex> lock(adding);
+    plan = plans().at(number);
+  }
+  if (!takes(*plan, x, states, weights)) return {};
+  return plan->gradient ? Recurrent::apply(plan, x, states, weights) : ahead(*plan, x, states, weights, nullptr);
+}
+
+}  // namespace whorl
+
+TORCH_LIBRARY(whorl_taped, library) {
+  library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients) -> int",
+              &whorl::add);
+  library.def("run(int plan, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");
+  library.def("backward(int plan, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
+  library.impl("run", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run);
+}

@@ -1,0 +1,194 @@
+"""Calls by tapes: what a plan asks of the GPU is asked from C++, with the operation of autograd around it.
+
+Of a small layer Python takes the host longer than the GPU takes for all steps.  So where the host has a C++ compiler,
+taped.cpp is compiled once for the torch that is installed, in 15 to 30 seconds, by a thread of its own: calls go
+through Python until it is there.  Both ways ask for the same launches and products, and give the same bits.
+"""
+
+import atexit
+import ctypes
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl import compiler
+from whorl.engines import host
+from whorl.engines.base import Continue
+from whorl.engines.cuda.launch import check, driver
+from whorl.engines.cuda.products import cublas
+from whorl.engines.cuda.tape import scalar
+from whorl.errors import CompileError, KernelError
+from whorl.problem import Plan
+from whorl.settings import settings
+
+_TEXT = Path(__file__).with_name("taped.cpp")
+_WHAT = "the calls of CUDA kernels"
+_BLAS_HANDLE = ("_ZN2at4cuda24getCurrentCUDABlasHandleEb", "_ZN2at4cuda24getCurrentCUDABlasHandleEv")
+"""at::cuda::getCurrentCUDABlasHandle of a truth value, and of nothing up to torch 2.12: called with one, which that
+does not look at."""
+_CURRENT_STREAM = "aoti_torch_get_current_cuda_stream"
+
+
+class Written(NamedTuple):
+    """A plan as tapes.
+
+    Attributes:
+        forward, backward: the tapes; backward is empty where no gradient is wanted.
+        outputs: slots of the output and of the final states.
+        room: the slot of what forward keeps; -1 for nothing.
+        gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    outputs: list[int]
+    room: int
+    gradients: list[int]
+
+
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_run: Callable[..., list[Tensor]] | None = None
+_fault = ""
+_plans: dict[int, tuple[Plan, Continue]] = {}
+_library: Any = None
+
+
+def ready() -> bool:
+    """Whether calls can go by tapes now; begins to compile where nobody has."""
+    if _run is None and _thread is None:
+        begin()
+    return _run is not None and settings.assigned("calls") != "python"
+
+
+def begin() -> None:
+    """Compile and load in a thread, where the setting `calls` has it so and nobody has begun."""
+    global _thread
+    with _lock:
+        if _thread is None and settings.calls == "compiled":
+            _thread = threading.Thread(target=_make, name="whorl compiles its calls", daemon=True)
+            _thread.start()
+            atexit.register(_end, _thread)
+
+
+def finish() -> str:
+    """Wait until it is compiled and loaded, or not: why not, in a sentence; "" where calls go by tapes."""
+    begin()
+    if _thread is not None:
+        _thread.join()
+    return fault()
+
+
+def fault() -> str:
+    """Why calls go through Python; "" where they do not, or it is not known yet."""
+    return _fault if settings.calls == "compiled" else "settings.calls is 'python'"
+
+
+def _end(thread: threading.Thread) -> None:
+    """The process ends: what is being compiled is given up."""
+    host.give_up()
+    thread.join(5)
+
+
+def _make() -> None:
+    global _fault, _run
+    try:
+        _run = loaded()
+    except (CompileError, KernelError) as error:
+        _fault = " ".join(str(error).split())[:600]
+
+
+def loaded() -> Callable[..., list[Tensor]]:
+    """The operation that runs a plan's forward pass, compiled and loaded by this thread.
+
+    Raises:
+        CompileError: there is no compiler, it does not take the source, or torch lacks what it calls.
+    """
+    global _library
+    if not compiler.found() or compiler.is_microsofts(compiler.found()):
+        raise CompileError(f"no compiler that takes GCC's arguments is found: {compiler.remedy()}.")
+    functions()
+    host.load(_WHAT, _TEXT.read_text(encoding="utf-8"), shlex.join(_flags()))
+    _library = torch.library.Library("whorl_taped", "IMPL")
+    for key in ("CompositeImplicitAutograd", "Batched"):  # of gradients that are many in one tensor
+        _library.impl("backward", _backward, key)
+    return torch.ops.whorl_taped.run.default
+
+
+def _flags() -> list[str]:
+    """Of the compiler: where torch's headers and libraries are, which it has loaded, and which torch it is."""
+    home = Path(torch.__file__).parent
+    include = home / "include"
+    places = [word for place in (include, include / "torch/csrc/api/include") for word in ("-isystem", str(place))]
+    libraries = [f"-L{home / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+    which = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-DTORCH={torch.__version__}"]
+    return ["-std=c++20", "-O1", "-w", *places, *libraries, *which]
+
+
+def add(plan: Plan, written: Written, device: int, kinds: int, by_python: Continue) -> int:
+    """The number by which `run` knows a plan.
+
+    Args:
+        device: torch's number of the GPU, which is the current one.
+        kinds: weights of a layer and direction.
+        by_python: its backward pass where the tape is not enough.
+    """
+    problem = plan.problem
+    numbers = [
+        device, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
+        len(problem.form.cell.states) * problem.initial, kinds, written.room,
+    ]  # fmt: skip
+    number = torch.ops.whorl_taped.add(
+        [*functions(), _context()], numbers, written.forward, written.backward, written.outputs, written.gradients
+    )
+    _plans[number] = plan, by_python
+    return number
+
+
+def run(number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The output and the final states, differentiable; nothing where this call is left to Python."""
+    assert _run is not None, "it is ready"
+    return _run(number, x, states, weights)
+
+
+def _backward(number: int, grads: Sequence[Tensor | None], row: Sequence[Tensor]) -> list[Tensor]:
+    """What C++ asks for; in the place of no gradient a truth value."""
+    plan, by_python = _plans[number]
+    made = by_python(plan, grads, row)
+    return [torch.zeros((), dtype=torch.bool, device=row[0].device) if grad is None else grad for grad in made]
+
+
+@cache
+def functions() -> tuple[int, ...]:
+    """The addresses of the functions that C++ calls, in its order.
+
+    Raises:
+        CompileError: torch does not have one.
+    """
+    path = Path(torch.__file__).parent / "lib" / ("torch_cuda.dll" if sys.platform == "win32" else "libtorch_cuda.so")
+    try:
+        torchs = ctypes.CDLL(str(path))
+        of_blas = next(name for name in _BLAS_HANDLE if hasattr(torchs, name) or name == _BLAS_HANDLE[-1])
+        of_torch = [getattr(torchs, of_blas), getattr(torchs, _CURRENT_STREAM)]
+    except (OSError, AttributeError) as error:
+        raise CompileError(f"this torch does not have what compiled calls ask of it ({error}).") from None
+    drivers, blas = driver(), cublas()
+    every = [
+        drivers.cuLaunchKernelEx, drivers.cuCtxSetCurrent, blas.cublasGemmEx, blas.cublasSetMathMode, *of_torch,
+        drivers.cuStreamIsCapturing,
+    ]  # fmt: skip
+    return tuple(ctypes.cast(one, ctypes.c_void_p).value or 0 for one in every)
+
+
+def _context() -> int:
+    """Of the driver, on this thread."""
+    found = ctypes.c_void_p()
+    check(driver().cuCtxGetCurrent(ctypes.byref(found)), "tell its context")
+    return found.value or 0

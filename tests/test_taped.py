@@ -1,0 +1,315 @@
+"""Calls by tapes: what C++ asks of the driver and of cuBLAS is what Python asks, and autograd sees one layer.
+
+Kernels and products are the host's (`emulation`), so that all of it runs where there is no GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulation
+import whorl
+from emulation import emulated
+from whorl.engines import host
+from whorl.engines.cuda import prepare, store, tape, taped
+from whorl.engines.cuda.plain import Plain
+
+pytestmark = pytest.mark.xdist_group("taped")  # one process compiles it
+
+
+@pytest.fixture
+def counted(folder: Path) -> Iterator[list[int]]:
+    """An emulation in which calls go by tapes, and memory is full of NaN before it is written; the calls that did."""
+    made: list[int] = []
+    torch.use_deterministic_algorithms(True)
+    with emulated(folder) as patch:
+        if taped._run is None:
+            taped._run = taped.loaded()
+        real = taped._run
+
+        def run(number: int, *given: Any) -> list[Tensor]:
+            found = real(number, *given)
+            made.extend([number] * bool(found))
+            return found
+
+        patch.setattr(taped, "ready", lambda: True)
+        patch.setattr(taped, "_run", run)
+        yield made
+    torch.use_deterministic_algorithms(False)
+
+
+def both_ways(call: Callable[[], list[Tensor]], counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits by tapes and through Python."""
+    before = len(counted)
+    by_tape = call()
+    assert len(counted) > before
+    with monkeypatch.context() as patch:
+        patch.setattr(taped, "ready", lambda: False)
+        by_python = call()
+    assert len(by_tape) == len(by_python)
+    for one, other in zip(by_tape, by_python, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert torch.equal(one, other)
+
+
+def trained(
+    layer: torch.nn.Module, x: Tensor, hx: Any = None, loss: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """Output, final states, and the gradient of everything."""
+    leaf = x.detach().requires_grad_()
+    states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+    starts = [state.detach().requires_grad_() for state in states]
+    given = None if hx is None else tuple(starts) if isinstance(hx, tuple) else starts[0]
+    y, finals = layer(leaf, given)
+    finals = finals if isinstance(finals, tuple) else (finals,)
+    total = sum((out.float() ** 2).sum() for out in (y, *finals)) if loss is None else loss(y, *finals)
+    grads = torch.autograd.grad(total, [leaf, *starts, *layer.parameters()])
+    return [y.detach(), *(final.detach() for final in finals), *grads]
+
+
+CASES = [
+    (whorl.LSTM, dict(), torch.bfloat16, 5, 3, 24, 16),
+    (whorl.LSTM, dict(num_layers=2, bidirectional=True), torch.float16, 4, 2, 16, 16),
+    (whorl.LSTM, dict(bias=False), torch.float32, 3, 2, 8, 20),
+    (whorl.GRU, dict(num_layers=2), torch.float32, 3, 2, 16, 24),
+    (whorl.GRU, dict(bidirectional=True, batch_first=True), torch.bfloat16, 3, 2, 10, 18),  # copies of rows
+    (whorl.RNN, dict(nonlinearity="relu"), torch.float16, 3, 2, 16, 16),
+    (whorl.LSTM, dict(), torch.bfloat16, 1, 2, 16, 16),  # of one step no weight gets a gradient but a cleared one
+]
+
+
+@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize("make, options, dtype, time, batch, inputs, units", CASES)
+def test_the_same_bits(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, make: Any, options: dict[str, Any], dtype: torch.dtype,
+    time: int, batch: int, inputs: int, units: int, initial: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(1)
+    layer = make(inputs, units, **options, dtype=dtype, engine="persistent")
+    x = torch.randn((batch, time, inputs) if options.get("batch_first") else (time, batch, inputs), dtype=dtype)
+    rows = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+    states = tuple(torch.randn(rows, batch, units, dtype=dtype) for _ in range(2 if make is whorl.LSTM else 1))
+    hx = (states if make is whorl.LSTM else states[0]) if initial else None
+    both_ways(lambda: trained(layer, x, hx), counted, monkeypatch)
+
+    def infer() -> list[Tensor]:
+        with torch.no_grad():
+            y, finals = layer.eval()(x, hx)
+        return [y, *(finals if isinstance(finals, tuple) else (finals,))]
+
+    both_ways(infer, counted, monkeypatch)
+
+
+@pytest.fixture
+def layer() -> torch.nn.Module:
+    torch.manual_seed(2)
+    return whorl.LSTM(16, 16, dtype=torch.bfloat16, engine="persistent")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, h, c: y.sum(),
+        lambda y, h, c: h.float().sum(),
+        lambda y, h, c: c.float().square().sum(),
+        lambda y, h, c: y[:, :, 3:].float().square().sum() + y[1:].float().sum(),
+        lambda y, h, c: y.transpose(0, 1).reshape(2, -1).float().square().sum(),
+    ],
+)
+def test_gradients_of_some_outputs(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, loss: Any
+) -> None:
+    both_ways(lambda: trained(layer, X, loss=loss), counted, monkeypatch)
+
+
+X = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def test_a_graph_that_is_kept_gives_the_same_twice(counted: list[int], layer: torch.nn.Module) -> None:
+    x = X.clone().requires_grad_()
+    first, second = layer(x)[0], layer(2 * x)[0]
+    leaves = [x, *layer.parameters()]
+    late = torch.autograd.grad(second.sum(), leaves)  # in the other order
+    once = torch.autograd.grad(first.sum(), leaves, retain_graph=True)
+    twice = torch.autograd.grad(first.sum(), leaves)
+    assert len(counted) == 2
+    assert all(map(torch.equal, once, twice))
+    assert not torch.equal(late[0], once[0])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(first.sum(), leaves)
+
+
+def test_weights_that_change_before_backward_are_an_error(counted: list[int], layer: torch.nn.Module) -> None:
+    y = layer(X)[0]
+    with torch.no_grad():
+        layer.weight_hh_l0.neg_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_final_states_may_change_before_backward(counted: list[int], layer: torch.nn.Module) -> None:
+    _, (h, c) = layer(X)
+    total = h.float().sum() + c.float().sum()
+    with torch.no_grad():
+        h.zero_(), c.zero_()
+    grads = torch.autograd.grad(total, layer.parameters())
+    assert all(bool(grad.float().norm() > 0) for grad in grads)
+
+
+@pytest.mark.parametrize("make", [whorl.LSTM, whorl.GRU])
+def test_gradients_of_gradients_are_those_of_python(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    torch.manual_seed(4)
+    layer = make(16, 16, dtype=torch.bfloat16, engine="persistent")
+
+    def twice() -> list[Tensor]:
+        x = X.clone().requires_grad_()
+        (to_x,) = torch.autograd.grad(layer(x)[0].float().square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(to_x.float().square().sum(), [x, *layer.parameters()]))
+
+    with whorl.settings(slow="allow"):
+        python = twice()  # a setting of a block is one that no other thread sees
+    assert not counted
+    monkeypatch.setenv("WHORL_SLOW", "allow")
+    assert all(map(torch.equal, twice(), python))
+    assert counted
+
+
+def test_many_gradients_in_one_tensor_are_those_of_python(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    monkeypatch.setenv("WHORL_SLOW", "allow")
+
+    def many() -> list[Tensor]:
+        x = X.clone().requires_grad_()
+        y, given = layer(x)[0], torch.stack([torch.ones_like(X), 2 * torch.ones_like(X)])
+        return list(torch.autograd.grad(y, [x, *layer.parameters()], given, is_grads_batched=True))
+
+    both_ways(many, counted, monkeypatch)
+
+
+def test_hooks_of_saved_tensors_see_what_forward_keeps(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    seen: list[Tensor] = []
+
+    def call() -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t):
+            return trained(layer, X)
+
+    both_ways(call, counted, monkeypatch)
+    assert sum(tensor.dtype == torch.uint8 for tensor in seen) == 2
+
+
+def test_gradients_of_some_leaves(counted: list[int], layer: torch.nn.Module) -> None:
+    layer.weight_ih_l0.requires_grad_(False)
+    y = layer(X)[0]
+    y.float().sum().backward()
+    assert counted
+    assert layer.weight_ih_l0.grad is None
+    assert layer.weight_hh_l0.grad is not None
+    assert not layer(X)[1][0].isnan().any()
+
+
+def test_what_python_is_left_with(counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module) -> None:
+    want = trained(layer, X)
+    assert len(counted) == 1
+    layer.weight_hh_l0 = torch.nn.Parameter(layer.weight_hh_l0.detach().t().contiguous().t())
+    turned = trained(layer, X)  # copied first
+    assert all(map(torch.equal, want, turned))
+    assert len(counted) == 1
+    room = torch.empty(X.numel() + 1, dtype=torch.bfloat16)
+    shifted = room[1:].view_as(X).copy_(X)
+    assert all(map(torch.equal, want, trained(layer, shifted)))
+    assert len(counted) == 1
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, kinds: Any, given: Any = (), more: Any = None) -> Any:
+            return function(*given, **(more or {}))
+
+    layer.weight_hh_l0 = torch.nn.Parameter(layer.weight_hh_l0.detach().contiguous())
+    with Seen():
+        layer(X)
+    assert len(counted) == 1
+    layer(X)
+    assert len(counted) == 2
+    twice = whorl.LSTM(16, 16, 2, dropout=0.5, dtype=torch.bfloat16, engine="persistent")
+    twice(X)
+    assert len(counted) == 2
+    twice.eval()(X)
+    assert len(counted) == 3
+
+
+def test_autocast_and_batches_first(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = whorl.GRU(16, 16, batch_first=True, engine="persistent")
+    x, h = torch.randn(2, 3, 16), torch.randn(1, 2, 16)
+
+    def call() -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return trained(layer, x, h)
+
+    both_ways(call, counted, monkeypatch)
+
+
+def test_memory_goes_back_as_python_gives_it_back(folder: Path) -> None:
+    """What a pass needs meanwhile is freed where Python frees it, and outputs are not."""
+
+    class Kernel(emulation.Kernel):
+        """One that is never run."""
+
+        def __init__(self, code: bytes, *given: Any, **more: Any) -> None:
+            super().__init__(b"libc.so.6", *given, **more)
+
+    with emulated(folder) as patch:
+        patch.setattr(prepare, "Kernel", Kernel)
+        patch.setattr(store, "kernels", lambda wanted: [b"" for _ in wanted])
+        layer = whorl.LSTM(1030, 1030, dtype=torch.bfloat16, engine="persistent")  # of rows that are copied, spread
+        plan = layer.plan(torch.empty(200, 32, 1030, dtype=torch.bfloat16, requires_grad=True))
+        written = Plain(plan, torch.device("cpu", 0)).written()
+        passes = (written.forward, {*written.outputs, written.room}), (written.backward, {*written.gradients})
+        for row, outputs in passes:
+            taken, freed = entries(row)
+            assert outputs - {-1} <= taken
+            assert freed == taken - outputs
+            assert freed
+
+
+def entries(row: list[int]) -> tuple[set[int], set[int]]:
+    """Slots that a tape allocates, and those that it frees."""
+    at, found = 1, {tape.ALLOCATE: set[int](), tape.FREE: set[int]()}
+    while at < len(row):
+        length, kind, slot = row[at : at + 3]
+        if kind in found:
+            found[kind].add(slot)
+        at += 1 + length
+    return found[tape.ALLOCATE], found[tape.FREE]
+
+
+def test_an_argument_is_laid_out_as_struct_does() -> None:
+    assert tape.offsets("2Q4Q") == (0, 8, 16, 24, 32, 40)
+    assert tape.offsets("QfQ3s") == (0, 8, 16, 24)
+    assert tape.offsets("14Q64s")[-1] == 112
+
+
+def test_reasons_against_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taped, "_run", None)
+    monkeypatch.setattr(taped, "_thread", None)
+    monkeypatch.setattr(taped, "_fault", "")
+    with whorl.settings(calls="python"):
+        assert not taped.ready()
+        assert taped.finish() == "settings.calls is 'python'"
+    monkeypatch.setattr(taped, "_thread", None)
+    monkeypatch.setattr(taped, "functions", lambda: ())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    host._version.cache_clear()
+    try:
+        assert "no-such-compiler" in taped.finish()
+    finally:
+        host._version.cache_clear()
+    assert not taped.ready()
