@@ -57,7 +57,9 @@ def test_a_bad_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_setting_is_an_error() -> None:
-    unknown = pytest.raises(whorl.SettingError, match="whorl has no setting 'slwo': the settings are slow, cache")
+    unknown = pytest.raises(
+        whorl.SettingError, match="whorl has no setting 'slwo': the settings are slow, calls, cache"
+    )
     with unknown:
         settings.slwo = "warn"
     with unknown:
@@ -65,7 +67,7 @@ def test_an_unknown_setting_is_an_error() -> None:
     with unknown, settings(slwo="warn"):
         pytest.fail("the block ran")
     assert not hasattr(settings, "slwo")
-    assert set(dir(settings)) == {"slow", "cache"}
+    assert set(dir(settings)) == {"slow", "calls", "cache"}
     assert all(f"{name}={getattr(settings, name)!r}" in repr(settings) for name in dir(settings))
 
 

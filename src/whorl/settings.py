@@ -91,14 +91,14 @@ class Settings:
         finally:
             self._within.reset(token)
 
-    @property
-    def are_of_a_block(self) -> bool:
-        """Whether a `with` block holds some here, which another thread does not see."""
-        return self._within.get() is not None
+    def of_block(self, name: str) -> Any:
+        """What a `with` block holds here, which another thread does not see; None where none does."""
+        within = self._within.get()
+        return None if within is None else within.get(name)
 
-    def assigned(self, name: str) -> Any:
-        """What was assigned to the process' setting; None where nothing was."""
-        return self._assigned.get(name)
+    def given(self, name: str) -> Any:
+        """What a block holds or was assigned; None where the environment or the default decides."""
+        return self.of_block(name) or self._assigned.get(name)
 
     def __repr__(self) -> str:
         rows = (f"{name}={getattr(self, name)!r}  # {row.variable}: {row.meaning}" for name, row in _SETTINGS.items())

@@ -8,6 +8,7 @@ kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 a
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
@@ -16,7 +17,8 @@ from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.options import Options, is_by_gate
 from whorl.engines.cuda.plain import OfSome, Plain, Room, is_plain_cell
 from whorl.engines.cuda.source import GIVEN_BY_GATE, HELD, Features
-from whorl.problem import Call, Outcome, Problem
+from whorl.engines.cuda.tape import Tape
+from whorl.problem import Call, Marks, Outcome, Problem
 
 
 def is_marked(problem: Problem) -> bool:
@@ -38,9 +40,24 @@ class Marked(Plain):
         noise = GIVEN_BY_GATE if is_by_gate(self.form) else HELD
         return Features(mask="mask" in self.problem.extras, noise=noise * ("dropout_masks" in self.problem.extras))
 
-    @property
-    def by_tape(self) -> bool:
-        return False  # what options draw and mask are tensors' own operations
+    def others(self, call: Call) -> Sequence[Tensor] | None:
+        given = "dropout_masks" in self.problem.extras
+        if not self._takes(call) or (given and self.problem.gradient and "noise" not in self.problem.constants):
+            return None
+        masks = call.noise[1 :: 2 + len(self.cell.states)]
+        return [*masks, *(mark for mark in call.marks if mark is not None)]
+
+    def _named(self, tape: Tape) -> Call:
+        form, problem = self.form, self.problem
+        _, batch, time, _ = self.sizes
+        call, wide = super()._named(tape), (batch, form.units)
+        shape = (len(form.cell.recurrent), *wide) if is_by_gate(form) else wide
+        absent: Any = torch.empty(())
+        noise: list[Any] = []
+        for _ in range(form.layers * form.directions * ("dropout_masks" in problem.extras)):
+            noise += [absent, tape.given(shape, torch.float32), *[absent] * len(form.cell.states)]
+        mask = tape.given((time, batch), torch.bool) if "mask" in problem.extras else None
+        return call._replace(noise=tuple(noise), marks=Marks(mask=mask))
 
     def _takes(self, call: Call) -> bool:
         every = 2 + len(self.cell.states)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from whorl.engines.cuda import source, store
 from whorl.engines.cuda.launch import Kernel, loaded
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.source import (
     AT_RANDOM,
     BY_GATE,
@@ -283,7 +284,7 @@ class Options:
         x, width = x.contiguous(), x.shape[-1]
         masks = None if masks is None else masks.contiguous()
         count = masks.shape[:-2] if masks is not None else ()
-        made = x.new_empty(*count, *x.shape)
+        made = empty(*laid_out((*count, *x.shape), x.dtype))
         lengths, sequences = (None, self.sequences) if self.packed else (self.lengths, None)
         tensors = (made, x, masks, lengths, self.mask, sequences)
         vector = 16 // x.element_size()

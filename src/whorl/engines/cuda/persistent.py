@@ -40,7 +40,6 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
 from whorl.problem import VIRTUAL, Call, Device, Outcome, Plan, Problem
-from whorl.settings import settings
 from whorl.weights import kinds
 
 
@@ -149,15 +148,14 @@ class Persistent(Engine):
 
     def at_once(self, plan: Plan, call: Call, by_python: Continue) -> Sequence[Tensor]:
         made = layers(plan, call.x.device, _made)
-        if not isinstance(made, Plain) or call.dropout or settings.are_of_a_block:
+        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not taped.ready():
             return ()
-        if torch._C._cuda_getDevice() != made.index or not taped.ready():
+        others = made.others(call)
+        if others is None:
             return ()
         if made.number < 0:
-            if not made.by_tape:
-                return ()
             made.number = taped.add(plan, made.written(), made.index, len(kinds(plan.problem.form)), by_python)
-        return taped.run(made.number, call.x, call.states, call.weights)
+        return taped.run(made.number, call.x, call.states, call.weights, others)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device, _made)

@@ -95,30 +95,34 @@ class Plain(Layers):
         self.number = -1
         """By which C++ knows its tapes, once it does."""
 
-    @property
-    def by_tape(self) -> bool:
-        """Whether what an eager pass asks for depends on addresses alone."""
-        return True
-
     def written(self) -> Written:
         """Its passes, written down."""
         ahead, back = Tape(), Tape()
+        named = self._named(ahead)
         with written_to(ahead):
-            outcome = self.forward(self._named(ahead))
+            outcome = self.forward(named)
+        dtypes = [one.dtype for one in self.others(named) or ()]
         (room,) = slots(outcome.saved) or [-1]
         made: Grads = []
         if self.problem.gradient:
             call, y, kept = self._named(back), back.given(*self._output[::2]), back.given(*self._room[::2])
             grads = [back.given(*laid[::2]) for laid in (self._output, *[self._state] * len(self.cell.states))]
             with written_to(back):
-                made = self.backward(call, y, (kept,), grads)
-        return Written(ahead.written(), back.written(), slots(outcome.outputs), room, slots(made))
+                made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
+        return Written(ahead.written(), back.written(), slots(outcome.outputs), room, slots(made), dtypes)
+
+    def others(self, call: Call) -> Sequence[Tensor] | None:
+        """What a call has beside x, states and weights; None where it goes by no tape, as gradients of masks do."""
+        wanted = call.dropout and self.problem.gradient and "dropout" not in self.problem.constants
+        return None if wanted else call.dropout
 
     def _named(self, tape: Tape) -> Call:
         """A call of names: the first slots of a tape."""
         x, initial = tape.given(*self._input[::2]), len(self.cell.states) * self.problem.initial
         states = tuple([tape.given(*self._state[::2]) for _ in range(initial)])
-        return Call(x, states, tuple([tape.given(*laid[::2]) for laid in self._weights_laid]))
+        weights = tuple([tape.given(*laid[::2]) for laid in self._weights_laid])
+        count = (self.form.layers - 1) * self.problem.dropout
+        return Call(x, states, weights, tuple([tape.given(*self._output[::2]) for _ in range(count)]))
 
     def _features(self) -> Features:
         """Of its kernels."""

@@ -5,6 +5,7 @@ is written down: what is allocated and given back, each launch with its argument
 of a call puts their addresses into it (`taped`), and needs no Python.
 """
 
+import math
 import re
 import struct
 import threading
@@ -18,25 +19,49 @@ import torch
 if TYPE_CHECKING:
     from whorl.engines.cuda.launch import Kernel
 
-ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY = range(5)
+ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES = range(6)
 """What an entry of a tape begins with, as taped.cpp knows it."""
 _NAME, _FAR = 1 << 62, 44
 """The bit that makes a number the address of a name, and how many bits there are for what lies behind its beginning."""
 
 
-class Named:
-    """What stands for a tensor while a pass is written down.
+class Slot:
+    """What holds the memory of names: given back when none of them is left.
 
     Args:
-        number: of its slot.
+        number: of the slot.
+        given: a call brings it.
     """
 
-    def __init__(self, tape: "Tape", number: int, shape: Sequence[int], dtype: torch.dtype, given: bool) -> None:
-        self.number, self.shape, self.dtype = number, tuple(shape), dtype
-        self._tape, self._given = tape, given
+    def __init__(self, tape: "Tape", number: int, given: bool) -> None:
+        self.tape, self.number, self._given = tape, number, given
+
+    def __del__(self) -> None:
+        if not self._given and self.tape.open:
+            self.tape.entries.append([FREE, self.number])
+
+
+class Named:
+    """What stands for a tensor in one piece while a pass is written down: of a slot, from so many bytes on."""
+
+    def __init__(self, slot: Slot, at: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._slot, self._at, self.shape, self.dtype = slot, at, tuple(shape), dtype
+
+    @property
+    def number(self) -> int:
+        return self._slot.number
 
     def data_ptr(self) -> int:
-        return _NAME | self.number << _FAR
+        return (_NAME | self.number << _FAR) + self._at
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def contiguous(self) -> "Named":
         return self
@@ -44,12 +69,38 @@ class Named:
     def is_contiguous(self) -> bool:
         return True
 
-    def zero_(self) -> None:
-        self._tape.entries.append([CLEAR, self.number])
+    def to(self, dtype: torch.dtype) -> "Named":
+        assert dtype is self.dtype, "who brings it has made it so"
+        return self
 
-    def __del__(self) -> None:  # what nobody of the pass holds any more goes back
-        if not self._given and self._tape.open:
-            self._tape.entries.append([FREE, self.number])
+    def expand(self, *shape: int) -> "Named":
+        assert shape == self.shape, "who brings it has made it so"
+        return self
+
+    def view(self, how: "torch.dtype | Sequence[int]") -> "Named":
+        """The same bytes in another dtype, or in another shape."""
+        if isinstance(how, torch.dtype):
+            return Named(self._slot, self._at, (self.numel() * self.element_size() // how.itemsize,), how)
+        return Named(self._slot, self._at, how, self.dtype)
+
+    def __getitem__(self, rows: "int | slice") -> "Named":
+        first, count = (rows, None) if isinstance(rows, int) else (rows.start or 0, rows.stop - (rows.start or 0))
+        each = math.prod(self.shape[1:]) * self.element_size()
+        shape = self.shape[1:] if count is None else (count, *self.shape[1:])
+        return Named(self._slot, self._at + first * each, shape, self.dtype)
+
+    def zero_(self) -> None:
+        self._slot.tape.entries.append([CLEAR, self.number])
+
+    def __mul__(self, other: "Named") -> "Named":
+        steps = [math.prod(self.shape[axis + 1 :]) for axis in range(self.dim())]
+        made = self._slot.tape.empty(self.shape, steps, self.dtype)
+        self._slot.tape.times(self, other, made)
+        return made
+
+    def __imul__(self, other: "Named") -> "Named":
+        self._slot.tape.times(self, other, self)
+        return self
 
 
 def slots(tensors: Sequence[Any]) -> list[int]:
@@ -66,17 +117,22 @@ class Tape:
 
     def given(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """A name for a tensor that a call brings."""
-        return self._named(shape, dtype, given=True)
+        return Named(self._slot(given=True), 0, shape, dtype)
 
     def empty(self, shape: Sequence[int], steps: Sequence[int], dtype: torch.dtype) -> Any:
         """A name for new memory, as `memory.empty` takes its arguments."""
-        made = self._named(shape, dtype, given=False)
-        self.entries.append([ALLOCATE, made.number, scalar(dtype), len(shape), *shape, *steps])
-        return made
+        slot = self._slot(given=False)
+        self.entries.append([ALLOCATE, slot.number, scalar(dtype), len(shape), *shape, *steps])
+        return Named(slot, 0, shape, dtype)
 
-    def _named(self, shape: Sequence[int], dtype: torch.dtype, given: bool) -> Named:
+    def _slot(self, given: bool) -> Slot:
         self.slots += 1
-        return Named(self, self.slots - 1, shape, dtype, given)
+        return Slot(self, self.slots - 1, given)
+
+    def times(self, one: Named, other: Named, into: Named) -> None:
+        """One by one, of as many elements."""
+        places = [number for each in (one, other, into) for number in _place(each.data_ptr())]
+        self.entries.append([TIMES, scalar(one.dtype), one.numel(), *places])
 
     def launch(self, kernel: "Kernel", grid: int, second: int, values: Sequence[Any]) -> None:
         packed = kernel.layout.pack(*values)
@@ -119,14 +175,16 @@ def offsets(layout: str) -> tuple[int, ...]:
     for count, kind in re.findall(r"(\d*)([a-zA-Z?])", layout):
         for each in [f"{count}s"] if kind == "s" else [kind] * int(count or 1):
             before += each
-            found.append(struct.calcsize(before) - struct.calcsize(each))
+            if kind != "x":  # of padding there is no value
+                found.append(struct.calcsize(before) - struct.calcsize(each))
     return tuple(found)
 
 
 @lru_cache(maxsize=16)
 def scalar(dtype: torch.dtype) -> int:
     """torch's number of a dtype in C++."""
-    return {torch.uint8: 0, torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}[dtype]
+    known = {torch.uint8: 0, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bool: 11, torch.bfloat16: 15}
+    return known[dtype]
 
 
 class _Writing(threading.local):

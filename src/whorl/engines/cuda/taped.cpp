@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -20,7 +22,7 @@ using at::TensorList;
 using Row = std::vector<Tensor>;
 using torch::autograd::AutogradContext;
 
-enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY };
+enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES };
 
 struct Attribute {  // CUlaunchAttribute
   unsigned id, pad, value[16];
@@ -45,18 +47,18 @@ struct Pointer {  // of an argument
 struct Entry {
   Kind kind;
   int64_t slot = -1;
-  // what is allocated
+  // what is allocated, or multiplied one by one: numbers a and b into out
   at::ScalarType dtype{};
   std::vector<int64_t> shape, steps;
+  Place a{}, b{}, out{};
   // a launch
   void* function = nullptr;
   Config config{};
   std::vector<Attribute> attributes;
   std::vector<uint64_t> argument;
   std::vector<Pointer> pointers;
-  // a product: what cublasGemmEx takes
+  // a product of matrices: what cublasGemmEx takes
   int64_t numbers[18] = {};
-  Place a{}, b{}, out{};
 };
 
 // The rest of a row of numbers.
@@ -136,6 +138,11 @@ struct Tape {
             made.numbers[i] = from.next();
         }
         break;
+      case TIMES:
+        made.dtype = (at::ScalarType)from.next();
+        made.shape = {from.next()};
+        made.a = from.place(), made.b = from.place(), made.out = from.place();
+        break;
       default:
         TORCH_CHECK(false, "a tape has an entry of an unknown kind");
     }
@@ -164,6 +171,7 @@ struct Plan : torch::CustomClassHolder {
   at::ScalarType dtype{};
   bool gradient = false, own_math_mode = false;
   int64_t states = 0, kinds = 0;  // that a call brings, and weights of a layer and direction: matrices, then biases
+  std::vector<int64_t> others;    // the dtype of what else it brings, as kernels read it
   Tape forward, backward;
   std::vector<int64_t> outputs;    // slots of the output and the final states
   int64_t room = -1;               // and of what is kept for backward
@@ -221,6 +229,13 @@ struct Plan : torch::CustomClassHolder {
           TORCH_CHECK(status == 0, "cuBLAS cannot multiply for a layer of whorl (", status, ").");
           break;
         }
+        case TIMES: {
+          const auto options = at::TensorOptions(entry.dtype).device(where);
+          const auto at = [&](const Place& place) { return at::from_blob((void*)of(place), entry.shape, options); };
+          Tensor out = at(entry.out);
+          at::mul_out(out, at(entry.a), at(entry.b));
+          break;
+        }
       }
     return held;
   }
@@ -240,17 +255,18 @@ struct Given {
     alive.push_back(tensor);
     address.push_back((uint64_t)tensor.data_ptr());
   }
-  void add_call(const Plan& plan, const Tensor& x, TensorList states, TensorList weights) {
+  void add_call(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others) {
     add(x.contiguous());
     for (const Tensor& state : states) add(as_read(state, plan.dtype));
     for (const Tensor& weight : weights) address.push_back((uint64_t)weight.data_ptr());
+    for (size_t i = 0; i < others.size(); ++i) add(as_read(others[i], (at::ScalarType)plan.others[i]));
   }
 };
 
-Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, Tensor* room) {
+Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others, Tensor* room) {
   at::AutoDispatchBelowADInplaceOrView below;
   Given given;
-  given.add_call(plan, x, states, weights);
+  given.add_call(plan, x, states, weights, others);
   const Row held = plan.run(plan.forward, given.address, x.device());
   Row made;
   for (const int64_t slot : plan.outputs) made.push_back(held[slot]);
@@ -259,30 +275,30 @@ Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weigh
 }
 
 // Python's way of a backward pass: differentiable, and of gradients that are many in one tensor.
-Row by_python(const Plan& plan, const Row& grads, const Row& row) {
+Row by_python(const Plan& plan, const std::string& slow, const Row& grads, const Row& row) {
   static const auto operation = c10::Dispatcher::singleton()
                                     .findSchemaOrThrow("whorl_taped::backward", "")
-                                    .typed<Row(int64_t, const c10::List<std::optional<Tensor>>&, TensorList)>();
+                                    .typed<Row(int64_t, c10::string_view, const c10::List<std::optional<Tensor>>&, TensorList)>();
   c10::List<std::optional<Tensor>> given;
   for (const Tensor& grad : grads) given.push_back(grad.defined() ? std::optional<Tensor>(grad) : std::nullopt);
-  Row made = operation.call(plan.number, given, row);
+  Row made = operation.call(plan.number, slow, given, row);
   for (Tensor& grad : made)
     if (grad.scalar_type() == at::kBool) grad.reset();  // what stands for none
   return made;
 }
 
 struct Recurrent : torch::autograd::Function<Recurrent> {
-  static Row forward(AutogradContext* context, const c10::intrusive_ptr<Plan>& plan, const Tensor& x, TensorList states,
-                     TensorList weights) {
+  static Row forward(AutogradContext* context, const c10::intrusive_ptr<Plan>& plan, c10::string_view slow,
+                     const Tensor& x, TensorList states, TensorList weights, TensorList others) {
     Tensor room;
-    const Row made = ahead(*plan, x, states, weights, &room);
+    const Row made = ahead(*plan, x, states, weights, others, &room);
     Row kept{x};
-    kept.insert(kept.end(), states.begin(), states.end());
-    kept.insert(kept.end(), weights.begin(), weights.end());
+    for (const TensorList some : {states, weights, others}) kept.insert(kept.end(), some.begin(), some.end());
     kept.push_back(made[0]);  // not the final states: users change them in place before backward, as torch lets them
     kept.push_back(room);
     context->save_for_backward(std::move(kept));
     context->saved_data["plan"] = c10::IValue::make_capsule(plan);
+    context->saved_data["slow"] = std::string(slow);
     context->set_materialize_grads(false);
     return made;
   }
@@ -291,7 +307,7 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     const auto held_plan = context->saved_data["plan"].toCapsule();
     const Plan& plan = *(const Plan*)held_plan.get();
     const Row row = context->get_saved_variables();
-    Row made(1 + plan.gradients.size());  // the plan itself has none
+    Row made(2 + plan.gradients.size() + plan.others.size());  // plan, setting and the others have none
     bool some = false, batched = false;
     for (const Tensor& grad : grads) {
       some |= grad.defined();
@@ -299,15 +315,16 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     }
     if (!some) return made;
     if (batched || at::GradMode::is_enabled()) {
-      const Row found = by_python(plan, grads, row);
-      std::copy(found.begin(), found.end(), made.begin() + 1);
+      const Row found = by_python(plan, context->saved_data["slow"].toStringRef(), grads, row);
+      std::copy(found.begin(), found.end(), made.begin() + 2);
       return made;
     }
     at::AutoDispatchBelowADInplaceOrView below;
     const TensorList kept(row);
-    const size_t weights = row.size() - 3 - plan.states;
+    const size_t weights = plan.gradients.size() - 1 - plan.states, others = 1 + plan.states + weights;
     Given given;
-    given.add_call(plan, row[0], kept.slice(1, plan.states), kept.slice(1 + plan.states, weights));
+    given.add_call(plan, row[0], kept.slice(1, plan.states), kept.slice(1 + plan.states, weights),
+                   kept.slice(others, plan.others.size()));
     given.add(as_read(row[row.size() - 2], plan.dtype));  // y
     given.add(row[row.size() - 1]);
     for (const Tensor& grad : grads) {
@@ -318,7 +335,7 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     }
     const Row held = plan.run(plan.backward, given.address, row[0].device());
     for (size_t i = 0; i < plan.gradients.size(); ++i)
-      if (plan.gradients[i] >= 0) made[1 + i] = held[plan.gradients[i]];
+      if (plan.gradients[i] >= 0) made[2 + i] = held[plan.gradients[i]];
     return made;
   }
 };
@@ -332,9 +349,9 @@ std::vector<c10::intrusive_ptr<Plan>>& plans() {
 
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room; the tapes and slots of `Plan`.
+// of the room; the tapes, slots and dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
-            at::IntArrayRef outputs, at::IntArrayRef gradients) {
+            at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others) {
   TORCH_CHECK(functions.size() == 8 && numbers.size() == 7, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
   static_assert(sizeof(Functions) == 7 * sizeof(int64_t), "a function has one address");
@@ -345,7 +362,7 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->gradient = numbers[2], made->own_math_mode = numbers[3];
   made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6];
   made->forward = Tape(forward), made->backward = Tape(backward);
-  made->outputs = outputs.vec(), made->gradients = gradients.vec();
+  made->outputs = outputs.vec(), made->gradients = gradients.vec(), made->others = others.vec();
   const std::lock_guard<std::mutex> lock(adding);
   made->number = (int64_t)plans().size();
   plans().push_back(made);
@@ -354,15 +371,14 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
 
 // Whether a call can go by its tapes: weights as kernels read them, nothing of Python's between tensors and memory, and
 // no CUDA graph, in which some products have a branch.
-bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weights) {
+bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others) {
   const auto ordinary = [](const Tensor& tensor) { return !tensor.unsafeGetTensorImpl()->is_python_dispatch(); };
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor& weight = weights[i];
     if (!ordinary(weight) || !weight.is_contiguous()) return false;
     if ((int64_t)i % plan.kinds < 2 && (uint64_t)weight.data_ptr() % 16) return false;  // no bias
   }
-  for (const Tensor& state : states)
-    if (!ordinary(state)) return false;
+  if (!std::all_of(states.begin(), states.end(), ordinary) || !std::all_of(others.begin(), others.end(), ordinary)) return false;
   // copies of rows go by words that fit where x lies
   if (!ordinary(x) || (x.is_contiguous() && (uint64_t)x.data_ptr() % 16)) return false;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
@@ -372,23 +388,26 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
          !capturing;
 }
 
-// The output and the final states; nothing where the call is left to Python.
-Row run(int64_t number, const Tensor& x, TensorList states, TensorList weights) {
+// The output and the final states; nothing where the call is left to Python.  `slow` is the setting of the block in
+// which it is made, or empty.
+Row run(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights, TensorList others) {
   c10::intrusive_ptr<Plan> plan;
   {
     const std::lock_guard<std::mutex> lock(adding);
     plan = plans().at(number);
   }
-  if (!takes(*plan, x, states, weights)) return {};
-  return plan->gradient ? Recurrent::apply(plan, x, states, weights) : ahead(*plan, x, states, weights, nullptr);
+  if (!takes(*plan, x, states, weights, others)) return {};
+  return plan->gradient ? Recurrent::apply(plan, slow, x, states, weights, others)
+                        : ahead(*plan, x, states, weights, others, nullptr);
 }
 
 }  // namespace whorl
 
 TORCH_LIBRARY(whorl_taped, library) {
-  library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients) -> int",
+  library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients, "
+              "int[] others) -> int",
               &whorl::add);
-  library.def("run(int plan, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");
-  library.def("backward(int plan, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
+  library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others) -> Tensor[]");
+  library.def("backward(int plan, str slow, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
   library.impl("run", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run);
 }

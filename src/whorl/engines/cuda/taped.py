@@ -11,6 +11,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class Written(NamedTuple):
         outputs: slots of the output and of the final states.
         room: the slot of what forward keeps; -1 for nothing.
         gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
+        others: dtypes of what else a call brings, as kernels read it; it has no gradient.
     """
 
     forward: list[int]
@@ -51,6 +53,7 @@ class Written(NamedTuple):
     outputs: list[int]
     room: int
     gradients: list[int]
+    others: list[torch.dtype]
 
 
 _lock = threading.Lock()
@@ -65,7 +68,7 @@ def ready() -> bool:
     """Whether calls can go by tapes now; begins to compile where nobody has."""
     if _run is None and _thread is None:
         begin()
-    return _run is not None and settings.assigned("calls") != "python"
+    return _run is not None and settings.given("calls") != "python"
 
 
 def begin() -> None:
@@ -146,22 +149,30 @@ def add(plan: Plan, written: Written, device: int, kinds: int, by_python: Contin
         len(problem.form.cell.states) * problem.initial, kinds, written.room,
     ]  # fmt: skip
     number = torch.ops.whorl_taped.add(
-        [*functions(), _context()], numbers, written.forward, written.backward, written.outputs, written.gradients
-    )
+        [*functions(), _context()], numbers, written.forward, written.backward, written.outputs, written.gradients,
+        list(map(scalar, written.others)),
+    )  # fmt: skip
     _plans[number] = plan, by_python
     return number
 
 
-def run(number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def run(
+    number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], others: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """The output and the final states, differentiable; nothing where this call is left to Python."""
     assert _run is not None, "it is ready"
-    return _run(number, x, states, weights)
+    return _run(number, settings.of_block("slow") or "", x, states, weights, others)
 
 
-def _backward(number: int, grads: Sequence[Tensor | None], row: Sequence[Tensor]) -> list[Tensor]:
-    """What C++ asks for; in the place of no gradient a truth value."""
+def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Sequence[Tensor]) -> list[Tensor]:
+    """What C++ asks for; in the place of no gradient a truth value.
+
+    Args:
+        slow: the setting of the block in which the call was made, which autograd's threads do not see.
+    """
     plan, by_python = _plans[number]
-    made = by_python(plan, grads, row)
+    with settings(slow=slow) if slow else nullcontext():
+        made = by_python(plan, grads, row)
     return [torch.zeros((), dtype=torch.bool, device=row[0].device) if grad is None else grad for grad in made]
 
 
