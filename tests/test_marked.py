@@ -38,6 +38,10 @@ def given(cell: str, what: str, layer: Any, time: int = TIME) -> dict[str, Any]:
     dtype = next(layer.parameters()).dtype
     if "mask" in what:
         found["mask"] = torch.arange(time)[:, None] != torch.tensor([9, 3, 1, 0, 9])
+    if "lengths" in what:
+        found["lengths"] = torch.tensor([time, 0, 2, 1, time]).clamp(max=time)
+    if "reset" in what:
+        found["reset"] = (torch.arange(time)[:, None] + torch.arange(BATCH)) % 3 == 0
     shape = (CELLS[cell], BATCH, UNITS) if "gate" in what else (BATCH, UNITS)
     masks = {}
     if "gate" in what or "shared" in what:
@@ -61,6 +65,8 @@ def outcome(layer: Any, of_x: bool, initial: bool, call: dict[str, Any], time: i
     x = torch.randn(time, BATCH, INPUTS).to(dtype)
     if "mask" in call:
         x[~call["mask"]] = float("nan")  # which is read by nobody
+    if "lengths" in call:
+        x[torch.arange(time)[:, None] >= call["lengths"]] = float("nan")
     x.requires_grad_(of_x)
     states = [torch.randn(rows, BATCH, UNITS).to(dtype).requires_grad_() for _ in layer._widths] if initial else []
     hx = (tuple(states) if len(states) > 1 else states[0]) if states else None
@@ -89,7 +95,8 @@ def assert_same(found: tuple[list[Tensor], list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("what", ["mask", "gate", "mask gate", "shared", "mask shared", "gate input", "gate gradient",
-                                  "mask shared gradient"])  # fmt: skip
+                                  "mask shared gradient", "lengths", "reset", "lengths mask reset", "reset gate",
+                                  "lengths shared"])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_it_is_what_layers_gives(cell: str, form: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +116,28 @@ def test_it_is_what_layers_gives(cell: str, form: str, what: str, monkeypatch: p
     for of_x, initial in ((True, True), (False, False)):
         assert_same(both(layer, monkeypatch, of_x, initial, call))
         layers._prepared.clear()
+
+
+@pytest.mark.parametrize("units", [10, 200])
+def test_sequences_that_are_dealt_by_their_lengths(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the fewest of a cluster; in a block, and in several whose clusters share the batch."""
+    torch.manual_seed(1)
+    layer, batch = whorl.LSTM(INPUTS, units, dtype=torch.bfloat16, engine="persistent"), 19
+    x = torch.randn(3, batch, INPUTS).bfloat16()
+    call = dict(lengths=torch.arange(batch) % 4, reset=torch.rand(3, batch) < 0.3)
+
+    def run() -> list[Tensor]:
+        outputs = flat(layer(x, **call))
+        return [*(y.detach() for y in outputs), *torch.autograd.grad(weighted(outputs), layer.parameters())]
+
+    ours = run()
+    assert ran() == [Marked]
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_prepared", {})
+        patch.setattr(persistent, "is_marked", lambda problem: False)
+        theirs = run()
+        assert Marked not in ran()
+    assert_same((ours, theirs))
 
 
 @pytest.mark.parametrize("time", [1, 3])
@@ -156,11 +185,12 @@ def test_a_backward_that_is_planned_anew_reads_what_forward_left() -> None:
     assert {*ran()} == {Marked}
 
 
-@pytest.mark.parametrize("more", [dict(lengths=torch.tensor([4, 3, 2, 1, 4])), dict(reset=torch.ones(4, 5).bool())])
-def test_what_has_other_options_goes_another_way(more: dict[str, Tensor]) -> None:
+def test_what_has_other_options_goes_another_way() -> None:
     layer = make(whorl, "LSTM", INPUTS, UNITS, dtype=torch.bfloat16, engine="persistent")
-    mask = torch.ones(TIME, BATCH, dtype=torch.bool)
-    layer(torch.randn(TIME, BATCH, INPUTS).bfloat16(), **({} if "lengths" in more else dict(mask=mask)), **more)
+    mask, x = torch.ones(TIME, BATCH, dtype=torch.bool), torch.randn(TIME, BATCH, INPUTS).bfloat16()
+    layer(x, mask=mask, return_states=True)
+    state = torch.randn(1, BATCH, UNITS).bfloat16()
+    layer(x, reset=mask, reset_to=(state, state))
     make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", peephole=True)(torch.randn(TIME, BATCH, INPUTS), mask=mask)
     make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", zoneout=0.2)(torch.randn(TIME, BATCH, INPUTS), mask=mask)
     assert Marked not in ran()

@@ -157,6 +157,8 @@ def test_masks(
         more["dropout_masks"] = {"recurrent_dropout": [torch.rand(shape).bfloat16() for _ in range(rows)]}
     if noise and not mask:
         del more["mask"]
+    elif mask:
+        more |= {"lengths": torch.tensor([3, 2]), "reset": torch.tensor([[True, False], [False, True], [True, True]])}
     both_ways(lambda: trained(layer, X, **more), counted, monkeypatch)
     layer.eval()
     with torch.no_grad():

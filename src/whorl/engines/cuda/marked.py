@@ -1,8 +1,8 @@
-"""How a call with a mask, or with given masks of recurrent dropout, runs where Python's time counts: as `plain` runs.
+"""How a call with marks, or with given masks of recurrent dropout, runs where Python's time counts: as `plain` runs.
 
-What Keras' layers ask for beside plain calls.  Of one of Keras' LSTM layers a plain training step took the host 355 us,
-one with a mask 677 as `layers` runs it and 534 so, one with recurrent dropout by gate 902 and 726 (AMD EPYC, without
-kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 and 52.
+Lengths, a mask and resets, and what Keras' layers ask for.  Of one of Keras' LSTM layers a plain training step took the
+host 355 us, one with a mask 677 as `layers` runs it and 534 so, one with recurrent dropout by gate 902 and 726 (AMD
+EPYC, without kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 and 52.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers
-from whorl.engines.cuda.options import Options, is_by_gate
+from whorl.engines.cuda.options import Options, is_by_gate, is_ordered
 from whorl.engines.cuda.plain import OfSome, Plain, Room, is_plain_cell
 from whorl.engines.cuda.source import GIVEN_BY_GATE, HELD, Features
 from whorl.engines.cuda.tape import Tape
@@ -22,11 +22,14 @@ from whorl.problem import Call, Marks, Outcome, Problem
 
 
 def is_marked(problem: Problem) -> bool:
-    """A mask, given masks that all steps share, or both; and nothing else beyond a plain call."""
+    """Lengths, a mask, resets, given masks that all steps share; and nothing else beyond a plain call."""
     form, extras = problem.form, set(problem.extras)
     by_step = "dropout_masks" in extras and form.recurrent_dropout_mode == "step"
     others = problem.packed or form.zoneout or by_step or not form.cell.recurrent
-    return bool(extras) and extras <= {"mask", "dropout_masks"} and not others and is_plain_cell(form.cell)
+    return bool(extras) and extras <= {*_MARKS, "dropout_masks"} and not others and is_plain_cell(form.cell)
+
+
+_MARKS = ("lengths", "mask", "reset")
 
 
 class Marked(Plain):
@@ -37,8 +40,10 @@ class Marked(Plain):
     """
 
     def _features(self) -> Features:
-        noise = GIVEN_BY_GATE if is_by_gate(self.form) else HELD
-        return Features(mask="mask" in self.problem.extras, noise=noise * ("dropout_masks" in self.problem.extras))
+        extras, noise = self.problem.extras, GIVEN_BY_GATE if is_by_gate(self.form) else HELD
+        lengths, mask, reset = (name in extras for name in _MARKS)
+        order = lengths and is_ordered(self.problem.batch)
+        return Features(lengths, mask, reset, order=order, noise=noise * ("dropout_masks" in extras))
 
     def others(self, call: Call) -> Sequence[Tensor] | None:
         given = "dropout_masks" in self.problem.extras
@@ -56,8 +61,9 @@ class Marked(Plain):
         noise: list[Any] = []
         for _ in range(form.layers * form.directions * ("dropout_masks" in problem.extras)):
             noise += [absent, tape.given(shape, torch.float32), *[absent] * len(form.cell.states)]
-        mask = tape.given((time, batch), torch.bool) if "mask" in problem.extras else None
-        return call._replace(noise=tuple(noise), marks=Marks(mask=mask))
+        kinds = {"lengths": ((batch,), torch.int64)} | dict.fromkeys(("mask", "reset"), ((time, batch), torch.bool))
+        marks = {name: tape.given(*kind) for name, kind in kinds.items() if name in problem.extras}
+        return call._replace(noise=tuple(noise), marks=Marks(**marks))
 
     def _takes(self, call: Call) -> bool:
         every = 2 + len(self.cell.states)
@@ -97,10 +103,13 @@ class Marked(Plain):
             found += [room[at : at + size] for at, size in places]
         return found
 
-    def _argument(self, options: Options | None, layer: int, base: int, entered: Sequence[int] = ()) -> Sequence[Any]:
+    def _argument(
+        self, options: Options | None, layer: int, base: int, entered: Sequence[int] | None = None
+    ) -> Sequence[Any]:
         assert options is not None, "the problem has some"
         before = [base + place for place in self._kept[layer].before] if self.problem.gradient else []
-        return options.argument(layer, self._ahead.together, before=before, entered=entered)
+        kernel = self._ahead if entered is None else self._back
+        return options.argument(layer, kernel.together, before=before, entered=entered or ())
 
     def _make_ready_for_backward(self, room: Room) -> None:
         super()._make_ready_for_backward(room)

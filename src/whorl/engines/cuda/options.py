@@ -60,6 +60,11 @@ def expected(problem: Problem) -> Features:
     )  # fmt: skip
 
 
+def is_ordered(batch: int) -> bool:
+    """Whether sequences with lengths are dealt by them: where there are more than the fewest of a cluster."""
+    return batch > _FEWEST
+
+
 def is_by_gate(form: Form) -> bool:
     """Whether the masks of recurrent dropout are one for each gate, of several."""
     return form.recurrent_dropout_mode == "gate" and len(form.cell.recurrent) > 1
@@ -87,7 +92,7 @@ class Options:
             both = torch.cat([ends - sizes, ends[-1:], (sizes[:, None] > torch.arange(self.batch)).sum(0)])
             both = both.to(device, non_blocking=True)
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
-        self._is_ordered = self.lengths is not None and not self.packed and self.batch > _FEWEST
+        self._is_ordered = self.lengths is not None and not self.packed and is_ordered(self.batch)
         self._orders: dict[int, Tensor] = {}
         self._given = given(form, call)
         self.of_masks = "noise" not in problem.constants
@@ -327,7 +332,7 @@ class Options:
         if self.lengths is None or not self._is_ordered:
             return None
         if parts not in self._orders:
-            made = torch.empty(self.batch, dtype=torch.int64, device=self._call.x.device)
+            made = empty(*laid_out((self.batch,), torch.int64))
             kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
             kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch, parts)
             self._orders[parts] = made

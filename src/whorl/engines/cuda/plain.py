@@ -304,12 +304,14 @@ class Plain(Layers):
         ]  # fmt: skip
         return y, finals, places, starts
 
-    def _argument(self, options: Options | None, layer: int, base: int, entered: Sequence[int] = ()) -> Sequence[Any]:
+    def _argument(
+        self, options: Options | None, layer: int, base: int, entered: Sequence[int] | None = None
+    ) -> Sequence[Any]:
         """What options add to the argument of a kernel.
 
         Args:
             base: of what forward left.
-            entered: where backward puts what entered the recurrent product.
+            entered: where backward puts what entered the recurrent product; None: it is forward's.
         """
         return ()
 
