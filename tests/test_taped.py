@@ -3,6 +3,7 @@
 Kernels and products are the host's (`emulation`), so that all of it runs where there is no GPU.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import emulation
 import whorl
+import whorl.layer as layer_file
+from comparison import flat
 from emulation import emulated
 from whorl.engines import host
 from whorl.engines.cuda import prepare, store, tape, taped
@@ -29,17 +32,22 @@ def counted(folder: Path) -> Iterator[list[int]]:
     with emulated(folder) as patch:
         if taped._run is None:
             taped._run = taped.loaded()
-        real = taped._run
-
-        def run(number: int, *given: Any) -> list[Tensor]:
-            found = real(number, *given)
-            made.extend([number] * bool(found))
-            return found
-
         patch.setattr(taped, "ready", lambda: True)
-        patch.setattr(taped, "_run", run)
+        for name in ("_run", "_run_like"):
+            patch.setattr(taped, name, counting(getattr(taped, name), made))
         yield made
     torch.use_deterministic_algorithms(False)
+
+
+def counting(real: Callable[..., list[Tensor]], made: list[int]) -> Callable[..., list[Tensor]]:
+    """The same, which adds to `made` the plan of each call that it takes."""
+
+    def run(number: int, *given: Any) -> list[Tensor]:
+        found = real(number, *given)
+        made.extend([number] * bool(found))
+        return found
+
+    return run
 
 
 def both_ways(call: Callable[[], list[Tensor]], counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +303,149 @@ def test_what_python_is_left_with(counted: list[int], monkeypatch: pytest.Monkey
     twice(X, dropout_masks={"dropout": masks})[0].sum().backward()
     assert masks.grad is not None
     assert len(counted) == 2
+
+
+@pytest.fixture
+def like(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls that went by the plan of the call before."""
+    assert taped._run_like is not None
+    made: list[int] = []
+    monkeypatch.setattr(taped, "_run_like", counting(taped._run_like, made))
+    return made
+
+
+def test_a_call_like_the_one_before_needs_no_plan(
+    like: list[int], counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    want = trained(layer, X)
+    assert not like
+    assert all(map(torch.equal, want, trained(layer, X)))
+    assert len(like) == 1
+    monkeypatch.setattr(layer_file, "recurrent", None)  # nobody asks for it
+    assert all(map(torch.equal, want, trained(layer, X)))
+    assert len(like) == 2
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(2)  # it holds no weight
+    assert not torch.equal(want[0], trained(layer, X)[0])
+    layer.weight_hh_l0 = torch.nn.Parameter(layer.weight_hh_l0.detach() / 2)
+    assert all(map(torch.equal, want, trained(layer, X)))
+
+
+def other_size(layer: Any) -> Any:
+    return layer(X[:2])
+
+
+def other_batch(layer: Any) -> Any:
+    return layer(X[:, :1])
+
+
+def no_gradient(layer: Any) -> Any:
+    with torch.no_grad():
+        return layer(X)
+
+
+def gradient_of_x(layer: Any) -> Any:
+    y = layer(X.clone().requires_grad_())
+    assert len(y[0].grad_fn.next_functions) == 5
+    return y
+
+
+def states(layer: Any) -> Any:
+    return layer(X, (torch.ones(1, 2, 16).bfloat16(), torch.ones(1, 2, 16).bfloat16()))
+
+
+def no_batch(layer: Any) -> Any:
+    return layer(X[:, 0])
+
+
+def a_mask(layer: Any) -> Any:
+    return layer(X, mask=torch.tensor([[True, True], [False, True], [True, False]]))
+
+
+def every_state(layer: Any) -> Any:
+    *made, sequences = layer(X, return_states=True)
+    return [*made, *sequences.values()]
+
+
+def frozen(layer: Any) -> Any:
+    for weight in layer.parameters():
+        weight.requires_grad_(False)
+    made = layer(X)
+    for weight in layer.parameters():
+        weight.requires_grad_(True)
+    return made
+
+
+def an_option(layer: Any) -> Any:
+    layer.clip = 0.1
+    made = layer(X)
+    layer.clip = None
+    return made
+
+
+def another_engine(layer: Any) -> Any:
+    layer.engine = "reference"
+    made = layer(X)
+    layer.engine = "persistent"
+    return made
+
+
+def another_dtype(layer: Any) -> Any:
+    made = layer.half()(X.half())
+    layer.bfloat16()
+    return made
+
+
+def a_copy(layer: Any) -> Any:
+    made = copy.deepcopy(layer)
+    assert made._before is None
+    return made(X)
+
+
+def under_autocast(layer: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.float16):
+        return layer(X)
+
+
+def batched(layer: Any) -> Any:
+    return torch.func.vmap(lambda x: layer(x)[0], 1)(X[:, :, None].expand(3, 2, 2, 16))
+
+
+def by_python(layer: Any) -> Any:
+    with whorl.settings(calls="python"):
+        return layer(X)
+
+
+OTHERS = [
+    other_size, other_batch, no_gradient, gradient_of_x, states, no_batch, a_mask, every_state, frozen, an_option,
+    another_engine, another_dtype, a_copy, under_autocast, batched, by_python,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_call_unlike_the_one_before_is_planned(
+    like: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, other: Callable[[Any], Any]
+) -> None:
+    if other is by_python:
+        monkeypatch.setattr(taped, "ready", lambda: whorl.settings.given("calls") != "python")
+    wanted = flat(other(copy.deepcopy(layer)))
+    plain = flat(layer(X))
+    found = flat(other(layer))  # after a call that is remembered
+    assert not like
+    assert len(found) == len(wanted)
+    for one, truth in zip(found, wanted, strict=True):
+        assert (one.dtype, one.shape, one.requires_grad) == (truth.dtype, truth.shape, truth.requires_grad)
+        assert torch.equal(one, truth)
+    assert all(map(torch.equal, plain, flat(layer(X))))
+
+
+def test_what_is_wrong_is_said_after_a_call_that_is_remembered(like: list[int], layer: torch.nn.Module) -> None:
+    layer(X)
+    with pytest.raises(RuntimeError, match="must be equal to input_size"):
+        layer(X[..., :8])
+    with pytest.raises(RuntimeError, match="Expected hidden"):
+        layer(X, (torch.ones(1, 3, 16).bfloat16(), torch.ones(1, 3, 16).bfloat16()))
+    assert not like
 
 
 def test_autocast_and_batches_first(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

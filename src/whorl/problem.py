@@ -330,14 +330,12 @@ def facts(
     """Reads torch's switches, and of the tensors only what they are."""
     x, marks = call.x, call.marks
     kind, where, shape, sizes = kind_of(x), x.device, x.shape, marks.batch_sizes
-    enabled = torch._C._get_cudnn_enabled() if kind == "cuda" else torch._C._get_mkldnn_enabled()
     time, batch = (shape[0], shape[1]) if sizes is None else (len(sizes), int(sizes[0]))
     plain = marks is PLAIN and not (call.inputs or call.noise or sequences)
     extras = () if plain else _extras(call, sequences)
     packed, initial, drops = sizes is not None, bool(call.states), bool(call.dropout)
     dtype = x.dtype
-    # What torch's own recurrent layers ask: torch.backends.cudnn.allow_tf32 sets it, cudnn.rnn.fp32_precision is it.
-    tf32 = dtype is torch.float32 and kind == "cuda" and _get_fp32_precision("cuda", "rnn") == "tf32"
+    enabled, tf32 = switches(kind, dtype)
     virtual = is_virtual(call.tensors)
     if virtual:  # make_fx may follow sizes, which a plan takes as they are
         time, batch = int(time), int(batch)
@@ -345,6 +343,13 @@ def facts(
         kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32, constants,
         virtual, outputs,
     )  # fmt: skip
+
+
+def switches(kind: str, dtype: torch.dtype) -> tuple[bool, bool]:
+    """torch's own, of a kind of device: whether its native library is on, and TF32 in recurrent layers of a dtype."""
+    enabled = torch._C._get_cudnn_enabled() if kind == "cuda" else torch._C._get_mkldnn_enabled()
+    # What torch's own recurrent layers ask: torch.backends.cudnn.allow_tf32 sets it, cudnn.rnn.fp32_precision is it.
+    return enabled, dtype is torch.float32 and kind == "cuda" and _get_fp32_precision("cuda", "rnn") == "tf32"
 
 
 def _extras(call: Call, sequences: bool) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from whorl.problem import Form, Plan
 from whorl.weights import NATIVE_MODES, names, shapes
 
 _DERIVED = frozenset(
-    "_form _names _shapes _widths _native _vectors _zoneouts _recurrent_gates _extra_inputs _random".split()
+    "_form _names _shapes _widths _native _vectors _zoneouts _recurrent_gates _extra_inputs _random _before".split()
 )
 """Attributes that `_build` makes of the others."""
 
@@ -45,6 +45,8 @@ class Recurrence:
     _engine: str
     _native: bool = True
     """The step is torch's own."""
+    _before: Any = None
+    """What a layer knows of the plan of the call before."""
 
     @property
     def engine(self) -> str:
@@ -75,7 +77,7 @@ class Recurrence:
         self._build()
 
     def _set_form(self, form: Form) -> None:
-        self._form, self._names, self._shapes = form.to_json(), names(form), shapes(form)
+        self._form, self._names, self._shapes, self._before = form.to_json(), names(form), shapes(form), None
         self._widths = {state: form.state_width(index) for index, state in enumerate(form.cell.states)}
         self._native = form.cell.fingerprint in NATIVE_MODES
         # torch compiles no subclass of its RNN classes with fullgraph=True unless this is set.

@@ -154,7 +154,8 @@ class Persistent(Engine):
         if others is None:
             return ()
         if made.number < 0:
-            made.number = taped.add(plan, made.written(), made.index, len(kinds(plan.problem.form)), by_python)
+            where = made.index, call.x.get_device(), len(kinds(plan.problem.form))
+            made.number = taped.add(plan, made.written(), *where, by_python)
         return taped.run(made.number, call.x, call.states, call.weights, others)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:

@@ -172,6 +172,9 @@ struct Plan : torch::CustomClassHolder {
   bool gradient = false, own_math_mode = false;
   int64_t states = 0, kinds = 0;  // that a call brings, and weights of a layer and direction: matrices, then biases
   std::vector<int64_t> others;    // the dtype of what else it brings, as kernels read it
+  bool constant = false;          // x has no gradient
+  std::vector<int64_t> shape, state;  // of x, and of an initial state
+  int64_t where = 0;              // torch's number of the device of tensors, -1 of the host
   Tape forward, backward;
   std::vector<int64_t> outputs;    // slots of the output and the final states
   int64_t room = -1;               // and of what is kept for backward
@@ -349,10 +352,11 @@ std::vector<c10::intrusive_ptr<Plan>>& plans() {
 
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room; the tapes, slots and dtypes of `Plan`.
+// of the room, whether x has no gradient, its shape, that of a state, where tensors are;
+// the tapes, slots and dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
             at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others) {
-  TORCH_CHECK(functions.size() == 8 && numbers.size() == 7, "a plan is made of other numbers");
+  TORCH_CHECK(functions.size() == 8 && numbers.size() == 15, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
   static_assert(sizeof(Functions) == 7 * sizeof(int64_t), "a function has one address");
   memcpy(&made->functions, functions.data(), sizeof(Functions));
@@ -360,7 +364,8 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->device = (int)numbers[0];
   made->dtype = (at::ScalarType)numbers[1];
   made->gradient = numbers[2], made->own_math_mode = numbers[3];
-  made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6];
+  made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6], made->constant = numbers[7];
+  made->shape = numbers.slice(8, 3).vec(), made->state = numbers.slice(11, 3).vec(), made->where = numbers[14];
   made->forward = Tape(forward), made->backward = Tape(backward);
   made->outputs = outputs.vec(), made->gradients = gradients.vec(), made->others = others.vec();
   const std::lock_guard<std::mutex> lock(adding);
@@ -388,17 +393,44 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
          !capturing;
 }
 
-// The output and the final states; nothing where the call is left to Python.  `slow` is the setting of the block in
-// which it is made, or empty.
-Row run(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights, TensorList others) {
-  c10::intrusive_ptr<Plan> plan;
-  {
-    const std::lock_guard<std::mutex> lock(adding);
-    plan = plans().at(number);
-  }
+c10::intrusive_ptr<Plan> plan_of(int64_t number) {
+  const std::lock_guard<std::mutex> lock(adding);
+  return plans().at(number);
+}
+
+Row run_plan(const c10::intrusive_ptr<Plan>& plan, c10::string_view slow, const Tensor& x, TensorList states,
+             TensorList weights, TensorList others) {
   if (!takes(*plan, x, states, weights, others)) return {};
   return plan->gradient ? Recurrent::apply(plan, slow, x, states, weights, others)
                         : ahead(*plan, x, states, weights, others, nullptr);
+}
+
+// The output and the final states; nothing where the call is left to Python.  `slow` is the setting of the block in
+// which it is made, or empty.
+Row run(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights,
+        TensorList others) {
+  return run_plan(plan_of(number), slow, x, states, weights, others);
+}
+
+// The same of a call without others; nothing where anything that a plan reads of tensors is not as this one has it.
+Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights) {
+  const auto plan = plan_of(number);
+  const auto is_like = [&](const Tensor& tensor) {
+    return tensor.scalar_type() == plan->dtype && tensor.device() == x.device();
+  };
+  if (x.sizes() != at::IntArrayRef(plan->shape) || x.get_device() != plan->where || !is_like(x)) return {};
+  if ((int64_t)states.size() != plan->states || !plan->others.empty()) return {};
+  bool gradient = x.requires_grad();
+  if (plan->gradient && gradient == plan->constant) return {};
+  for (const TensorList some : {states, weights})
+    for (const Tensor& tensor : some) {
+      if (!is_like(tensor)) return {};
+      gradient |= tensor.requires_grad();
+    }
+  if ((gradient && at::GradMode::is_enabled()) != plan->gradient) return {};
+  for (const Tensor& state : states)
+    if (state.sizes() != at::IntArrayRef(plan->state)) return {};
+  return run_plan(plan, slow, x, states, weights, {});
 }
 
 }  // namespace whorl
@@ -408,6 +440,8 @@ TORCH_LIBRARY(whorl_taped, library) {
               "int[] others) -> int",
               &whorl::add);
   library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others) -> Tensor[]");
+  library.def("run_like(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");
   library.def("backward(int plan, str slow, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
   library.impl("run", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run);
+  library.impl("run_like", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run_like);
 }

@@ -59,6 +59,7 @@ class Written(NamedTuple):
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _run: Callable[..., list[Tensor]] | None = None
+_run_like: Callable[..., list[Tensor]] | None = None
 _fault = ""
 _plans: dict[int, tuple[Plan, Continue]] = {}
 _library: Any = None
@@ -114,7 +115,7 @@ def loaded() -> Callable[..., list[Tensor]]:
     Raises:
         CompileError: there is no compiler, it does not take the source, or torch lacks what it calls.
     """
-    global _library
+    global _library, _run_like
     if not compiler.found() or compiler.is_microsofts(compiler.found()):
         raise CompileError(f"no compiler that takes GCC's arguments is found: {compiler.remedy()}.")
     functions()
@@ -122,6 +123,7 @@ def loaded() -> Callable[..., list[Tensor]]:
     _library = torch.library.Library("whorl_taped", "IMPL")
     for key in ("CompositeImplicitAutograd", "Batched"):  # of gradients that are many in one tensor
         _library.impl("backward", _backward, key)
+    _run_like = torch.ops.whorl_taped.run_like.default
     return torch.ops.whorl_taped.run.default
 
 
@@ -135,18 +137,20 @@ def _flags() -> list[str]:
     return ["-std=c++20", "-O1", "-w", *places, *libraries, *which]
 
 
-def add(plan: Plan, written: Written, device: int, kinds: int, by_python: Continue) -> int:
+def add(plan: Plan, written: Written, device: int, where: int, kinds: int, by_python: Continue) -> int:
     """The number by which `run` knows a plan.
 
     Args:
         device: torch's number of the GPU, which is the current one.
+        where: the number of the device that tensors say: the same, or -1 where the GPU is emulated.
         kinds: weights of a layer and direction.
         by_python: its backward pass where the tape is not enough.
     """
     problem = plan.problem
     numbers = [
         device, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
-        len(problem.form.cell.states) * problem.initial, kinds, written.room,
+        len(problem.form.cell.states) * problem.initial, kinds, written.room, int("x" in problem.constants),
+        problem.time, problem.batch, problem.form.inputs, *problem.form.state_shapes(problem.batch)[0], where,
     ]  # fmt: skip
     number = torch.ops.whorl_taped.add(
         [*functions(), _context()], numbers, written.forward, written.backward, written.outputs, written.gradients,
@@ -161,7 +165,23 @@ def run(
 ) -> Sequence[Tensor]:
     """The output and the final states, differentiable; nothing where this call is left to Python."""
     assert _run is not None, "it is ready"
-    return _run(number, settings.of_block("slow") or "", x, states, weights, others)
+    made = _run(number, settings.of_block("slow") or "", x, states, weights, others)
+    latest.number = number if made else -1
+    return made
+
+
+class _Latest(threading.local):
+    number = -1
+
+
+latest = _Latest()
+"""The plan of this thread's last call that went by tapes; -1 where nobody has asked since it was set so."""
+
+
+def run_like(number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What `run` gives, where all that a plan reads of tensors is what this one was made for; nothing where not."""
+    assert _run_like is not None, "a plan has this number"
+    return _run_like(number, settings.of_block("slow") or "", x, states, weights)
 
 
 def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Sequence[Tensor]) -> list[Tensor]:
