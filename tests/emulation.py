@@ -9,6 +9,7 @@ The kernels are the real sources with the real tiles; only the functions of `ptx
 import ctypes
 import re
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -99,13 +100,15 @@ class Kernel:
 
     def launch(self, grid: int, second: int, packed: bytes) -> None:
         cluster = grid if self.together else self.cluster
-        ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
-        status = self._library.launch(grid, second, self.block, cluster, self.shared, packed)
+        with _running:
+            ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
+            status = self._library.launch(grid, second, self.block, cluster, self.shared, packed)
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
 
 
 _kernels: dict[int, Kernel] = {}
+_running = threading.Lock()  # one kernel at a time: its threads are fibers of the thread that launches it
 
 
 class Streams:

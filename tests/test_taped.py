@@ -4,12 +4,14 @@ Kernels and products are the host's (`emulation`), so that all of it runs where 
 """
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import emulation
@@ -264,6 +266,42 @@ def test_hooks_of_saved_tensors_see_what_forward_keeps(
 
     both_ways(call, counted, monkeypatch)
     assert sum(tensor.dtype == torch.uint8 for tensor in seen) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_run_forward_again(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, reentrant: bool
+) -> None:
+    def call() -> list[Tensor]:
+        x = X.clone().requires_grad_()
+        y = torch.utils.checkpoint.checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
+        y.float().square().sum().backward()
+        found = [x.grad, *(weight.grad for weight in layer.parameters())]
+        layer.zero_grad()
+        return [grad for grad in found if grad is not None]
+
+    both_ways(call, counted, monkeypatch)
+    plain = trained(layer, X, loss=lambda y, h, c: y.float().square().sum())
+    assert all(map(torch.equal, call(), plain[3:]))
+
+
+def test_anomaly_mode_names_the_layer(counted: list[int], layer: torch.nn.Module) -> None:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        y = layer(torch.full_like(X, torch.nan))[0]
+        error = pytest.raises(RuntimeError, match="Recurrent.*returned nan")
+        with error, pytest.warns(UserWarning, match="Error detected in .*Recurrent"):
+            y.float().sum().backward()
+
+
+def test_threads_call_at_once(counted: list[int], layer: torch.nn.Module) -> None:
+    want, found = trained(layer, X), list[list[Tensor]]()
+    threads = [threading.Thread(target=lambda: found.append(trained(layer, X))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, want, strict=True))
 
 
 def test_gradients_of_some_leaves(counted: list[int], layer: torch.nn.Module) -> None:
