@@ -4,6 +4,7 @@ Kernels and products are the host's (`emulation`), so that all of it runs where 
 """
 
 import copy
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,6 +292,19 @@ def test_anomaly_mode_names_the_layer(counted: list[int], layer: torch.nn.Module
         error = pytest.raises(RuntimeError, match="Recurrent.*returned nan")
         with error, pytest.warns(UserWarning, match="Error detected in .*Recurrent"):
             y.float().sum().backward()
+
+
+def test_a_refused_launch_says_which(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    def refuse(config: Any, function: int, arguments: Any, extra: Any) -> int:
+        return 701
+
+    real, kind = taped.functions(), ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    made = kind(refuse)
+    monkeypatch.setattr(taped, "functions", lambda: (ctypes.cast(made, ctypes.c_void_p).value, *real[1:]))
+    with pytest.raises(RuntimeError, match=r"cannot launch lstm_forward_16_bfloat16\S* \(701\)"):
+        layer(X)
 
 
 def test_threads_call_at_once(counted: list[int], layer: torch.nn.Module) -> None:

@@ -114,6 +114,8 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[list[int]] = []
         self.slots, self.open = 0, False
+        self.names: list[str] = []
+        """Of the kernels that are launched, for errors."""
 
     def given(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """A name for a tensor that a call brings."""
@@ -141,8 +143,9 @@ class Tape:
         places = zip(offsets(kernel.layout.format), values, strict=True)
         pointers = [(at, *_place(value)) for at, value in places if isinstance(value, int) and value & _NAME]
         attributes = [number for pair in kernel.attributes for number in pair]
+        self.names.append(kernel.name)
         self.entries.append([
-            LAUNCH, kernel.function, grid, second, kernel.block, kernel.shared, len(kernel.attributes), *attributes,
+            LAUNCH, len(self.names) - 1, kernel.function, grid, second, kernel.block, kernel.shared, len(kernel.attributes), *attributes,
             len(words), *words, len(pointers), *(number for pointer in pointers for number in pointer),
         ])  # fmt: skip
 

@@ -52,6 +52,7 @@ struct Entry {
   std::vector<int64_t> shape, steps;
   Place a{}, b{}, out{};
   // a launch
+  int64_t name = 0;
   void* function = nullptr;
   Config config{};
   std::vector<Attribute> attributes;
@@ -83,9 +84,10 @@ struct Numbers {
 struct Tape {
   int64_t slots = 0;
   std::vector<Entry> entries;
+  std::vector<std::string> names;  // of kernels
 
   Tape() = default;
-  explicit Tape(at::IntArrayRef row) {
+  Tape(at::IntArrayRef row, std::vector<std::string> names) : names(std::move(names)) {
     Numbers whole{row};
     slots = row.empty() ? 0 : whole.next();
     while (whole.at < row.size()) {
@@ -111,6 +113,7 @@ struct Tape {
         made.slot = from.next();
         break;
       case LAUNCH: {
+        made.name = from.next();
         made.function = (void*)from.next();
         const auto sizes = from.some(4);
         made.config = {{(unsigned)sizes[0], (unsigned)sizes[1], 1}, {(unsigned)sizes[2], 1, 1}, (unsigned)sizes[3],
@@ -216,7 +219,7 @@ struct Plan : torch::CustomClassHolder {
             functions.set_context(context);
             status = functions.launch(&config, entry.function, &values, nullptr);
           }
-          TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch a kernel of whorl (", status, ").");
+          TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch ", tape.names.at(entry.name), " (", status, ").");
           break;
         }
         case MULTIPLY: {
@@ -352,10 +355,10 @@ std::vector<c10::intrusive_ptr<Plan>>& plans() {
 
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room, whether x has no gradient, its shape, that of a state, where tensors are;
-// the tapes, slots and dtypes of `Plan`.
+// of the room, whether x has no gradient, its shape, that of a state, where tensors are; the tapes, slots and dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
-            at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others) {
+            at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
+            std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
   TORCH_CHECK(functions.size() == 8 && numbers.size() == 15, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
   static_assert(sizeof(Functions) == 7 * sizeof(int64_t), "a function has one address");
@@ -366,7 +369,7 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->gradient = numbers[2], made->own_math_mode = numbers[3];
   made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6], made->constant = numbers[7];
   made->shape = numbers.slice(8, 3).vec(), made->state = numbers.slice(11, 3).vec(), made->where = numbers[14];
-  made->forward = Tape(forward), made->backward = Tape(backward);
+  made->forward = Tape(forward, std::move(forward_names)), made->backward = Tape(backward, std::move(backward_names));
   made->outputs = outputs.vec(), made->gradients = gradients.vec(), made->others = others.vec();
   const std::lock_guard<std::mutex> lock(adding);
   made->number = (int64_t)plans().size();
@@ -437,7 +440,7 @@ Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList 
 
 TORCH_LIBRARY(whorl_taped, library) {
   library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients, "
-              "int[] others) -> int",
+              "int[] others, str[] forward_names, str[] backward_names) -> int",
               &whorl::add);
   library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others) -> Tensor[]");
   library.def("run_like(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");

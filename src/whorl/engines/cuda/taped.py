@@ -46,6 +46,7 @@ class Written(NamedTuple):
         room: the slot of what forward keeps; -1 for nothing.
         gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
         others: dtypes of what else a call brings, as kernels read it; it has no gradient.
+        names: of the kernels of both.
     """
 
     forward: list[int]
@@ -54,6 +55,7 @@ class Written(NamedTuple):
     room: int
     gradients: list[int]
     others: list[torch.dtype]
+    names: tuple[list[str], list[str]]
 
 
 _lock = threading.Lock()
@@ -154,7 +156,7 @@ def add(plan: Plan, written: Written, device: int, where: int, kinds: int, by_py
     ]  # fmt: skip
     number = torch.ops.whorl_taped.add(
         [*functions(), _context()], numbers, written.forward, written.backward, written.outputs, written.gradients,
-        list(map(scalar, written.others)),
+        list(map(scalar, written.others)), *written.names,
     )  # fmt: skip
     _plans[number] = plan, by_python
     return number
