@@ -527,8 +527,8 @@ def test_memory_goes_back_as_python_gives_it_back(folder: Path) -> None:
         plan = layer.plan(torch.empty(200, 32, 1030, dtype=torch.bfloat16, requires_grad=True))
         written = Plain(plan, torch.device("cpu", 0)).written()
         passes = (written.forward, {*written.outputs, written.room}), (written.backward, {*written.gradients})
-        for row, outputs in passes:
-            taken, freed = entries(row)
+        for one, outputs in passes:
+            taken, freed = entries(one.written())
             assert outputs - {-1} <= taken
             assert freed == taken - outputs
             assert freed

@@ -109,15 +109,7 @@ class Plain(Layers):
             grads = [back.given(*laid[::2]) for laid in (self._output, *[self._state] * len(self.cell.states))]
             with written_to(back):
                 made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
-        return Written(
-            ahead.written(),
-            back.written(),
-            slots(outcome.outputs),
-            room,
-            slots(made),
-            dtypes,
-            (ahead.names, back.names),
-        )
+        return Written(ahead, back, slots(outcome.outputs), room, slots(made), dtypes)
 
     def others(self, call: Call) -> Sequence[Tensor] | None:
         """What a call has beside x, states and weights; None where it goes by no tape, as gradients of masks do."""

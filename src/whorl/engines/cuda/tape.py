@@ -145,7 +145,8 @@ class Tape:
         attributes = [number for pair in kernel.attributes for number in pair]
         self.names.append(kernel.name)
         self.entries.append([
-            LAUNCH, len(self.names) - 1, kernel.function, grid, second, kernel.block, kernel.shared, len(kernel.attributes), *attributes,
+            LAUNCH, len(self.names) - 1, kernel.function, grid, second, kernel.block, kernel.shared,
+            len(kernel.attributes), *attributes,
             len(words), *words, len(pointers), *(number for pointer in pointers for number in pointer),
         ])  # fmt: skip
 

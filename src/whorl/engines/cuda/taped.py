@@ -24,7 +24,7 @@ from whorl.engines import host
 from whorl.engines.base import Continue
 from whorl.engines.cuda.launch import check, driver
 from whorl.engines.cuda.products import cublas
-from whorl.engines.cuda.tape import scalar
+from whorl.engines.cuda.tape import Tape, scalar
 from whorl.errors import CompileError, KernelError
 from whorl.problem import Plan
 from whorl.settings import settings
@@ -46,16 +46,14 @@ class Written(NamedTuple):
         room: the slot of what forward keeps; -1 for nothing.
         gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
         others: dtypes of what else a call brings, as kernels read it; it has no gradient.
-        names: of the kernels of both.
     """
 
-    forward: list[int]
-    backward: list[int]
+    forward: Tape
+    backward: Tape
     outputs: list[int]
     room: int
     gradients: list[int]
     others: list[torch.dtype]
-    names: tuple[list[str], list[str]]
 
 
 _lock = threading.Lock()
@@ -154,9 +152,10 @@ def add(plan: Plan, written: Written, device: int, where: int, kinds: int, by_py
         len(problem.form.cell.states) * problem.initial, kinds, written.room, int("x" in problem.constants),
         problem.time, problem.batch, problem.form.inputs, *problem.form.state_shapes(problem.batch)[0], where,
     ]  # fmt: skip
+    tapes = written.forward, written.backward
     number = torch.ops.whorl_taped.add(
-        [*functions(), _context()], numbers, written.forward, written.backward, written.outputs, written.gradients,
-        list(map(scalar, written.others)), *written.names,
+        [*functions(), _context()], numbers, *[tape.written() for tape in tapes], written.outputs, written.gradients,
+        list(map(scalar, written.others)), *[tape.names for tape in tapes],
     )  # fmt: skip
     _plans[number] = plan, by_python
     return number
