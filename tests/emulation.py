@@ -185,7 +185,8 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
 
     def multiply_each(handle: int, *given: Any) -> int:
         """cublasGemmStridedBatchedEx: one after another, each so many elements behind the last."""
-        *sizes, b, kind, b_step, b_far, a, _, a_step, a_far, add, out, its, step, far, count = given[:-2]
+        numbers = [getattr(one, "value", one) for one in given]
+        *sizes, b, kind, b_step, b_far, a, _, a_step, a_far, add, out, its, step, far, count = numbers[:-2]
         (element,) = [dtype.itemsize for dtype, number in products._TYPES.items() if number == kind]
         places = [(b + i * b_far * element, a + i * a_far * element, out + i * far * element) for i in range(count)]
         return max(
@@ -264,24 +265,14 @@ def addresses(library: Any) -> tuple[int, ...]:
         status[0] = 0
         return 0
 
+    matrix, far = [pointer, number, number], ctypes.c_longlong
+    one = (pointer, *[number] * 5, pointer, *matrix, *matrix, pointer, *matrix, number, number)
+    each = (pointer, *[number] * 5, pointer, *matrix, far, *matrix, far, pointer, *matrix, far, *[number] * 3)
     kinds = [
         (run, (refer(launch._Config), pointer, refer(pointer), pointer), number),
         (lambda context: 0, (pointer,), number),
-        (
-            library.cublasGemmEx,
-            (
-                pointer,
-                *[number] * 5,
-                *[pointer] * 2,
-                number,
-                number,
-                pointer,
-                *[number] * 2,
-                *[pointer] * 2,
-                *[number] * 4,
-            ),
-            number,
-        ),
+        (library.cublasGemmEx, one, number),
+        (library.cublasGemmStridedBatchedEx, each, number),
         (library.cublasSetMathMode, (pointer, number), number),
         (lambda setup: 1, (ctypes.c_bool,), pointer),
         (tell, (number, refer(pointer)), number),

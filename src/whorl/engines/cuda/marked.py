@@ -6,16 +6,17 @@ EPYC, without kernels and products; medians of 3,000): 33 operations of torch, 5
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
-from whorl.engines.cuda.layers import Layers
+from whorl.engines.cuda.layers import Layers, exact
 from whorl.engines.cuda.options import Options, is_by_gate, is_ordered
-from whorl.engines.cuda.plain import OfSome, Plain, Room, is_plain_cell
+from whorl.engines.cuda.plain import Plain, Room, is_plain_cell
+from whorl.engines.cuda.products import Each, better_together
 from whorl.engines.cuda.source import GIVEN_BY_GATE, HELD, Features
 from whorl.engines.cuda.tape import Tape
 from whorl.problem import Call, Marks, Outcome, Problem
@@ -30,6 +31,18 @@ def is_marked(problem: Problem) -> bool:
 
 
 _MARKS = ("lengths", "mask", "reset")
+
+
+class OfWhole(NamedTuple):
+    """How the gradient of the recurrent weights of some gates is made, of what entered all steps; places are bytes."""
+
+    apart: bool
+    """The gradients of these gates are among those that are apart."""
+    first: int
+    """Where the first of the gates begins in a row of gradients."""
+    into: int
+    """Where its weights begin."""
+    over: Made | Each
 
 
 class Marked(Plain):
@@ -117,14 +130,21 @@ class Marked(Plain):
         dtype, rows, noise = self.problem.dtype, time * batch, self._features().noise
         element, self._gatewise = dtype.itemsize, noise == GIVEN_BY_GATE
         self._entered = room.parts(directions, rows * units * element) if noise == HELD else []
-        self._of_whole: list[OfSome] = []
-        for is_apart, first, count, into in self.gates if self._gatewise else self.blocks:
+        at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
+        at_once = at_once and better_together(units, rows, element)
+        self._of_whole: list[OfWhole] = []
+        for is_apart, first, count, into in self.gates if self._gatewise and not at_once else self.blocks:
             wide, step = count * units, units * len(self.saving.apart if is_apart else self.cell.gates)
-            over = self._product.ready(dtype, (wide, rows, units), (1, 0), (step, units, units), self.tf32)
-            places = first * units * element, step * element, into * units * units * element
-            self._of_whole.append(OfSome(is_apart, *places, over, over))
+            if at_once:  # one gate's product is too small for a whole GPU
+                apart = units, rows * units, units * units
+                sizes, steps = (units, rows, units), (step, units, units)
+                over: Made | Each = Each(dtype, count, sizes, (1, 0), steps, apart, self.tf32)
+            else:
+                over = self._product.ready(dtype, (wide, rows, units), (1, 0), (step, units, units), self.tf32)
+            places = first * units * element, into * units * units * element
+            self._of_whole.append(OfWhole(is_apart, *places, over))
 
-    def _products_back(self) -> list[Made]:
+    def _products_back(self) -> list[Made | Each]:
         return [*super()._products_back(), *(some.over for some in self._of_whole)]
 
     def _whole(
@@ -147,7 +167,7 @@ class Marked(Plain):
             gradients = (to_apart if some.apart else to_gates) + some.first
             some.over(blas, gradients, entered + self._gatewise * self._apart_by(some), into + some.into)
 
-    def _apart_by(self, some: OfSome) -> int:
+    def _apart_by(self, some: OfWhole) -> int:
         """Bytes before what entered the product of a gate."""
         units, batch, time, _ = self.sizes
         return some.into // units * time * batch

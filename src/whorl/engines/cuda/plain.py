@@ -20,7 +20,7 @@ from whorl.engines.cuda.branch import branch_of
 from whorl.engines.cuda.layers import Layers, address, leaves_room, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
-from whorl.engines.cuda.products import Product, handle
+from whorl.engines.cuda.products import Each, Product, handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tape import Tape, slots, written_to
@@ -246,10 +246,10 @@ class Plain(Layers):
     def _leaves_room(self) -> bool:
         """Whether two products of backward run beside each other in a graph."""
         # what copies or splits its matrices does so on torch's stream, which also clears a gradient of a single step
-        alone = self.problem.time > 1 and all(isinstance(one, Product) for one in self._products_back())
+        alone = self.problem.time > 1 and all(isinstance(one, Product | Each) for one in self._products_back())
         return alone and leaves_room(self.problem, self.chip)
 
-    def _products_back(self) -> list[Made]:
+    def _products_back(self) -> Sequence[Made | Each]:
         """Those of backward."""
         return [*self._of_x, *self._of_ih, *(one for some in self._of_hh for one in (some.over, some.start))]
 

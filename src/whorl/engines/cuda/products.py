@@ -129,15 +129,46 @@ def each_product(a: Tensor, b: Tensor, out: Tensor, tf32: bool = False) -> None:
     Raises:
         KernelError: cuBLAS refuses.
     """
-    (count, rows, depth), columns, kind = a.shape, b.shape[2], _TYPES[a.dtype]
+    (count, rows, depth), columns = a.shape, b.shape[2]
     (_, a_turned, a_step), (_, b_turned, b_step) = laid(a[0]), laid(b[0])
-    status = cublas().cublasGemmStridedBatchedEx(
-        handle(a.dtype), b_turned, a_turned, columns, rows, depth, _ONE_AT,
-        b.data_ptr(), kind, b_step, b.stride(0), a.data_ptr(), kind, a_step, a.stride(0), _ZERO_AT,
-        out.data_ptr(), kind, out.stride(1), out.stride(0), count, _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM,
-    )  # fmt: skip
-    if status:
-        raise KernelError(f"cuBLAS cannot multiply {count} times {rows} x {depth} with {depth} x {columns} ({status}).")
+    steps, apart = (a_step, b_step, out.stride(1)), (a.stride(0), b.stride(0), out.stride(0))
+    made = Each(a.dtype, count, (rows, depth, columns), (a_turned, b_turned), steps, apart, tf32)
+    made(handle(a.dtype), a.data_ptr(), b.data_ptr(), out.data_ptr())
+
+
+class Each:
+    """Several products of fixed sizes in one launch, given as addresses of the first matrices.
+
+    Args:
+        count: of them.
+        dtype, sizes, turned, steps, tf32: as of `Product`.
+        apart: elements from a matrix of a, b and the result to the next.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, count: int, sizes: tuple[int, int, int], turned: tuple[int, int],
+        steps: tuple[int, int, int], apart: tuple[int, int, int], tf32: bool = False,
+    ) -> None:  # fmt: skip
+        (rows, depth, columns), kind = sizes, _TYPES[dtype]
+        self._text = f"{count} times {rows} x {depth} with {depth} x {columns} of {dtype}"
+        self._multiply = cublas().cublasGemmStridedBatchedEx
+        self._first = (*_numbers(turned[1], turned[0], columns, rows, depth), _ONE_AT)
+        self._of_a, self._of_b, self._of_out = (
+            (*_numbers(kind, step), ctypes.c_longlong(far)) for step, far in zip(steps, apart, strict=True)
+        )
+        self._last = _numbers(count, _TF32 if tf32 else _FLOAT32, _DEFAULT_ALGORITHM)
+
+    def __call__(self, handle: int, a: int, b: int, out: int) -> None:
+        """Multiply what lies from two addresses on, into what lies from a third on.
+
+        Raises:
+            KernelError: cuBLAS refuses.
+        """
+        given = (*self._first, b, *self._of_b, a, *self._of_a, _ZERO_AT, out, *self._of_out, *self._last)
+        if writing.tape is not None:
+            writing.tape.multiply_each(given)
+        elif status := self._multiply(handle, *given):
+            raise KernelError(f"cuBLAS cannot multiply {self._text} ({status}).")
 
 
 def better_together(rows: int, depth: int, element: int) -> bool:

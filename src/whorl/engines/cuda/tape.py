@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from whorl.engines.cuda.launch import Kernel
 
-ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES = range(6)
+ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH = range(7)
 """What an entry of a tape begins with, as taped.cpp knows it."""
 _NAME, _FAR = 1 << 62, 44
 """The bit that makes a number the address of a name, and how many bits there are for what lies behind its beginning."""
@@ -152,18 +152,25 @@ class Tape:
 
     def multiply(self, given: Sequence[Any]) -> None:
         """A product, of which this is all that cublasGemmEx takes but its handle."""
-        numbers = [getattr(one, "value", one) for one in given]
-        row: list[int] = []
-        for place, number in enumerate(numbers):
-            row += _place(number) if place in _MATRICES else [number]
-        self.entries.append([MULTIPLY, *row])
+        self.entries.append([MULTIPLY, *_row(given, _MATRICES)])
+
+    def multiply_each(self, given: Sequence[Any]) -> None:
+        """Products in one launch, of which this is all that cublasGemmStridedBatchedEx takes but its handle."""
+        self.entries.append([MULTIPLY_EACH, *_row(given, _MATRICES_OF_EACH)])
 
     def written(self) -> list[int]:
         """All of it in one row: how many slots, then of each entry how long it is, and the entry."""
         return [self.slots, *(number for entry in self.entries for number in (len(entry), *entry))]
 
 
-_MATRICES = (6, 9, 13)  # of what cublasGemmEx takes, its handle left out
+_MATRICES, _MATRICES_OF_EACH = (6, 9, 13), (6, 10, 15)  # among what cuBLAS takes, its handle left out
+
+
+def _row(given: Sequence[Any], matrices: Sequence[int]) -> list[int]:
+    """What a function of C takes, in whole numbers: of addresses in these places slot and offset."""
+    numbers = [getattr(one, "value", one) for one in given]
+    places = [_place(number) if at in matrices else (number,) for at, number in enumerate(numbers)]
+    return [number for place in places for number in place]
 
 
 def _place(address: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ using at::TensorList;
 using Row = std::vector<Tensor>;
 using torch::autograd::AutogradContext;
 
-enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES };
+enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH };
 
 struct Attribute {  // CUlaunchAttribute
   unsigned id, pad, value[16];
@@ -44,24 +44,6 @@ struct Pointer {  // of an argument
   Place place;
 };
 
-struct Entry {
-  Kind kind;
-  int64_t slot = -1;
-  // what is allocated, or multiplied one by one: numbers a and b into out
-  at::ScalarType dtype{};
-  std::vector<int64_t> shape, steps;
-  Place a{}, b{}, out{};
-  // a launch
-  int64_t name = 0;
-  void* function = nullptr;
-  Config config{};
-  std::vector<Attribute> attributes;
-  std::vector<uint64_t> argument;
-  std::vector<Pointer> pointers;
-  // a product of matrices: what cublasGemmEx takes
-  int64_t numbers[18] = {};
-};
-
 // The rest of a row of numbers.
 struct Numbers {
   at::IntArrayRef row;
@@ -78,6 +60,32 @@ struct Numbers {
   Place place() {
     const int64_t slot = next();
     return {slot, next()};
+  }
+};
+
+struct Entry {
+  Kind kind;
+  int64_t slot = -1;
+  // what is allocated, or multiplied one by one: numbers a and b into out
+  at::ScalarType dtype{};
+  std::vector<int64_t> shape, steps;
+  Place a{}, b{}, out{};
+  // a launch
+  int64_t name = 0;
+  void* function = nullptr;
+  Config config{};
+  std::vector<Attribute> attributes;
+  std::vector<uint64_t> argument;
+  std::vector<Pointer> pointers;
+  // a product of matrices, or several in one launch: what cuBLAS takes, in the places of addresses nothing
+  std::vector<int64_t> numbers;
+
+  void read_product(Numbers& from, int count, int of_b, int of_a, int of_out) {
+    for (int i = 0; i < count; ++i) {
+      Place* const matrix = i == of_b ? &b : i == of_a ? &a : i == of_out ? &out : nullptr;
+      if (matrix != nullptr) *matrix = from.place();
+      numbers.push_back(matrix == nullptr ? from.next() : 0);
+    }
   }
 };
 
@@ -133,13 +141,10 @@ struct Tape {
         break;
       }
       case MULTIPLY:
-        for (int i = 0; i < 18; ++i) {
-          Place* const matrix = i == 6 ? &made.b : i == 9 ? &made.a : i == 13 ? &made.out : nullptr;
-          if (matrix != nullptr)
-            *matrix = from.place();
-          else
-            made.numbers[i] = from.next();
-        }
+        made.read_product(from, 18, 6, 9, 13);
+        break;
+      case MULTIPLY_EACH:
+        made.read_product(from, 22, 6, 10, 15);
         break;
       case TIMES:
         made.dtype = (at::ScalarType)from.next();
@@ -159,6 +164,8 @@ struct Functions {
   int (*set_context)(void*);
   int (*multiply)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
                   const void*, void*, int, int, int, int);
+  int (*multiply_each)(void*, int, int, int, int, int, const void*, const void*, int, int, long long, const void*, int,
+                       int, long long, const void*, void*, int, int, long long, int, int, int);
   int (*set_math_mode)(void*, int);
   void* (*blas_handle)(bool);
   int (*current_stream)(int, void**);
@@ -222,16 +229,23 @@ struct Plan : torch::CustomClassHolder {
           TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch ", tape.names.at(entry.name), " (", status, ").");
           break;
         }
-        case MULTIPLY: {
+        case MULTIPLY:
+        case MULTIPLY_EACH: {
           if (handle == nullptr) {
             handle = functions.blas_handle(true);
             if (own_math_mode) functions.set_math_mode(handle, 0);
           }
           const auto n = [&](int i) { return (int)entry.numbers[i]; };
           const auto p = [&](int i) { return (const void*)entry.numbers[i]; };
-          const int status = functions.multiply(
-              handle, n(0), n(1), n(2), n(3), n(4), p(5), (const void*)of(entry.b), n(7), n(8), (const void*)of(entry.a),
-              n(10), n(11), p(12), (void*)of(entry.out), n(14), n(15), n(16), n(17));
+          const void *const first = (const void*)of(entry.b), *const second = (const void*)of(entry.a);
+          void* const out = (void*)of(entry.out);
+          const int status =
+              entry.kind == MULTIPLY
+                  ? functions.multiply(handle, n(0), n(1), n(2), n(3), n(4), p(5), first, n(7), n(8), second, n(10),
+                                       n(11), p(12), out, n(14), n(15), n(16), n(17))
+                  : functions.multiply_each(handle, n(0), n(1), n(2), n(3), n(4), p(5), first, n(7), n(8),
+                                            entry.numbers[9], second, n(11), n(12), entry.numbers[13], p(14), out,
+                                            n(16), n(17), entry.numbers[18], n(19), n(20), n(21));
           TORCH_CHECK(status == 0, "cuBLAS cannot multiply for a layer of whorl (", status, ").");
           break;
         }
@@ -359,11 +373,11 @@ std::vector<c10::intrusive_ptr<Plan>>& plans() {
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
             at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
             std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
-  TORCH_CHECK(functions.size() == 8 && numbers.size() == 15, "a plan is made of other numbers");
+  TORCH_CHECK(functions.size() == 9 && numbers.size() == 15, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
-  static_assert(sizeof(Functions) == 7 * sizeof(int64_t), "a function has one address");
+  static_assert(sizeof(Functions) == 8 * sizeof(int64_t), "a function has one address");
   memcpy(&made->functions, functions.data(), sizeof(Functions));
-  made->context = (void*)functions[7];
+  made->context = (void*)functions[8];
   made->device = (int)numbers[0];
   made->dtype = (at::ScalarType)numbers[1];
   made->gradient = numbers[2], made->own_math_mode = numbers[3];

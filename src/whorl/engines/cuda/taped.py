@@ -213,8 +213,8 @@ def functions() -> tuple[int, ...]:
         raise CompileError(f"this torch does not have what compiled calls ask of it ({error}).") from None
     drivers, blas = driver(), cublas()
     every = [
-        drivers.cuLaunchKernelEx, drivers.cuCtxSetCurrent, blas.cublasGemmEx, blas.cublasSetMathMode, *of_torch,
-        drivers.cuStreamIsCapturing,
+        drivers.cuLaunchKernelEx, drivers.cuCtxSetCurrent, blas.cublasGemmEx, blas.cublasGemmStridedBatchedEx,
+        blas.cublasSetMathMode, *of_torch, drivers.cuStreamIsCapturing,
     ]  # fmt: skip
     return tuple(ctypes.cast(one, ctypes.c_void_p).value or 0 for one in every)
 
