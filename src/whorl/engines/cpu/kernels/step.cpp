@@ -320,8 +320,10 @@ static inline void means_of(
       }
   }
   for (int group = 0; group < GROUPS; ++group) {
+    // a copy: a reference would be to lanes that lie aligned
+    const lanes some = whole ? *(const loose_lanes*)rows[group][0] : rest[group][0];
     if (!SQUARES) near[group] = total(sums[group]) / every;
-    else near[group] = whole ? sum_of(*(const loose_lanes*)rows[group][0]) / real(WIDE) : sum_of(rest[group][0]) / real(left);
+    else near[group] = sum_of(some) / real(whole ? WIDE : left);
   }
   bool again = true, far[GROUPS];
   for (int pass = 0; again && pass < 2; ++pass) {
