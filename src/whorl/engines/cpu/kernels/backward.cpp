@@ -23,10 +23,10 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
   const int lists = cell.vectors + cell.extras + cell.products;
   // What the segments of some rows that lie one after the other read and write.
   auto soon = [&](Fetch& wanted, int64_t c, int64_t rows) {
-    wanted.want(k.saved + c * row_saved, rows * row_saved);
     wanted.want(k.dx + c * cell.gates * k.units, rows * cell.gates * k.units);
     if (!cell.dr_is_dx) wanted.want(k.dr + c * cell.recurrent * k.units, rows * cell.recurrent * k.units);
     if (k.x) wanted.want(k.x + c * k.x_stride, rows * k.x_stride);
+    wanted.want(k.saved + c * row_saved, rows * row_saved);
   };
   const int64_t beside = g.beside_backward();
   const bool together = g.together();

@@ -82,11 +82,12 @@ struct Group {
   }
   // Whether the rows of a step lie one after the other, wherever steps keep something.
   bool together() const { return !k.place && !k.starts && rows[count - 1] - rows[0] == count - 1; }
-  // How many rows the loops of a step take together: from a sum to a mean is a long way, which they go beside each other.
-  // Backward a row has more, with the gradients of vectors: two with 32 units take 0.88 of the time in an LSTM with layer
-  // norm, two with 64 0.99, two and four with 128 1.04 and 1.08, as they leave the first cache (an Intel Xeon).
+  // How many rows the loops of a step take together: from a sum to a mean is a long way, which they go beside each other,
+  // and what one row waits for from a cache that is far another does not.  Backward each row has more, with the gradients
+  // of vectors: of an LSTM with layer norm a train step (32, 30, 128) takes 0.97 of the time with two and 0.97 of that with
+  // four, (32, 30, 64) 0.98 and 1.00, with 160 and 512 units 0.98 with two, 256 units 1.00 (an AMD EPYC, one thread).
   int64_t beside() const { return cell.forward.means ? 4 : 1; }
-  int64_t beside_backward() const { return cell.backward.means && k.units <= 48 ? 2 : 1; }
+  int64_t beside_backward() const { return !cell.backward.means ? 1 : k.units <= 128 ? 4 : 2; }
   // A row's scratch lives from segment to segment; where there is one, rows that are not together may have the same, which
   // is near.
   real* scratch_of(const Cell::Direction& way, real* scratch, int64_t j, int64_t beside) const {

@@ -167,16 +167,18 @@ static void pack_panels(const Packed& to, const store* weight, int64_t ld, bool 
   }
 }
 
-// Memory that is read soon, fetched into the second cache beside the sums of a product, a line each step: by its last
-// tiles, as weights that are larger than that cache would drive it out again.
+// Memory that is read soon, fetched into the second cache beside the sums of a product, a line of each of some pieces at
+// each step: by its last tiles, as weights that are larger than that cache would drive it out again.
 struct Fetch {
   static constexpr int64_t MOST = 8, LINE = 64;
+  static constexpr int BESIDE = 2;  // pieces of a tile: with one, layer norm of (32, 30, 64) got half of what it reads
   struct Range {
     const char* at;
     int64_t lines;
   } ranges[MOST];
-  int64_t count = 0, wait = 0;
+  int64_t count = 0, tiles = 0, steps = 0, pieces = 0;
 
+  // What is wanted last is fetched first, and where not all can be it alone.
   template <typename T>
   void want(const T* at, int64_t size) {
     if (at && size > 0) ranges[count++] = {(const char*)at, (size * int64_t(sizeof(T)) + LINE - 1) / LINE};
@@ -198,19 +200,34 @@ struct Fetch {
       if (--range.lines <= 0) --count;
     }
   }
-  // A product of so many steps in all.
-  void begin(int64_t steps) {
-    wait = steps;
-    for (int64_t i = 0; i < count; ++i) wait -= ranges[i].lines > 0 ? ranges[i].lines : 0;
+  // A product of so many tiles, each of so many steps.
+  void begin(int64_t of_tiles, int64_t of_steps) {
+    tiles = of_tiles, steps = of_steps, pieces = 0;
+    for (int64_t i = 0; i < count; ++i) pieces += (ranges[i].lines + steps - 1) / steps;
   }
-  // Where a tile of so many steps begins; null: it fetches nothing.
-  const char* take(int64_t steps) {
-    if (wait >= steps) return wait -= steps, nullptr;
-    while (count && ranges[count - 1].lines <= 0) --count;
-    if (!count) return nullptr;
-    Range& range = ranges[count - 1];
-    range.lines -= steps;
-    return range.at += steps * LINE, range.at - steps * LINE;
+  // Bytes one after the other, so many of them at each step of a tile, no more than a line; of none the same again.
+  struct Piece {
+    const char* at;
+    int64_t step;
+  };
+  struct Pieces {
+    Piece piece[BESIDE];
+  };
+  // What a tile fetches that begins; `none` is where it fetches for lack of something.
+  Pieces take(const void* none) {
+    int64_t now = pieces < tiles ? 0 : pieces - tiles + 1;
+    --tiles;
+    Pieces made;
+    for (Piece& piece : made.piece) {
+      piece = {(const char*)none, 0};
+      if (now-- <= 0 || !count) continue;
+      Range& range = ranges[count - 1];
+      const int64_t lines = range.lines < steps ? range.lines : steps;
+      piece = {range.at, (lines * LINE + steps - 1) / steps};
+      range.at += lines * LINE, range.lines -= lines, --pieces;
+      if (!range.lines) --count;
+    }
+    return made;
   }
 };
 
@@ -234,7 +251,7 @@ INLINE void each_of(const Body& body) {
 }
 
 template <int M, int N>
-static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add, const char* ahead) {
+static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add, Fetch* fetch) {
   vector sum[M][N], total[M][N];
   const int64_t column = b.column(panel), steps = b.steps();
   each_of<M, N>([&](auto i, auto j) ALWAYS {
@@ -244,10 +261,9 @@ static void tile(const Packed& b, int64_t panel, const store* const* a, real* co
   const packed_t* weights = b.data + column * steps;
   const store* row[M];
   each<M>([&](auto i) ALWAYS { row[i] = a[i]; });
-  const int64_t line = ahead ? Fetch::LINE : 0;
-  if (!ahead) ahead = (const char*)weights;
-  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, ahead += line) {
-    __builtin_prefetch(ahead, 0, 2);
+  Fetch::Pieces ahead = fetch ? fetch->take(weights) : Fetch().take(weights);
+  for (int64_t k = 0; k < steps; ++k, weights += N * LANES) {
+    for (Fetch::Piece& piece : ahead.piece) __builtin_prefetch(piece.at, 0, 2), piece.at += piece.step;
 #if PAIRS
     __m512bh w[N];
     each<N>([&](auto j) ALWAYS { w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES); });
@@ -279,14 +295,13 @@ static void panel_of_rows(
   while (rows > 0) {
     // 7 rows are 4 and 3, not 6 and 1
     const int64_t now = rows <= ROWS ? rows : (rows < 2 * ROWS ? (rows + 1) / 2 : ROWS);
-    const char* ahead = fetch ? fetch->take(b.steps()) : nullptr;
     switch (now) {
-      case 1: tile<1, N>(b, panel, a, c, add, ahead); break;
-      case 2: tile<2, N>(b, panel, a, c, add, ahead); break;
-      case 3: tile<3, N>(b, panel, a, c, add, ahead); break;
-      case 4: tile<4, N>(b, panel, a, c, add, ahead); break;
-      case 5: tile<5, N>(b, panel, a, c, add, ahead); break;
-      default: tile<6, N>(b, panel, a, c, add, ahead);
+      case 1: tile<1, N>(b, panel, a, c, add, fetch); break;
+      case 2: tile<2, N>(b, panel, a, c, add, fetch); break;
+      case 3: tile<3, N>(b, panel, a, c, add, fetch); break;
+      case 4: tile<4, N>(b, panel, a, c, add, fetch); break;
+      case 5: tile<5, N>(b, panel, a, c, add, fetch); break;
+      default: tile<6, N>(b, panel, a, c, add, fetch);
     }
     a += now, c += now, rows -= now;
   }
@@ -296,7 +311,7 @@ static void panel_of_rows(
 static void product_of_panels(
     const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, int64_t first, int64_t last,
     Fetch* fetch) {
-  if (fetch) fetch->begin((last - first) * ((rows + ROWS - 1) / ROWS) * b.steps());
+  if (fetch) fetch->begin((last - first) * ((rows + ROWS - 1) / ROWS), b.steps());
   for (int64_t panel = first; panel < last; ++panel)
     if (panel < b.wide())
       panel_of_rows<VECTORS>(b, panel, rows, a, c, add, fetch);

@@ -320,8 +320,10 @@ static inline void means_of(
       }
   }
   for (int group = 0; group < GROUPS; ++group) {
+    // a copy: a reference would be to lanes that lie aligned
+    const lanes some = whole ? *(const loose_lanes*)rows[group][0] : rest[group][0];
     if (!SQUARES) near[group] = total(sums[group]) / every;
-    else near[group] = whole ? sum_of(*(const loose_lanes*)rows[group][0]) / real(WIDE) : sum_of(rest[group][0]) / real(left);
+    else near[group] = sum_of(some) / real(whole ? WIDE : left);
   }
   bool again = true, far[GROUPS];
   for (int pass = 0; again && pass < 2; ++pass) {
@@ -354,6 +356,29 @@ static inline void means_of(
     if (SQUARES) *variances[group] = variance[group] < real(0) ? real(0) : variance[group];
   }
 }
+
+// A sum that a loop made lane by lane beside what else it does: of each lane few numbers, so that little is rounded away.
+INLINE real total_of(const real (&sums)[WIDE]) {
+  lanes values;
+  __builtin_memcpy(&values, sums, sizeof(values));
+  return sum_of(values);
+}
+// The same to the bit of a row that lies in memory: its units are several threads'.
+static inline real sum_in_lanes(const real* row, int64_t units) {
+  real sums[WIDE] = {};
+  int64_t begin = 0;
+  for (; begin + WIDE <= units; begin += WIDE)
+    for (int64_t lane = 0; lane < WIDE; ++lane) sums[lane] += row[begin + lane];
+  for (int64_t lane = 0; lane < units - begin; ++lane) sums[lane] += row[begin + lane];
+  return total_of(sums);
+}
+// A value as it is stored: a compiler that does not know that `nothing` is 0 makes no fused step of a product and its sum.
+#if WHORL_DTYPE == 64
+typedef uint64_t word;
+#else
+typedef uint32_t word;
+#endif
+INLINE real rounded(real value, word nothing) { return bits_of<real>(bits_of<word>(value) ^ nothing); }
 
 //: generated
 
