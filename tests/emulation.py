@@ -233,6 +233,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
         put(taped, "ready", lambda: False)
         put(taped, "functions", lambda: addresses(library))
         put(taped, "_context", lambda: 0)
+        put(taped, "_numbers", {})
         put(layers, "product", product)
         put(aligned, "product", product)
         put(entering, "product", product)

@@ -5,7 +5,11 @@ Kernels and products are the host's (`emulation`), so that all of it runs where 
 
 import copy
 import ctypes
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -318,6 +322,57 @@ def test_threads_call_at_once(counted: list[int], layer: torch.nn.Module) -> Non
     assert all(torch.equal(one, other) for each in found for one, other in zip(each, want, strict=True))
 
 
+@pytest.mark.parametrize("later", ["hook", "data"])
+def test_weights_that_lie_otherwise_in_backward(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, later: str
+) -> None:
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.t().contiguous().t() if tensor.shape == (64, 16) else tensor
+
+    want = trained(layer, X)
+    leaves = [X.clone().requires_grad_(), *layer.parameters()]
+    if later == "hook":
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, turned):
+            y, (h, c) = layer(leaves[0])
+    else:
+        y, (h, c) = layer(leaves[0])
+        layer.weight_hh_l0.data = turned(layer.weight_hh_l0.data)
+    assert counted
+    grads = torch.autograd.grad(sum((out.float() ** 2).sum() for out in (y, h, c)), leaves)
+    assert all(map(torch.equal, grads, want[3:]))
+
+
+def test_compiled_autograd(counted: list[int], layer: torch.nn.Module) -> None:
+    def backward() -> list[Tensor]:
+        layer(X)[0].float().square().sum().backward()
+        made = [weight.grad for weight in layer.parameters()]
+        layer.zero_grad()
+        return made
+
+    want = backward()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        found = backward()
+    assert len(counted) == 2
+    assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("what", ["plain", "marks", "masks"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_may_go_one_way_and_the_other(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: Any, what: str, first: bool
+) -> None:
+    """As where the compiler ends between the two passes."""
+    marks = {"mask": torch.tensor([[True, True], [False, True], [True, False]]), "lengths": torch.tensor([3, 2])}
+    masks = {"dropout_masks": {"recurrent_dropout": torch.rand(4, 2, 16).bfloat16()}}
+    more = {"plain": {}, "marks": marks, "masks": masks}[what]
+    want = trained(layer, X, loss=lambda y, h, c: y.float().sum(), **more)[3:]
+    monkeypatch.setattr(taped, "ready", lambda: first)
+    leaf = X.clone().requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(lambda x: layer(x, **more)[0], leaf, use_reentrant=False)
+    monkeypatch.setattr(taped, "ready", lambda: not first)
+    assert all(map(torch.equal, torch.autograd.grad(y.float().sum(), [leaf, *layer.parameters()]), want))
+
+
 def test_gradients_of_some_leaves(counted: list[int], layer: torch.nn.Module) -> None:
     layer.weight_ih_l0.requires_grad_(False)
     y = layer(X)[0]
@@ -468,9 +523,19 @@ def by_python(layer: Any) -> Any:
         return layer(X)
 
 
+def another_switch(layer: Any) -> Any:
+    with torch.backends.mkldnn.flags(enabled=False):
+        return layer(X)
+
+
+def a_tangent(layer: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return layer(X)
+
+
 OTHERS = [
     other_size, other_batch, no_gradient, gradient_of_x, states, no_batch, a_mask, every_state, frozen, an_option,
-    another_engine, another_dtype, a_copy, under_autocast, batched, by_python,
+    another_engine, another_dtype, a_copy, under_autocast, batched, by_python, another_switch, a_tangent,
 ]  # fmt: skip
 
 
@@ -479,7 +544,7 @@ def test_a_call_unlike_the_one_before_is_planned(
     like: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, other: Callable[[Any], Any]
 ) -> None:
     if other is by_python:
-        monkeypatch.setattr(taped, "ready", lambda: whorl.settings.given("calls") != "python")
+        monkeypatch.setattr(taped, "ready", lambda: whorl.settings.calls == "compiled")
     wanted = flat(other(copy.deepcopy(layer)))
     plain = flat(layer(X))
     found = flat(other(layer))  # after a call that is remembered
@@ -489,6 +554,32 @@ def test_a_call_unlike_the_one_before_is_planned(
         assert (one.dtype, one.shape, one.requires_grad) == (truth.dtype, truth.shape, truth.requires_grad)
         assert torch.equal(one, truth)
     assert all(map(torch.equal, plain, flat(layer(X))))
+
+
+def test_dropout_after_a_call_without_it(like: list[int]) -> None:
+    layer = whorl.LSTM(16, 16, 2, dropout=0.5, dtype=torch.bfloat16, engine="persistent").eval()
+    plain = layer(X)[0]
+    assert not torch.equal(layer.train()(X)[0], plain)
+    assert not like
+    assert torch.equal(layer.eval()(X)[0], plain)
+
+
+def test_what_another_layer_ran_is_not_remembered(like: list[int], layer: torch.nn.Module) -> None:
+    layer(X)
+    other = whorl.LSTM(16, 16, dtype=torch.bfloat16, engine="reference")
+    want = other(X)[0]
+    assert other._before is None
+    assert torch.equal(other(X)[0], want)
+    assert not like
+
+
+def test_a_compiled_layer_is_compiled_once(like: list[int], layer: torch.nn.Module) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    want = compiled(X)[0]
+    layer(X)  # what it remembers is nothing that a graph depends on
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(compiled(X)[0], want)
 
 
 def test_what_is_wrong_is_said_after_a_call_that_is_remembered(like: list[int], layer: torch.nn.Module) -> None:
@@ -552,6 +643,57 @@ def test_an_argument_is_laid_out_as_struct_does() -> None:
     assert tape.offsets("14Q64s")[-1] == 112
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("make, units, layers", [(whorl.LSTM, 128, 1), (whorl.LSTM, 1024, 1), (whorl.GRU, 650, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_gives_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, make: Any, units: int, layers: int, dtype: torch.dtype, marks: bool
+) -> None:
+    """All other tests on a GPU go by tapes; this one both ways."""
+    assert taped.finish() == ""
+    made: list[int] = []
+    for name in ("_run", "_run_like"):
+        monkeypatch.setattr(taped, name, counting(getattr(taped, name), made))
+    torch.manual_seed(1)
+    layer = make(units, units, layers, dtype=dtype, device="cuda", engine="persistent")
+    x = torch.randn(20, 33, units, dtype=dtype, device="cuda")
+    reset, lengths = torch.rand(20, 33, device="cuda") < 0.1, torch.arange(33, device="cuda") % 21
+    more = {"lengths": lengths, "reset": reset} if marks else {}
+    both_ways(lambda: trained(layer, x, **more), made, monkeypatch)
+    with torch.no_grad():
+        both_ways(lambda: [layer(x, **more)[0]], made, monkeypatch)
+
+
+SLOW = """
+import sys, time
+sys.path.insert(0, {source!r})
+from whorl.engines.cuda import taped
+taped.functions = lambda: ()
+taped.begin()
+time.sleep({seconds})
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a compiler that is a script of a shell")
+@pytest.mark.parametrize("seconds", [0, 3])
+def test_the_end_of_a_process_ends_its_compiler(tmp_path: Path, seconds: int) -> None:
+    """Whether or not the compiler has begun."""
+    compiler, told = tmp_path / "slow", tmp_path / "told"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$1" in --version) echo slow 1;; *) echo $$ >> {told}; exec sleep 60;; esac\n'
+    )
+    compiler.chmod(0o700)
+    source = str(Path(whorl.__file__).parents[1])
+    environment = os.environ | {"CXX": str(compiler), "WHORL_CACHE": str(tmp_path / "cache")}
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", SLOW.format(source=source, seconds=seconds)], env=environment, check=True)
+    assert time.monotonic() - began < 45
+    for process in told.read_text().split() if told.exists() else []:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process), 0)
+
+
 def test_reasons_against_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taped, "_run", None)
     monkeypatch.setattr(taped, "_thread", None)
@@ -559,6 +701,11 @@ def test_reasons_against_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None
     with whorl.settings(calls="python"):
         assert not taped.ready()
         assert taped.finish() == "settings.calls is 'python'"
+    monkeypatch.setenv("WHORL_CALLS", "python")
+    monkeypatch.setattr(taped, "_run", list)
+    assert not taped.ready()
+    monkeypatch.setattr(taped, "_run", None)
+    monkeypatch.delenv("WHORL_CALLS")
     monkeypatch.setattr(taped, "_thread", None)
     monkeypatch.setattr(taped, "functions", lambda: ())
     monkeypatch.setenv("CXX", "no-such-compiler")

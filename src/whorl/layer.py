@@ -188,8 +188,8 @@ class Layer(Recurrence, torch.nn.Module):
             extras = Extras(lengths, mask, reset, reset_to, inputs, dropout_masks)
         if exporting():
             return self._traced(input, hx, extras is not NOTHING or return_states)
-        if self._before is not None and extras is NOTHING and not return_states:
-            outputs = self._as_before(input, hx)
+        if extras is NOTHING and not return_states and not torch.compiler.is_compiling():
+            outputs = self._as_before(self._before, input, hx)  # which another thread may change meanwhile
             if outputs:
                 return (outputs[0].transpose(0, 1) if self.batch_first else outputs[0]), self._pack(outputs[1:])
         call, unsorted, batched = self._arranged(input, hx, extras)
@@ -219,15 +219,15 @@ class Layer(Recurrence, torch.nn.Module):
         self._before = None if number < 0 else _Before(number, self._engine, _switches(call.x))
         return made
 
-    def _as_before(self, input: Any, hx: Any) -> Sequence[Tensor]:
+    def _as_before(self, before: "_Before | None", input: Any, hx: Any) -> Sequence[Tensor]:
         """The output and the final states by the plan of the call before; nothing where it may not be this one's.
 
         That call had no options.  What it read of tensors is compared in C++, the rest here: beside kernels that do
         nothing a forward pass of LSTM 32x30x128 takes the host 22 us so and 33 with a plan (two cores of an AMD EPYC).
         """
-        if torch.compiler.is_compiling() or type(input) is not Tensor:
+        if before is None or type(input) is not Tensor:
             return ()
-        before, random = self._before, self.training and (self._random or self.dropout)
+        random = self.training and (self._random or self.dropout)
         if random or before.engine != self._engine:
             return ()
         if before.switches != _switches(input) or torch._C._are_functorch_transforms_active() or not taped.ready():

@@ -268,20 +268,15 @@ def _by_python(made: Plan, grads: Row, row: Row) -> Row:
     """`_backward` of a plain call that an engine ran at once.
 
     Args:
-        row: the call's x, states and weights, then its other tensors but those that are absent, its marks, the output
-            and what else forward saved.
+        row: the call's marks, its tensors, the output and what else forward saved.
     """
     problem, form = made.problem, made.problem.form
-    loops = form.layers * form.directions
+    loops, there = form.layers * form.directions, [name for name in PLAIN._fields if name in problem.extras]
     states, weights = len(form.cell.states) * problem.initial, loops * len(kinds(form))
-    dropout, noise = (form.layers - 1) * problem.dropout, loops * ("dropout_masks" in problem.extras)
-    rest = iter(row[1 + states + weights :])
-    held, absent = [next(rest) for _ in range(dropout)], row[0].new_empty(())
-    for _ in range(noise):
-        held += [absent, next(rest), *[absent] * len(form.cell.states)]
-    marks = PLAIN._replace(**{name: next(rest) for name in PLAIN._fields if name in problem.extras})
-    layout = (states, weights, dropout, 0, 0, len(held) - dropout)
-    kept = (*marks, *row[: 1 + states + weights], *held, *rest)
+    dropout, noise = (form.layers - 1) * problem.dropout, loops * (2 + len(form.cell.states))
+    layout = (states, weights, dropout, 0, 0, noise * ("dropout_masks" in problem.extras))
+    marks = PLAIN._replace(**dict(zip(there, row, strict=False)))
+    kept = (*marks, *row[len(there) :])
     return _backward(_Kept((made, layout), kept, copy_context()), grads)[: 1 + states + weights]
 
 

@@ -62,8 +62,11 @@ class Settings:
         object.__setattr__(self, "_within", ContextVar("whorl settings", default=None))
 
     def __getattr__(self, name: str) -> Any:
+        return self._value(name, self._within.get() or {}, self._assigned)
+
+    def _value(self, name: str, *places: dict[str, Any]) -> Any:
         setting = _known(name)
-        for values in (self._within.get() or {}, self._assigned):
+        for values in places:
             if name in values:
                 return values[name]
         return setting.check(os.environ.get(setting.variable, setting.default), setting.variable)
@@ -96,9 +99,9 @@ class Settings:
         within = self._within.get()
         return None if within is None else within.get(name)
 
-    def given(self, name: str) -> Any:
-        """What a block holds or was assigned; None where the environment or the default decides."""
-        return self.of_block(name) or self._assigned.get(name)
+    def of_process(self, name: str) -> Any:
+        """What holds outside of blocks."""
+        return self._value(name, self._assigned)
 
     def __repr__(self) -> str:
         rows = (f"{name}={getattr(self, name)!r}  # {row.variable}: {row.meaning}" for name, row in _SETTINGS.items())

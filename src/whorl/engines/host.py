@@ -16,6 +16,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,14 +34,18 @@ _lock = threading.Lock()
 _locks: dict[str, threading.Lock] = {}
 _loaded: dict[str, ctypes.CDLL] = {}
 _running: set[subprocess.Popen] = set()
+_given_up = threading.Event()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
 
 
-def load(name: str, source: str, defines: str) -> ctypes.CDLL:
+def load(name: str, source: str, defines: str, instead: str = "pass engine='reference'") -> ctypes.CDLL:
     """The library of a C++ source, compiled where it is not there yet.
 
     Args:
         name: what it is, for errors.
         defines: further flags.
+        instead: what one can do where it cannot be compiled, for errors.
 
     Raises:
         CompileError: the compiler fails, the folder of kernels is another user's, or nothing can be loaded from it.
@@ -50,14 +55,14 @@ def load(name: str, source: str, defines: str) -> ctypes.CDLL:
         own = _locks.setdefault(key, threading.Lock())
     with own:  # who wants another library does not wait for this one
         if key not in _loaded:
-            _loaded[key] = _opened(key, name, source, defines)
+            _loaded[key] = _opened(key, name, source, defines, instead)
     return _loaded[key]
 
 
-def _opened(key: str, name: str, source: str, defines: str) -> ctypes.CDLL:
+def _opened(key: str, name: str, source: str, defines: str, instead: str) -> ctypes.CDLL:
     folder = _folder()
     try:
-        path = _kept(folder, key) or _build(folder, key, name, source, defines)
+        path = _kept(folder, key) or _build(folder, key, name, source, defines, instead)
     except OSError as error:  # a disk that is full
         raise CompileError(
             f"{name} cannot be compiled into {folder} ({error.strerror}): make room there, or set WHORL_CACHE "
@@ -73,7 +78,8 @@ def _opened(key: str, name: str, source: str, defines: str) -> ctypes.CDLL:
 
 
 def give_up() -> None:
-    """End what is being compiled: `load` raises CompileError to those who wait for it."""
+    """End what is being compiled, now and from now on: `load` raises CompileError to those who wait for it."""
+    _given_up.set()
     for process in list(_running):
         _end(process)
 
@@ -82,7 +88,8 @@ def _end(process: subprocess.Popen) -> None:
     if os.name == "nt":
         process.kill()
     else:
-        os.killpg(process.pid, signal.SIGKILL)  # the compiler starts others
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, signal.SIGKILL)  # the compiler starts others
 
 
 def flags(defines: str) -> list[str]:
@@ -158,7 +165,7 @@ def _kept(folder: Path, key: str) -> Path | None:
         return None
 
 
-def _build(folder: Path, key: str, name: str, source: str, defines: str) -> Path:
+def _build(folder: Path, key: str, name: str, source: str, defines: str, instead: str) -> Path:
     command = shlex.split(compiler.found())
     with tempfile.TemporaryDirectory(dir=folder) as work:
         written, made = Path(work) / f"{key}.cpp", Path(work) / "library.so"
@@ -169,17 +176,20 @@ def _build(folder: Path, key: str, name: str, source: str, defines: str) -> Path
             start_new_session=True,
         ) as process:  # fmt: skip
             _running.add(process)
+            if _given_up.is_set():
+                _end(process)
             try:
                 _, said = process.communicate(timeout=_SECONDS)
-            except subprocess.TimeoutExpired:
+            except BaseException as error:  # the compiler is in a group of its own, and goes on where it is not ended
                 _end(process)
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
                 raise CompileError(f"{shlex.join(command)} took more than {_SECONDS} s over {name}.") from None
             finally:
                 _running.discard(process)
         if process.returncode or not made.exists():
             raise CompileError(
-                f"{shlex.join(line)} failed over {name}:\n{said[-4000:]}\n"
-                "Name another compiler in CXX, or pass engine='reference'."
+                f"{shlex.join(line)} failed over {name}:\n{said[-4000:]}\nName another compiler in CXX, or {instead}."
             )
         digest = _digest(made.read_bytes())
         made.chmod(0o700)

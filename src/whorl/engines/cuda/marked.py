@@ -58,12 +58,9 @@ class Marked(Plain):
         order = lengths and is_ordered(self.problem.batch)
         return Features(lengths, mask, reset, order=order, noise=noise * ("dropout_masks" in extras))
 
-    def others(self, call: Call) -> Sequence[Tensor] | None:
-        given = "dropout_masks" in self.problem.extras
-        if not self._takes(call) or (given and self.problem.gradient and "noise" not in self.problem.constants):
-            return None
-        masks = call.noise[1 :: 2 + len(self.cell.states)]
-        return [*masks, *(mark for mark in call.marks if mark is not None)]
+    def by_tape(self, call: Call) -> bool:
+        wanted = call.noise and self.problem.gradient and "noise" not in self.problem.constants
+        return self._takes(call) and not wanted
 
     def _named(self, tape: Tape) -> Call:
         form, problem = self.form, self.problem

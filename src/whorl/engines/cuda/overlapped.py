@@ -193,9 +193,9 @@ class Overlapped(Plain):
     def _kinds(self) -> tuple[str, ...]:
         return ("forward", "backward")[: 1 + self.problem.gradient]
 
-    def others(self, call: Call) -> Sequence[Tensor] | None:
+    def by_tape(self, call: Call) -> bool:
         in_chunks = any(len(self._parts[kind, True]) > 1 for kind in self._kinds)  # whose streams wait for events
-        return None if in_chunks else super().others(call)
+        return not in_chunks and super().by_tape(call)
 
     def _ready(self, ahead: Features, back: Features) -> None:
         """Those of all steps and those of a part together, as they are compiled side by side."""

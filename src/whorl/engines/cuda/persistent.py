@@ -142,7 +142,7 @@ class Persistent(Engine):
                 lines[-1] += "; its weights become float16 in a kernel of its own before it"
             beside = described(whole, chip, kind)
             lines[-1] += f"; {beside}" * bool(beside)
-        if is_plain(problem) and (fault := taped.fault()):
+        if (is_plain(whole) or is_marked(whole)) and (fault := taped.fault()):
             lines.append(f"calls go through Python: {fault}")
         return lines
 
@@ -150,13 +150,12 @@ class Persistent(Engine):
         made = layers(plan, call.x.device, _made)
         if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not taped.ready():
             return ()
-        others = made.others(call)
-        if others is None:
+        if not made.by_tape(call):
             return ()
         if made.number < 0:
             where = made.index, call.x.get_device(), len(kinds(plan.problem.form))
             made.number = taped.add(plan, made.written(), *where, by_python)
-        return taped.run(made.number, call.x, call.states, call.weights, others)
+        return taped.run(made.number, call)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device, _made)

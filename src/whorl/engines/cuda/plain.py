@@ -101,7 +101,7 @@ class Plain(Layers):
         named = self._named(ahead)
         with written_to(ahead):
             outcome = self.forward(named)
-        dtypes = [one.dtype for one in self.others(named) or ()]
+        dtypes = [one.dtype if one.dim() else None for one in (*named.dropout, *named.noise)]
         (room,) = slots(outcome.saved) or [-1]
         made: Grads = []
         if self.problem.gradient:
@@ -111,10 +111,9 @@ class Plain(Layers):
                 made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
         return Written(ahead, back, slots(outcome.outputs), room, slots(made), dtypes)
 
-    def others(self, call: Call) -> Sequence[Tensor] | None:
-        """What a call has beside x, states and weights; None where it goes by no tape, as gradients of masks do."""
-        wanted = call.dropout and self.problem.gradient and "dropout" not in self.problem.constants
-        return None if wanted else call.dropout
+    def by_tape(self, call: Call) -> bool:
+        """Whether what an eager call asks for depends on addresses alone: not where masks have gradients."""
+        return not (call.dropout and self.problem.gradient and "dropout" not in self.problem.constants)
 
     def _named(self, tape: Tape) -> Call:
         """A call of names: the first slots of a tape."""

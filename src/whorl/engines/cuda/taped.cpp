@@ -181,7 +181,8 @@ struct Plan : torch::CustomClassHolder {
   at::ScalarType dtype{};
   bool gradient = false, own_math_mode = false;
   int64_t states = 0, kinds = 0;  // that a call brings, and weights of a layer and direction: matrices, then biases
-  std::vector<int64_t> others;    // the dtype of what else it brings, as kernels read it
+  std::vector<int64_t> others;    // the dtype of what else it brings, as kernels read it; -1 of what none reads
+  int64_t marks = 0;              // and how many marks
   bool constant = false;          // x has no gradient
   std::vector<int64_t> shape, state;  // of x, and of an initial state
   int64_t where = 0;              // torch's number of the device of tensors, -1 of the host
@@ -267,6 +268,15 @@ Tensor as_read(const Tensor& tensor, at::ScalarType dtype) {
   return (uint64_t)made.data_ptr() % 16 ? made.clone() : made;
 }
 
+// Whether kernels and copies of rows can read these as they lie: matrices, and x where it is not copied first.
+bool readable(int64_t kinds, const Tensor& x, TensorList weights) {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!weights[i].is_contiguous()) return false;
+    if ((int64_t)i % kinds < 2 && (uint64_t)weights[i].data_ptr() % 16) return false;  // no bias
+  }
+  return !x.is_contiguous() || (uint64_t)x.data_ptr() % 16 == 0;
+}
+
 // What of a call lives while its kernels are launched, and the addresses in the order of a tape's first slots.
 struct Given {
   Row alive;
@@ -275,18 +285,22 @@ struct Given {
     alive.push_back(tensor);
     address.push_back((uint64_t)tensor.data_ptr());
   }
-  void add_call(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others) {
+  void add_call(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others,
+                TensorList marks) {
     add(x.contiguous());
     for (const Tensor& state : states) add(as_read(state, plan.dtype));
     for (const Tensor& weight : weights) address.push_back((uint64_t)weight.data_ptr());
-    for (size_t i = 0; i < others.size(); ++i) add(as_read(others[i], (at::ScalarType)plan.others[i]));
+    for (size_t i = 0; i < others.size(); ++i)
+      if (plan.others[i] >= 0) add(as_read(others[i], (at::ScalarType)plan.others[i]));
+    for (const Tensor& mark : marks) add(as_read(mark, mark.scalar_type()));
   }
 };
 
-Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others, Tensor* room) {
+Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others, TensorList marks,
+          Tensor* room) {
   at::AutoDispatchBelowADInplaceOrView below;
   Given given;
-  given.add_call(plan, x, states, weights, others);
+  given.add_call(plan, x, states, weights, others, marks);
   const Row held = plan.run(plan.forward, given.address, x.device());
   Row made;
   for (const int64_t slot : plan.outputs) made.push_back(held[slot]);
@@ -307,59 +321,6 @@ Row by_python(const Plan& plan, const std::string& slow, const Row& grads, const
   return made;
 }
 
-struct Recurrent : torch::autograd::Function<Recurrent> {
-  static Row forward(AutogradContext* context, const c10::intrusive_ptr<Plan>& plan, c10::string_view slow,
-                     const Tensor& x, TensorList states, TensorList weights, TensorList others) {
-    Tensor room;
-    const Row made = ahead(*plan, x, states, weights, others, &room);
-    Row kept{x};
-    for (const TensorList some : {states, weights, others}) kept.insert(kept.end(), some.begin(), some.end());
-    kept.push_back(made[0]);  // not the final states: users change them in place before backward, as torch lets them
-    kept.push_back(room);
-    context->save_for_backward(std::move(kept));
-    context->saved_data["plan"] = c10::IValue::make_capsule(plan);
-    context->saved_data["slow"] = std::string(slow);
-    context->set_materialize_grads(false);
-    return made;
-  }
-
-  static Row backward(AutogradContext* context, const Row& grads) {
-    const auto held_plan = context->saved_data["plan"].toCapsule();
-    const Plan& plan = *(const Plan*)held_plan.get();
-    const Row row = context->get_saved_variables();
-    Row made(2 + plan.gradients.size() + plan.others.size());  // plan, setting and the others have none
-    bool some = false, batched = false;
-    for (const Tensor& grad : grads) {
-      some |= grad.defined();
-      batched |= grad.defined() && grad.key_set().has(c10::DispatchKey::Batched);
-    }
-    if (!some) return made;
-    if (batched || at::GradMode::is_enabled()) {
-      const Row found = by_python(plan, context->saved_data["slow"].toStringRef(), grads, row);
-      std::copy(found.begin(), found.end(), made.begin() + 2);
-      return made;
-    }
-    at::AutoDispatchBelowADInplaceOrView below;
-    const TensorList kept(row);
-    const size_t weights = plan.gradients.size() - 1 - plan.states, others = 1 + plan.states + weights;
-    Given given;
-    given.add_call(plan, row[0], kept.slice(1, plan.states), kept.slice(1 + plan.states, weights),
-                   kept.slice(others, plan.others.size()));
-    given.add(as_read(row[row.size() - 2], plan.dtype));  // y
-    given.add(row[row.size() - 1]);
-    for (const Tensor& grad : grads) {
-      if (grad.defined())
-        given.add(as_read(grad, plan.dtype));
-      else
-        given.address.push_back(0);
-    }
-    const Row held = plan.run(plan.backward, given.address, row[0].device());
-    for (size_t i = 0; i < plan.gradients.size(); ++i)
-      if (plan.gradients[i] >= 0) made[2 + i] = held[plan.gradients[i]];
-    return made;
-  }
-};
-
 // For ever: nodes of autograd refer to them, and may outlive all else.
 std::mutex adding;
 std::vector<c10::intrusive_ptr<Plan>>& plans() {
@@ -367,13 +328,74 @@ std::vector<c10::intrusive_ptr<Plan>>& plans() {
   return *made;
 }
 
+c10::intrusive_ptr<Plan> plan_of(int64_t number) {
+  const std::lock_guard<std::mutex> lock(adding);
+  return plans().at(number);
+}
+
+struct Recurrent : torch::autograd::Function<Recurrent> {
+  static Row forward(AutogradContext* context, const c10::intrusive_ptr<Plan>& plan, c10::string_view slow,
+                     const Tensor& x, TensorList states, TensorList weights, TensorList others, TensorList marks) {
+    Tensor room;
+    const Row made = ahead(*plan, x, states, weights, others, marks, &room);
+    Row kept = marks.vec();  // as Python keeps them: a checkpoint may run forward again the other way
+    kept.push_back(x);
+    for (const TensorList some : {states, weights, others}) kept.insert(kept.end(), some.begin(), some.end());
+    kept.push_back(made[0]);  // not the final states: users change them in place before backward, as torch lets them
+    kept.push_back(room);
+    context->save_for_backward(std::move(kept));
+    context->saved_data["plan"] = plan->number;
+    context->saved_data["slow"] = std::string(slow);
+    context->set_materialize_grads(false);
+    return made;
+  }
+
+  static Row backward(AutogradContext* context, const Row& grads) {
+    const auto held = plan_of(context->saved_data["plan"].toInt());
+    const Plan& plan = *held;
+    const Row row = context->get_saved_variables();
+    const TensorList kept(row);
+    const size_t x = plan.marks, states = x + 1, weights = states + plan.states, count = plan.gradients.size() - 1 - plan.states;
+    const size_t others = weights + count, y = others + plan.others.size();
+    Row made(2 + plan.gradients.size() + plan.others.size() + plan.marks);  // plan, setting, others, marks have none
+    bool some = false, batched = false;
+    for (const Tensor& grad : grads) {
+      some |= grad.defined();
+      batched |= grad.defined() && grad.key_set().has(c10::DispatchKey::Batched);
+    }
+    if (!some) return made;
+    // what hooks of saved tensors give back may lie otherwise
+    if (batched || at::GradMode::is_enabled() || !readable(plan.kinds, row[x], kept.slice(weights, count))) {
+      const Row found = by_python(plan, context->saved_data["slow"].toStringRef(), grads, row);
+      std::copy(found.begin(), found.end(), made.begin() + 2);
+      return made;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    Given given;
+    given.add_call(plan, row[x], kept.slice(states, plan.states), kept.slice(weights, count),
+                   kept.slice(others, plan.others.size()), kept.slice(0, plan.marks));
+    given.add(as_read(row[y], plan.dtype));
+    given.add(as_read(row[y + 1], at::kByte));
+    for (const Tensor& grad : grads) {
+      if (grad.defined())
+        given.add(as_read(grad, plan.dtype));
+      else
+        given.address.push_back(0);
+    }
+    const Row found = plan.run(plan.backward, given.address, row[x].device());
+    for (size_t i = 0; i < plan.gradients.size(); ++i)
+      if (plan.gradients[i] >= 0) made[2 + i] = found[plan.gradients[i]];
+    return made;
+  }
+};
+
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room, whether x has no gradient, its shape, that of a state, where tensors are; the tapes, slots and dtypes of `Plan`.
+// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks; the tapes, slots and dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
             at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
             std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
-  TORCH_CHECK(functions.size() == 9 && numbers.size() == 15, "a plan is made of other numbers");
+  TORCH_CHECK(functions.size() == 9 && numbers.size() == 16, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
   static_assert(sizeof(Functions) == 8 * sizeof(int64_t), "a function has one address");
   memcpy(&made->functions, functions.data(), sizeof(Functions));
@@ -383,6 +405,7 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->gradient = numbers[2], made->own_math_mode = numbers[3];
   made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6], made->constant = numbers[7];
   made->shape = numbers.slice(8, 3).vec(), made->state = numbers.slice(11, 3).vec(), made->where = numbers[14];
+  made->marks = numbers[15];
   made->forward = Tape(forward, std::move(forward_names)), made->backward = Tape(backward, std::move(backward_names));
   made->outputs = outputs.vec(), made->gradients = gradients.vec(), made->others = others.vec();
   const std::lock_guard<std::mutex> lock(adding);
@@ -393,16 +416,12 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
 
 // Whether a call can go by its tapes: weights as kernels read them, nothing of Python's between tensors and memory, and
 // no CUDA graph, in which some products have a branch.
-bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others) {
+bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others,
+           TensorList marks) {
   const auto ordinary = [](const Tensor& tensor) { return !tensor.unsafeGetTensorImpl()->is_python_dispatch(); };
-  for (size_t i = 0; i < weights.size(); ++i) {
-    const Tensor& weight = weights[i];
-    if (!ordinary(weight) || !weight.is_contiguous()) return false;
-    if ((int64_t)i % plan.kinds < 2 && (uint64_t)weight.data_ptr() % 16) return false;  // no bias
-  }
-  if (!std::all_of(states.begin(), states.end(), ordinary) || !std::all_of(others.begin(), others.end(), ordinary)) return false;
-  // copies of rows go by words that fit where x lies
-  if (!ordinary(x) || (x.is_contiguous() && (uint64_t)x.data_ptr() % 16)) return false;
+  for (const TensorList some : {states, weights, others, marks})
+    if (!std::all_of(some.begin(), some.end(), ordinary)) return false;
+  if (!ordinary(x) || !readable(plan.kinds, x, weights)) return false;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   void* stream = nullptr;
   int capturing = 0;
@@ -410,23 +429,18 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
          !capturing;
 }
 
-c10::intrusive_ptr<Plan> plan_of(int64_t number) {
-  const std::lock_guard<std::mutex> lock(adding);
-  return plans().at(number);
-}
-
 Row run_plan(const c10::intrusive_ptr<Plan>& plan, c10::string_view slow, const Tensor& x, TensorList states,
-             TensorList weights, TensorList others) {
-  if (!takes(*plan, x, states, weights, others)) return {};
-  return plan->gradient ? Recurrent::apply(plan, slow, x, states, weights, others)
-                        : ahead(*plan, x, states, weights, others, nullptr);
+             TensorList weights, TensorList others, TensorList marks) {
+  if (!takes(*plan, x, states, weights, others, marks)) return {};
+  return plan->gradient ? Recurrent::apply(plan, slow, x, states, weights, others, marks)
+                        : ahead(*plan, x, states, weights, others, marks, nullptr);
 }
 
 // The output and the final states; nothing where the call is left to Python.  `slow` is the setting of the block in
 // which it is made, or empty.
 Row run(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights,
-        TensorList others) {
-  return run_plan(plan_of(number), slow, x, states, weights, others);
+        TensorList others, TensorList marks) {
+  return run_plan(plan_of(number), slow, x, states, weights, others, marks);
 }
 
 // The same of a call without others; nothing where anything that a plan reads of tensors is not as this one has it.
@@ -436,7 +450,7 @@ Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList 
     return tensor.scalar_type() == plan->dtype && tensor.device() == x.device();
   };
   if (x.sizes() != at::IntArrayRef(plan->shape) || x.get_device() != plan->where || !is_like(x)) return {};
-  if ((int64_t)states.size() != plan->states || !plan->others.empty()) return {};
+  if ((int64_t)states.size() != plan->states || !plan->others.empty() || plan->marks) return {};
   bool gradient = x.requires_grad();
   if (plan->gradient && gradient == plan->constant) return {};
   for (const TensorList some : {states, weights})
@@ -447,7 +461,7 @@ Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList 
   if ((gradient && at::GradMode::is_enabled()) != plan->gradient) return {};
   for (const Tensor& state : states)
     if (state.sizes() != at::IntArrayRef(plan->state)) return {};
-  return run_plan(plan, slow, x, states, weights, {});
+  return run_plan(plan, slow, x, states, weights, {}, {});
 }
 
 }  // namespace whorl
@@ -456,7 +470,8 @@ TORCH_LIBRARY(whorl_taped, library) {
   library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients, "
               "int[] others, str[] forward_names, str[] backward_names) -> int",
               &whorl::add);
-  library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others) -> Tensor[]");
+  library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others, "
+              "Tensor[] marks) -> Tensor[]");
   library.def("run_like(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");
   library.def("backward(int plan, str slow, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
   library.impl("run", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run);

@@ -1,7 +1,7 @@
 """Calls by tapes: what a plan asks of the GPU is asked from C++, with the operation of autograd around it.
 
 Of a small layer Python takes the host longer than the GPU takes for all steps.  So where the host has a C++ compiler,
-taped.cpp is compiled once for the torch that is installed, in 15 to 30 seconds, by a thread of its own: calls go
+taped.cpp is compiled once for the torch that is installed, in some 15 seconds, by a thread of its own: calls go
 through Python until it is there.  Both ways ask for the same launches and products, and give the same bits.
 """
 
@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from whorl.engines.cuda.launch import check, driver
 from whorl.engines.cuda.products import cublas
 from whorl.engines.cuda.tape import Tape, scalar
 from whorl.errors import CompileError, KernelError
-from whorl.problem import Plan
+from whorl.problem import PLAIN, Call, Plan
 from whorl.settings import settings
 
 _TEXT = Path(__file__).with_name("taped.cpp")
@@ -45,7 +45,7 @@ class Written(NamedTuple):
         outputs: slots of the output and of the final states.
         room: the slot of what forward keeps; -1 for nothing.
         gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
-        others: dtypes of what else a call brings, as kernels read it; it has no gradient.
+        others: of each mask that a call brings the dtype, as kernels read it; None of what stands for none.
     """
 
     forward: Tape
@@ -53,7 +53,7 @@ class Written(NamedTuple):
     outputs: list[int]
     room: int
     gradients: list[int]
-    others: list[torch.dtype]
+    others: list[torch.dtype | None]
 
 
 _lock = threading.Lock()
@@ -62,6 +62,8 @@ _run: Callable[..., list[Tensor]] | None = None
 _run_like: Callable[..., list[Tensor]] | None = None
 _fault = ""
 _plans: dict[int, tuple[Plan, Continue]] = {}
+_numbers: dict[tuple[Plan, int], int] = {}
+"""For ever, as C++ has them: autograd's nodes know a plan by its number.  One layer's takes some 20 KB."""
 _library: Any = None
 
 
@@ -69,7 +71,7 @@ def ready() -> bool:
     """Whether calls can go by tapes now; begins to compile where nobody has."""
     if _run is None and _thread is None:
         begin()
-    return _run is not None and settings.given("calls") != "python"
+    return _run is not None and settings.calls == "compiled"
 
 
 def begin() -> None:
@@ -77,7 +79,8 @@ def begin() -> None:
     global _thread
     with _lock:
         if _thread is None and settings.calls == "compiled":
-            _thread = threading.Thread(target=_make, name="whorl compiles its calls", daemon=True)
+            within = copy_context().run  # with the folder of a block
+            _thread = threading.Thread(target=within, args=(_make,), name="whorl compiles its calls", daemon=True)
             _thread.start()
             atexit.register(_end, _thread)
 
@@ -106,7 +109,8 @@ def _make() -> None:
     try:
         _run = loaded()
     except (CompileError, KernelError) as error:
-        _fault = " ".join(str(error).split())[:600]
+        words = " ".join(str(error).split())
+        _fault = words if len(words) < 600 else f"{words[:150]} ... {words[-400:]}"
 
 
 def loaded() -> Callable[..., list[Tensor]]:
@@ -119,7 +123,7 @@ def loaded() -> Callable[..., list[Tensor]]:
     if not compiler.found() or compiler.is_microsofts(compiler.found()):
         raise CompileError(f"no compiler that takes GCC's arguments is found: {compiler.remedy()}.")
     functions()
-    host.load(_WHAT, _TEXT.read_text(encoding="utf-8"), shlex.join(_flags()))
+    host.load(_WHAT, _TEXT.read_text(encoding="utf-8"), shlex.join(_flags()), "set WHORL_CALLS to python")
     _library = torch.library.Library("whorl_taped", "IMPL")
     for key in ("CompositeImplicitAutograd", "Batched"):  # of gradients that are many in one tensor
         _library.impl("backward", _backward, key)
@@ -146,27 +150,31 @@ def add(plan: Plan, written: Written, device: int, where: int, kinds: int, by_py
         kinds: weights of a layer and direction.
         by_python: its backward pass where the tape is not enough.
     """
-    problem = plan.problem
+    problem, key = plan.problem, (plan, device)
+    if key in _numbers:
+        return _numbers[key]
     numbers = [
         device, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
         len(problem.form.cell.states) * problem.initial, kinds, written.room, int("x" in problem.constants),
         problem.time, problem.batch, problem.form.inputs, *problem.form.state_shapes(problem.batch)[0], where,
+        sum(name in problem.extras for name in PLAIN._fields),
     ]  # fmt: skip
     tapes = written.forward, written.backward
     number = torch.ops.whorl_taped.add(
         [*functions(), _context()], numbers, *[tape.written() for tape in tapes], written.outputs, written.gradients,
-        list(map(scalar, written.others)), *[tape.names for tape in tapes],
+        [-1 if dtype is None else scalar(dtype) for dtype in written.others], *[tape.names for tape in tapes],
     )  # fmt: skip
-    _plans[number] = plan, by_python
+    _plans[number], _numbers[key] = (plan, by_python), number
     return number
 
 
-def run(
-    number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], others: Sequence[Tensor]
-) -> Sequence[Tensor]:
+def run(number: int, call: Call) -> Sequence[Tensor]:
     """The output and the final states, differentiable; nothing where this call is left to Python."""
     assert _run is not None, "it is ready"
-    made = _run(number, settings.of_block("slow") or "", x, states, weights, others)
+    marks = [mark for mark in call.marks if mark is not None]
+    row = call.x, call.states, call.weights, (*call.dropout, *call.noise), marks
+    with torch._C.DisableTorchFunctionSubclass():
+        made = _run(number, settings.of_block("slow") or "", *row)
     latest.number = number if made else -1
     return made
 
@@ -182,7 +190,8 @@ latest = _Latest()
 def run_like(number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """What `run` gives, where all that a plan reads of tensors is what this one was made for; nothing where not."""
     assert _run_like is not None, "a plan has this number"
-    return _run_like(number, settings.of_block("slow") or "", x, states, weights)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _run_like(number, settings.of_block("slow") or "", x, states, weights)
 
 
 def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Sequence[Tensor]) -> list[Tensor]:
@@ -192,7 +201,7 @@ def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Seque
         slow: the setting of the block in which the call was made, which autograd's threads do not see.
     """
     plan, by_python = _plans[number]
-    with settings(slow=slow) if slow else nullcontext():
+    with settings(slow=slow or settings.of_process("slow")):
         made = by_python(plan, grads, row)
     return [torch.zeros((), dtype=torch.bool, device=row[0].device) if grad is None else grad for grad in made]
 
