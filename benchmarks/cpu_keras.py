@@ -37,6 +37,8 @@ CASES = [(32, 30, 128), (32, 30, 512), (128, 30, 128)]
 """Batch, time, units."""
 WARM = 10
 """Steps before any is timed: the first ten of a small layer in torch take up to 1.7 times as long as the next."""
+ROW, SETTLING = 10, 3
+"""Steps of a turn, of which the first do not count: they find threads asleep and another's numbers in the caches."""
 RATE = 1e-6
 BOUND = 1e-5
 """The most that a result may be from float64, as a relative 2-norm."""
@@ -145,12 +147,14 @@ def measure(
         for who in order if turn % 2 else reversed(order):
             time.sleep(0.05)  # the threads of the one before spin for a while, and would take its processors
             if who is not None:
-                times[f"{who[0].backend} {who[1]}"] += who[0].ask(do="time", way=who[1], steps=4)
+                found = who[0].ask(do="time", way=who[1], steps=ROW)
+                times[f"{who[0].backend} {who[1]}"] += found[SETTLING:]
                 continue
-            for place in range(4):
+            for place in range(ROW):
                 begin = time.perf_counter()
-                step(layer, parameters, inputs[place], dy)
-                times["whorl"].append(1e6 * (time.perf_counter() - begin))
+                step(layer, parameters, inputs[place % len(inputs)], dy)
+                if place >= SETTLING:
+                    times["whorl"].append(1e6 * (time.perf_counter() - begin))
     micros = {name: statistics.median(found) for name, found in times.items()}
     row: dict[str, Any] = {"layer": kind, "batch, time, units": sizes, "engine": layer.plan(inputs[0]).engine}
     row |= {"us": {name: round(value, 1) for name, value in micros.items()}, "errors": errors}

@@ -49,8 +49,8 @@ from whorl.problem import Call
 NORM = [(1, 64), (1, 128), (8, 32), (8, 64), (8, 128), (32, 32), (32, 64), (32, 128)]
 """Batch and units."""
 STEPS = 30
-SOME = 4
-"""Steps of each in a turn."""
+SOME, SETTLING = 10, 3
+"""Steps of each in a turn, of which the first do not count: they find threads asleep and the others' caches."""
 FIT = [
     ("plain", 64, "evaluate", 3.0), ("plain", 128, "evaluate", 3.0), ("masked", 128, "fit", 10.0),
     ("recurrent_dropout", 128, "fit", 10.0),
@@ -216,7 +216,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def some(call: Callable[[], Any]) -> Callable[[], list[float]]:
-    return lambda: [seconds(call) for _ in range(SOME)]
+    return lambda: [seconds(call) for _ in range(SOME)][SETTLING:]
 
 
 def norm() -> Iterator[Case]:
@@ -247,7 +247,7 @@ def keras(python: str, threads: int, folder: Path) -> Iterator[Case]:
                 for call in (layer, empty)
             )
             rivals = {
-                way: lambda way=way: [1e-6 * one for one in rival.ask(do="time", way=way, steps=SOME)]
+                way: lambda way=way: [1e-6 * one for one in rival.ask(do="time", way=way, steps=SOME)][SETTLING:]
                 for way in told["tensorflow"]["ways"]
             }
             yield Case(f"{kind} {sizes}", Sizes(GATES[kind], batch, units, units), 2.3, some(ours), some(least), rivals)
