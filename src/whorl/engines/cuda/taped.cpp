@@ -191,6 +191,39 @@ struct Plan : torch::CustomClassHolder {
   int64_t room = -1;               // and of what is kept for backward
   std::vector<int64_t> gradients;  // slots of those of x, of the states and of the weights; -1 where there is none
 
+  template <typename Of>  // from a place to its address
+  void launch(const Entry& entry, const std::string& name, void* stream, const Of& of) const {
+    c10::SmallVector<uint64_t, 160> argument(entry.argument.begin(), entry.argument.end());
+    for (const Pointer& pointer : entry.pointers) argument[pointer.at] = of(pointer.place);
+    Config config = entry.config;
+    config.stream = stream;
+    config.attributes = const_cast<Attribute*>(entry.attributes.data());
+    config.count = (unsigned)entry.attributes.size();
+    void* values = argument.data();
+    int status = functions.launch(&config, entry.function, &values, nullptr);
+    if (status == 201) {  // no context: the first that a thread asks of CUDA, as autograd's own thread may
+      functions.set_context(context);
+      status = functions.launch(&config, entry.function, &values, nullptr);
+    }
+    TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch ", name, " (", status, ").");
+  }
+
+  template <typename Of>
+  void multiply(const Entry& entry, void* handle, const Of& of) const {
+    const auto n = [&](int i) { return (int)entry.numbers[i]; };
+    const auto p = [&](int i) { return (const void*)entry.numbers[i]; };
+    const void *const b = (const void*)of(entry.b), *const a = (const void*)of(entry.a);
+    void* const out = (void*)of(entry.out);
+    const int status =
+        entry.kind == MULTIPLY
+            ? functions.multiply(handle, n(0), n(1), n(2), n(3), n(4), p(5), b, n(7), n(8), a, n(10), n(11), p(12), out,
+                                 n(14), n(15), n(16), n(17))
+            : functions.multiply_each(handle, n(0), n(1), n(2), n(3), n(4), p(5), b, n(7), n(8), entry.numbers[9], a,
+                                      n(11), n(12), entry.numbers[13], p(14), out, n(16), n(17), entry.numbers[18],
+                                      n(19), n(20), n(21));
+    TORCH_CHECK(status == 0, "cuBLAS cannot multiply for a layer of whorl (", status, ").");
+  }
+
   // Does what a tape says, and gives what its slots hold at the end.
   Row run(const Tape& tape, at::ArrayRef<uint64_t> given, at::Device where) const {
     Row held(tape.slots);
@@ -202,7 +235,6 @@ struct Plan : torch::CustomClassHolder {
     };
     void *stream = nullptr, *handle = nullptr;
     TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
-    c10::SmallVector<uint64_t, 160> argument;
     for (const Entry& entry : tape.entries) switch (entry.kind) {
         case ALLOCATE:
           held[entry.slot] = at::empty_strided(entry.shape, entry.steps, at::TensorOptions(entry.dtype).device(where));
@@ -214,42 +246,17 @@ struct Plan : torch::CustomClassHolder {
         case CLEAR:
           held[entry.slot].zero_();
           break;
-        case LAUNCH: {
-          argument.assign(entry.argument.begin(), entry.argument.end());
-          for (const Pointer& pointer : entry.pointers) argument[pointer.at] = of(pointer.place);
-          Config config = entry.config;
-          config.stream = stream;
-          config.attributes = const_cast<Attribute*>(entry.attributes.data());
-          config.count = (unsigned)entry.attributes.size();
-          void* values = argument.data();
-          int status = functions.launch(&config, entry.function, &values, nullptr);
-          if (status == 201) {  // no context: the first that a thread asks of CUDA, as autograd's own thread may
-            functions.set_context(context);
-            status = functions.launch(&config, entry.function, &values, nullptr);
-          }
-          TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch ", tape.names.at(entry.name), " (", status, ").");
+        case LAUNCH:
+          launch(entry, tape.names.at(entry.name), stream, of);
           break;
-        }
         case MULTIPLY:
-        case MULTIPLY_EACH: {
+        case MULTIPLY_EACH:
           if (handle == nullptr) {
             handle = functions.blas_handle(true);
             if (own_math_mode) functions.set_math_mode(handle, 0);
           }
-          const auto n = [&](int i) { return (int)entry.numbers[i]; };
-          const auto p = [&](int i) { return (const void*)entry.numbers[i]; };
-          const void *const first = (const void*)of(entry.b), *const second = (const void*)of(entry.a);
-          void* const out = (void*)of(entry.out);
-          const int status =
-              entry.kind == MULTIPLY
-                  ? functions.multiply(handle, n(0), n(1), n(2), n(3), n(4), p(5), first, n(7), n(8), second, n(10),
-                                       n(11), p(12), out, n(14), n(15), n(16), n(17))
-                  : functions.multiply_each(handle, n(0), n(1), n(2), n(3), n(4), p(5), first, n(7), n(8),
-                                            entry.numbers[9], second, n(11), n(12), entry.numbers[13], p(14), out,
-                                            n(16), n(17), entry.numbers[18], n(19), n(20), n(21));
-          TORCH_CHECK(status == 0, "cuBLAS cannot multiply for a layer of whorl (", status, ").");
+          multiply(entry, handle, of);
           break;
-        }
         case TIMES: {
           const auto options = at::TensorOptions(entry.dtype).device(where);
           const auto at = [&](const Place& place) { return at::from_blob((void*)of(place), entry.shape, options); };
@@ -310,9 +317,9 @@ Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weigh
 
 // Python's way of a backward pass: differentiable, and of gradients that are many in one tensor.
 Row by_python(const Plan& plan, const std::string& slow, const Row& grads, const Row& row) {
-  static const auto operation = c10::Dispatcher::singleton()
-                                    .findSchemaOrThrow("whorl_taped::backward", "")
-                                    .typed<Row(int64_t, c10::string_view, const c10::List<std::optional<Tensor>>&, TensorList)>();
+  using Backward = Row(int64_t, c10::string_view, const c10::List<std::optional<Tensor>>&, TensorList);
+  static const auto operation =
+      c10::Dispatcher::singleton().findSchemaOrThrow("whorl_taped::backward", "").typed<Backward>();
   c10::List<std::optional<Tensor>> given;
   for (const Tensor& grad : grads) given.push_back(grad.defined() ? std::optional<Tensor>(grad) : std::nullopt);
   Row made = operation.call(plan.number, slow, given, row);
@@ -355,8 +362,9 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     const Plan& plan = *held;
     const Row row = context->get_saved_variables();
     const TensorList kept(row);
-    const size_t x = plan.marks, states = x + 1, weights = states + plan.states, count = plan.gradients.size() - 1 - plan.states;
-    const size_t others = weights + count, y = others + plan.others.size();
+    const size_t count = plan.gradients.size() - 1 - plan.states;  // of weights; then where each begins
+    const size_t x = plan.marks, states = x + 1, weights = states + plan.states, others = weights + count;
+    const size_t y = others + plan.others.size();
     Row made(2 + plan.gradients.size() + plan.others.size() + plan.marks);  // plan, setting, others, marks have none
     bool some = false, batched = false;
     for (const Tensor& grad : grads) {
@@ -391,7 +399,8 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
 
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks; the tapes, slots and dtypes of `Plan`.
+// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks; the tapes, slots and
+// dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
             at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
             std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
@@ -425,8 +434,8 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   void* stream = nullptr;
   int capturing = 0;
-  return plan.functions.current_stream(plan.device, &stream) == 0 && plan.functions.is_capturing(stream, &capturing) == 0 &&
-         !capturing;
+  if (plan.functions.current_stream(plan.device, &stream) != 0) return false;
+  return plan.functions.is_capturing(stream, &capturing) == 0 && !capturing;
 }
 
 Row run_plan(const c10::intrusive_ptr<Plan>& plan, c10::string_view slow, const Tensor& x, TensorList states,
