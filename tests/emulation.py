@@ -104,7 +104,7 @@ class Kernel:
             ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
             status = self._library.launch(grid, second, self.block, cluster, self.shared, packed)
         assert status != 1, f"the threads of {self.name} wait for each other"
-        assert status == 0, f"{self.name} writes to more shared memory than the {self._shared} bytes of its launch"
+        assert status == 0, f"{self.name} writes to more shared memory than the {self.shared} bytes of its launch"
 
 
 _kernels: dict[int, Kernel] = {}

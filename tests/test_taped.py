@@ -3,14 +3,12 @@
 Kernels and products are the host's (`emulation`), so that all of it runs where there is no GPU.
 """
 
-import copy
 import ctypes
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +19,14 @@ from torch import Tensor
 
 import emulation
 import whorl
-import whorl.layer as layer_file
-from comparison import flat
 from emulation import emulated
+from tapes import X, both_ways, counted, counting, layer, trained
 from whorl.engines import host
 from whorl.engines.cuda import prepare, store, tape, taped
 from whorl.engines.cuda.plain import Plain
 
+__all__ = ["counted", "layer"]  # fixtures
 pytestmark = pytest.mark.xdist_group("taped")  # one process compiles it
-
-
-@pytest.fixture
-def counted(folder: Path) -> Iterator[list[int]]:
-    """An emulation in which calls go by tapes, and memory is full of NaN before it is written; the calls that did."""
-    made: list[int] = []
-    torch.use_deterministic_algorithms(True)
-    with emulated(folder) as patch:
-        if taped._run is None:
-            taped._run = taped.loaded()
-        patch.setattr(taped, "ready", lambda: True)
-        for name in ("_run", "_run_like"):
-            patch.setattr(taped, name, counting(getattr(taped, name), made))
-        yield made
-    torch.use_deterministic_algorithms(False)
-
-
-def counting(real: Callable[..., list[Tensor]], made: list[int]) -> Callable[..., list[Tensor]]:
-    """The same, which adds to `made` the plan of each call that it takes."""
-
-    def run(number: int, *given: Any) -> list[Tensor]:
-        found = real(number, *given)
-        made.extend([number] * bool(found))
-        return found
-
-    return run
-
-
-def both_ways(call: Callable[[], list[Tensor]], counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits by tapes and through Python."""
-    before = len(counted)
-    by_tape = call()
-    assert len(counted) > before
-    with monkeypatch.context() as patch:
-        patch.setattr(taped, "ready", lambda: False)
-        by_python = call()
-    assert len(by_tape) == len(by_python)
-    for one, other in zip(by_tape, by_python, strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        assert torch.equal(one, other)
-
-
-def trained(
-    layer: torch.nn.Module, x: Tensor, hx: Any = None, loss: Callable[..., Tensor] | None = None, **more: Any
-) -> list[Tensor]:
-    """Output, final states, and the gradient of everything."""
-    leaf = x.detach().requires_grad_()
-    states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
-    starts = [state.detach().requires_grad_() for state in states]
-    given = None if hx is None else tuple(starts) if isinstance(hx, tuple) else starts[0]
-    y, finals = layer(leaf, given, **more)
-    finals = finals if isinstance(finals, tuple) else (finals,)
-    total = sum((out.float() ** 2).sum() for out in (y, *finals)) if loss is None else loss(y, *finals)
-    grads = torch.autograd.grad(total, [leaf, *starts, *layer.parameters()])
-    return [y.detach(), *(final.detach() for final in finals), *grads]
 
 
 CASES = [
@@ -120,12 +62,6 @@ def test_the_same_bits(
     both_ways(infer, counted, monkeypatch)
 
 
-@pytest.fixture
-def layer() -> torch.nn.Module:
-    torch.manual_seed(2)
-    return whorl.LSTM(16, 16, dtype=torch.bfloat16, engine="persistent")
-
-
 @pytest.mark.parametrize(
     "loss",
     [
@@ -140,9 +76,6 @@ def test_gradients_of_some_outputs(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, loss: Any
 ) -> None:
     both_ways(lambda: trained(layer, X, loss=loss), counted, monkeypatch)
-
-
-X = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
 def test_dropout_between_layers(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,185 +343,6 @@ def test_what_python_is_left_with(counted: list[int], monkeypatch: pytest.Monkey
     twice(X, dropout_masks={"dropout": masks})[0].sum().backward()
     assert masks.grad is not None
     assert len(counted) == 2
-
-
-@pytest.fixture
-def like(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Calls that went by the plan of the call before."""
-    assert taped._run_like is not None
-    made: list[int] = []
-    monkeypatch.setattr(taped, "_run_like", counting(taped._run_like, made))
-    return made
-
-
-def test_a_call_like_the_one_before_needs_no_plan(
-    like: list[int], counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
-) -> None:
-    want = trained(layer, X)
-    assert not like
-    assert all(map(torch.equal, want, trained(layer, X)))
-    assert len(like) == 1
-    monkeypatch.setattr(layer_file, "recurrent", None)  # nobody asks for it
-    assert all(map(torch.equal, want, trained(layer, X)))
-    assert len(like) == 2
-    with torch.no_grad():
-        layer.weight_hh_l0.mul_(2)  # it holds no weight
-    assert not torch.equal(want[0], trained(layer, X)[0])
-    layer.weight_hh_l0 = torch.nn.Parameter(layer.weight_hh_l0.detach() / 2)
-    assert all(map(torch.equal, want, trained(layer, X)))
-
-
-def other_size(layer: Any) -> Any:
-    return layer(X[:2])
-
-
-def other_batch(layer: Any) -> Any:
-    return layer(X[:, :1])
-
-
-def no_gradient(layer: Any) -> Any:
-    with torch.no_grad():
-        return layer(X)
-
-
-def gradient_of_x(layer: Any) -> Any:
-    y = layer(X.clone().requires_grad_())
-    assert len(y[0].grad_fn.next_functions) == 5
-    return y
-
-
-def states(layer: Any) -> Any:
-    return layer(X, (torch.ones(1, 2, 16).bfloat16(), torch.ones(1, 2, 16).bfloat16()))
-
-
-def no_batch(layer: Any) -> Any:
-    return layer(X[:, 0])
-
-
-def a_mask(layer: Any) -> Any:
-    return layer(X, mask=torch.tensor([[True, True], [False, True], [True, False]]))
-
-
-def every_state(layer: Any) -> Any:
-    *made, sequences = layer(X, return_states=True)
-    return [*made, *sequences.values()]
-
-
-def frozen(layer: Any) -> Any:
-    for weight in layer.parameters():
-        weight.requires_grad_(False)
-    made = layer(X)
-    for weight in layer.parameters():
-        weight.requires_grad_(True)
-    return made
-
-
-def an_option(layer: Any) -> Any:
-    layer.clip = 0.1
-    made = layer(X)
-    layer.clip = None
-    return made
-
-
-def another_engine(layer: Any) -> Any:
-    layer.engine = "reference"
-    made = layer(X)
-    layer.engine = "persistent"
-    return made
-
-
-def another_dtype(layer: Any) -> Any:
-    made = layer.half()(X.half())
-    layer.bfloat16()
-    return made
-
-
-def a_copy(layer: Any) -> Any:
-    made = copy.deepcopy(layer)
-    assert made._before is None
-    return made(X)
-
-
-def under_autocast(layer: Any) -> Any:
-    with torch.autocast("cpu", dtype=torch.float16):
-        return layer(X)
-
-
-def batched(layer: Any) -> Any:
-    return torch.func.vmap(lambda x: layer(x)[0], 1)(X[:, :, None].expand(3, 2, 2, 16))
-
-
-def by_python(layer: Any) -> Any:
-    with whorl.settings(calls="python"):
-        return layer(X)
-
-
-def another_switch(layer: Any) -> Any:
-    with torch.backends.mkldnn.flags(enabled=False):
-        return layer(X)
-
-
-def a_tangent(layer: Any) -> Any:
-    with torch.autograd.forward_ad.dual_level():
-        return layer(X)
-
-
-OTHERS = [
-    other_size, other_batch, no_gradient, gradient_of_x, states, no_batch, a_mask, every_state, frozen, an_option,
-    another_engine, another_dtype, a_copy, under_autocast, batched, by_python, another_switch, a_tangent,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_call_unlike_the_one_before_is_planned(
-    like: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, other: Callable[[Any], Any]
-) -> None:
-    if other is by_python:
-        monkeypatch.setattr(taped, "ready", lambda: whorl.settings.calls == "compiled")
-    wanted = flat(other(copy.deepcopy(layer)))
-    plain = flat(layer(X))
-    found = flat(other(layer))  # after a call that is remembered
-    assert not like
-    assert len(found) == len(wanted)
-    for one, truth in zip(found, wanted, strict=True):
-        assert (one.dtype, one.shape, one.requires_grad) == (truth.dtype, truth.shape, truth.requires_grad)
-        assert torch.equal(one, truth)
-    assert all(map(torch.equal, plain, flat(layer(X))))
-
-
-def test_dropout_after_a_call_without_it(like: list[int]) -> None:
-    layer = whorl.LSTM(16, 16, 2, dropout=0.5, dtype=torch.bfloat16, engine="persistent").eval()
-    plain = layer(X)[0]
-    assert not torch.equal(layer.train()(X)[0], plain)
-    assert not like
-    assert torch.equal(layer.eval()(X)[0], plain)
-
-
-def test_what_another_layer_ran_is_not_remembered(like: list[int], layer: torch.nn.Module) -> None:
-    layer(X)
-    other = whorl.LSTM(16, 16, dtype=torch.bfloat16, engine="reference")
-    want = other(X)[0]
-    assert other._before is None
-    assert torch.equal(other(X)[0], want)
-    assert not like
-
-
-def test_a_compiled_layer_is_compiled_once(like: list[int], layer: torch.nn.Module) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    want = compiled(X)[0]
-    layer(X)  # what it remembers is nothing that a graph depends on
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert torch.equal(compiled(X)[0], want)
-
-
-def test_what_is_wrong_is_said_after_a_call_that_is_remembered(like: list[int], layer: torch.nn.Module) -> None:
-    layer(X)
-    with pytest.raises(RuntimeError, match="must be equal to input_size"):
-        layer(X[..., :8])
-    with pytest.raises(RuntimeError, match="Expected hidden"):
-        layer(X, (torch.ones(1, 3, 16).bfloat16(), torch.ones(1, 3, 16).bfloat16()))
-    assert not like
 
 
 def test_autocast_and_batches_first(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,196 @@
+"""A call that is like the one before asks for no plan; one that is not, in any of what decides, does."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+import whorl.layer as layer_file
+from comparison import flat
+from tapes import X, counted, counting, layer, trained
+from whorl.engines.cuda import taped
+
+__all__ = ["counted", "layer"]  # fixtures
+pytestmark = pytest.mark.xdist_group("taped")  # as test_taped, which compiles it
+
+
+@pytest.fixture
+def like(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls that went by the plan of the call before."""
+    assert taped._run_like is not None
+    made: list[int] = []
+    monkeypatch.setattr(taped, "_run_like", counting(taped._run_like, made))
+    return made
+
+
+def test_a_call_like_the_one_before_needs_no_plan(
+    like: list[int], counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    want = trained(layer, X)
+    assert not like
+    assert all(map(torch.equal, want, trained(layer, X)))
+    assert len(like) == 1
+    monkeypatch.setattr(layer_file, "recurrent", None)  # nobody asks for it
+    assert all(map(torch.equal, want, trained(layer, X)))
+    assert len(like) == 2
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(2)  # it holds no weight
+    assert not torch.equal(want[0], trained(layer, X)[0])
+    layer.weight_hh_l0 = torch.nn.Parameter(layer.weight_hh_l0.detach() / 2)
+    assert all(map(torch.equal, want, trained(layer, X)))
+
+
+def other_size(layer: Any) -> Any:
+    return layer(X[:2])
+
+
+def other_batch(layer: Any) -> Any:
+    return layer(X[:, :1])
+
+
+def no_gradient(layer: Any) -> Any:
+    with torch.no_grad():
+        return layer(X)
+
+
+def gradient_of_x(layer: Any) -> Any:
+    y = layer(X.clone().requires_grad_())
+    assert len(y[0].grad_fn.next_functions) == 5
+    return y
+
+
+def states(layer: Any) -> Any:
+    return layer(X, (torch.ones(1, 2, 16).bfloat16(), torch.ones(1, 2, 16).bfloat16()))
+
+
+def no_batch(layer: Any) -> Any:
+    return layer(X[:, 0])
+
+
+def a_mask(layer: Any) -> Any:
+    return layer(X, mask=torch.tensor([[True, True], [False, True], [True, False]]))
+
+
+def every_state(layer: Any) -> Any:
+    *made, sequences = layer(X, return_states=True)
+    return [*made, *sequences.values()]
+
+
+def frozen(layer: Any) -> Any:
+    for weight in layer.parameters():
+        weight.requires_grad_(False)
+    made = layer(X)
+    for weight in layer.parameters():
+        weight.requires_grad_(True)
+    return made
+
+
+def an_option(layer: Any) -> Any:
+    layer.clip = 0.1
+    made = layer(X)
+    layer.clip = None
+    return made
+
+
+def another_engine(layer: Any) -> Any:
+    layer.engine = "reference"
+    made = layer(X)
+    layer.engine = "persistent"
+    return made
+
+
+def another_dtype(layer: Any) -> Any:
+    made = layer.half()(X.half())
+    layer.bfloat16()
+    return made
+
+
+def a_copy(layer: Any) -> Any:
+    made = copy.deepcopy(layer)
+    assert made._before is None
+    return made(X)
+
+
+def under_autocast(layer: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.float16):
+        return layer(X)
+
+
+def batched(layer: Any) -> Any:
+    return torch.func.vmap(lambda x: layer(x)[0], 1)(X[:, :, None].expand(3, 2, 2, 16))
+
+
+def by_python(layer: Any) -> Any:
+    with whorl.settings(calls="python"):
+        return layer(X)
+
+
+def another_switch(layer: Any) -> Any:
+    with torch.backends.mkldnn.flags(enabled=False):
+        return layer(X)
+
+
+def a_tangent(layer: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return layer(X)
+
+
+OTHERS = [
+    other_size, other_batch, no_gradient, gradient_of_x, states, no_batch, a_mask, every_state, frozen, an_option,
+    another_engine, another_dtype, a_copy, under_autocast, batched, by_python, another_switch, a_tangent,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_call_unlike_the_one_before_is_planned(
+    like: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module, other: Callable[[Any], Any]
+) -> None:
+    if other is by_python:
+        monkeypatch.setattr(taped, "ready", lambda: whorl.settings.calls == "compiled")
+    wanted = flat(other(copy.deepcopy(layer)))
+    plain = flat(layer(X))
+    found = flat(other(layer))  # after a call that is remembered
+    assert not like
+    assert len(found) == len(wanted)
+    for one, truth in zip(found, wanted, strict=True):
+        assert (one.dtype, one.shape, one.requires_grad) == (truth.dtype, truth.shape, truth.requires_grad)
+        assert torch.equal(one, truth)
+    assert all(map(torch.equal, plain, flat(layer(X))))
+
+
+def test_dropout_after_a_call_without_it(like: list[int]) -> None:
+    layer = whorl.LSTM(16, 16, 2, dropout=0.5, dtype=torch.bfloat16, engine="persistent").eval()
+    plain = layer(X)[0]
+    assert not torch.equal(layer.train()(X)[0], plain)
+    assert not like
+    assert torch.equal(layer.eval()(X)[0], plain)
+
+
+def test_what_another_layer_ran_is_not_remembered(like: list[int], layer: torch.nn.Module) -> None:
+    layer(X)
+    other = whorl.LSTM(16, 16, dtype=torch.bfloat16, engine="reference")
+    want = other(X)[0]
+    assert other._before is None
+    assert torch.equal(other(X)[0], want)
+    assert not like
+
+
+def test_a_compiled_layer_is_compiled_once(like: list[int], layer: torch.nn.Module) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    want = compiled(X)[0]
+    layer(X)  # what it remembers is nothing that a graph depends on
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(compiled(X)[0], want)
+
+
+def test_what_is_wrong_is_said_after_a_call_that_is_remembered(like: list[int], layer: torch.nn.Module) -> None:
+    layer(X)
+    with pytest.raises(RuntimeError, match="must be equal to input_size"):
+        layer(X[..., :8])
+    with pytest.raises(RuntimeError, match="Expected hidden"):
+        layer(X, (torch.ones(1, 3, 16).bfloat16(), torch.ones(1, 3, 16).bfloat16()))
+    assert not like
