@@ -356,8 +356,8 @@ def test_autocast_and_batches_first(counted: list[int], monkeypatch: pytest.Monk
     both_ways(call, counted, monkeypatch)
 
 
-def test_memory_goes_back_as_python_gives_it_back(folder: Path) -> None:
-    """What a pass needs meanwhile is freed where Python frees it, and outputs are not."""
+def test_memory_goes_back_within_a_pass(folder: Path) -> None:
+    """What a pass needs meanwhile is freed within it, and outputs are not."""
 
     class Kernel(emulation.Kernel):
         """One that is never run."""
