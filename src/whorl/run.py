@@ -57,6 +57,16 @@ def forward(made: Plan, call: Call) -> Outcome:
     return ENGINES[made.engine].forward(made, call)
 
 
+def number(made: Plan, call: Call) -> int:
+    """By which C++ knows forward and backward of a call like this; -1 where they go through Python.
+
+    It waits for the compiler that makes the functions by which C++ does it, once on a machine.
+    """
+    if made.problem.form.memory == "recompute" and made.problem.gradient:
+        return -1
+    return ENGINES[made.engine].number(made, call, _by_python, wait=True)
+
+
 def backward(made: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Row) -> Row:
     """The engine's backward."""
     engine = ENGINES[made.engine]

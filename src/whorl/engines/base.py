@@ -96,6 +96,15 @@ class Engine(ABC):
         """
         return ()
 
+    def number(self, plan: Plan, call: Call, by_python: Continue, wait: bool = False) -> int:
+        """By which C++ knows what it does for such a call, forward and backward; -1 where it does not.
+
+        Args:
+            by_python: as `at_once` has it.
+            wait: until what C++ is to do has been compiled; else -1 until then.
+        """
+        return -1
+
     @abstractmethod
     def forward(self, plan: Plan, call: Call) -> Outcome:
         """The outputs, the final states, and what backward reads."""

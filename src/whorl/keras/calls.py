@@ -2,7 +2,8 @@
 
 There the host runs ahead and reads nothing, and each launch by torch takes it as long as a small kernel runs: so what
 an engine saves for its backward is an array of XLA's, which lives as long as the gradient needs it, and x, weights and
-masks come as engines read them, time first and gates in rows, which XLA does with what it computes anyway.
+masks come as engines read them, time first and gates in rows, which XLA does with what it computes anyway.  What C++
+knows by tapes XLA calls without Python (tapes); the rest is a callback.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import torch
+from jax.custom_derivatives import SymbolicZero
 from torch import Tensor
 
-from whorl.functional import recurrent
+from whorl.functional import planned, recurrent
+from whorl.keras import tapes
 from whorl.keras.callback import Kind, callback, check_device, device_of, fill, in_worker, kind_of, pulled_back
 from whorl.keras.sweep import Part, Swept, Tensors, swept
 from whorl.plan import announce, plan
 from whorl.problem import Call, Form, Marks, Plan, constants, facts
-from whorl.run import backward, forward
+from whorl.run import backward, forward, number
 from whorl.weights import reordered
 
 
@@ -114,10 +117,15 @@ class _Job:
     given: tuple[bool, ...] = ()
     """Of a backward pass: which of the outputs have a cotangent, the others' is zero."""
 
+    @property
+    def floats(self) -> int:
+        """How many arrays are x, initial states and weights."""
+        return 1 + self.states + self.weights
+
     def call(self, leaves: Sequence[Tensor]) -> Call:
         """Of x, initial states, weights, masks of dropout, mask and seed."""
         x, states = leaves[0], 1 + self.states
-        weights, rest = states + self.weights, iter(leaves[states + self.weights :])
+        weights, rest = self.floats, iter(leaves[self.floats :])
         absent = x.new_empty(()) if self.noise else x
         noise = tuple([next(rest) if there else absent for there in self.noise])
         mask = next(rest) if self.mask else None
@@ -128,14 +136,17 @@ class _Job:
 
     def of_leaves(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of each array, from those of `Call.tensors`."""
-        first = 1 + self.states + self.weights
-        return [*grads[:first], *compress(grads[first:], self.noise), *[None] * (self.mask + self.seed)]
+        return [*grads[: self.floats], *compress(grads[self.floats :], self.noise), *[None] * (self.mask + self.seed)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call(job: _Job, *leaves: Any) -> tuple[Any, ...]:
     """The output of every step, where it is wanted, and each final state."""
-    return tuple(callback(_forward, job)(_outputs(job, leaves))(*leaves))
+    by_tape = _number(job, tuple(map(kind_of, leaves)))
+    if by_tape < 0:
+        return tuple(callback(_forward, job)(_outputs(job, leaves))(*leaves))
+    y, *finals = tapes.forward(by_tape, leaves, _outputs(replace(job, outputs=True), leaves))
+    return (*[y] * job.outputs, *finals)
 
 
 def _call_forward(job: _Job, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -144,12 +155,25 @@ def _call_forward(job: _Job, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, .
     job = replace(job, wanted=tuple(one.perturbed and real for one, real in zip(given, floating, strict=True)))
     job, outputs = replace(job, room=_room(job, tuple(map(kind_of, leaves)))), _outputs(job, leaves)
     assert job.room is not None
-    made = callback(_forward_saving, job)((*outputs, *job.room.kinds))(*leaves)
-    return tuple(made[: len(outputs)]), (job, *leaves, *made[len(outputs) :])
+    if job.room.number < 0:
+        made = callback(_forward_saving, job)((*outputs, *job.room.kinds))(*leaves)
+        return tuple(made[: len(outputs)]), (job, *leaves, *made[len(outputs) :])
+    output, kept = job.room.kinds
+    y, *finals, room = tapes.forward(job.room.number, leaves, [output, *outputs[job.outputs :], kept])
+    return (*[y] * job.outputs, *finals), (job, *leaves, y, room)
 
 
 def _call_backward(_: _Job, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    return pulled_back(_backward, kept, cotangents)
+    job, *row = kept
+    if job.room.number < 0:
+        return pulled_back(_backward, kept, cotangents)
+    grads = [None if isinstance(one, SymbolicZero) else one for one in [*[None] * (not job.outputs), *cotangents]]
+    if all(grad is None for grad in grads) or not any(job.wanted):
+        return (None,) * len(job.wanted)
+    count = len(job.wanted)
+    made = tapes.backward(job.room.number, row[:count], row[count:], grads)
+    own = [grad if wanted else None for grad, wanted in zip(made, job.wanted, strict=False)]
+    return (*own, *[None] * (count - len(own)))
 
 
 _call.defvjp(_call_forward, _call_backward, symbolic_zeros=True)
@@ -202,10 +226,30 @@ def _backward(job: _Job, row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
                 buffer.copy_(grad)
 
 
+@lru_cache(maxsize=1024)
+def _number(job: _Job, kinds: tuple[Kind, ...]) -> int:
+    """By which C++ knows the plan of a call without a gradient; -1 where it goes through Python."""
+    return in_worker(_number_of_ones, job, kinds)
+
+
+def _number_of_ones(job: _Job, kinds: tuple[Kind, ...]) -> int:
+    call = job.call(_ones(job, kinds))
+    with torch.no_grad():
+        return _by_tape(job, kinds, planned(job.form, call, job.engine, outputs=job.outputs), call)
+
+
+def _by_tape(job: _Job, kinds: tuple[Kind, ...], made: Plan, call: Call) -> int:
+    dtypes = {name for _, name in kinds[: job.floats]}
+    own = number(made, call) if len(dtypes) == 1 and not job.seed else -1
+    return own if own >= 0 and tapes.are_taken() else -1
+
+
 class _Room(NamedTuple):
     """Where a call keeps what its backward reads: its output, and one array of bytes."""
 
     plan: Plan
+    number: int
+    """By which C++ knows the plan; -1 where the call goes through Python."""
     output: Kind
     sizes: tuple[int, ...]
 
@@ -237,7 +281,7 @@ def _room(job: _Job, kinds: tuple[Kind, ...]) -> _Room:
 
 
 def _of_ones(job: _Job, kinds: tuple[Kind, ...]) -> _Room:
-    ones = [torch.ones(shape, dtype=getattr(torch, name), device=job.device) for shape, name in kinds]
+    ones = _ones(job, kinds)
     for one in compress(ones, job.wanted):  # which of them have a gradient decides the plan
         one.requires_grad_()
     call = job.call(ones)
@@ -245,4 +289,8 @@ def _of_ones(job: _Job, kinds: tuple[Kind, ...]) -> _Room:
     with torch.no_grad():
         outcome = forward(made, call)
     output = tuple(outcome.y.shape), str(outcome.y.dtype).removeprefix("torch.")
-    return _Room(made, output, tuple([part.numel() for part in outcome.saved]))
+    return _Room(made, _by_tape(job, kinds, made, call), output, tuple([part.numel() for part in outcome.saved]))
+
+
+def _ones(job: _Job, kinds: tuple[Kind, ...]) -> list[Tensor]:
+    return [torch.ones(shape, dtype=getattr(torch, name), device=job.device) for shape, name in kinds]

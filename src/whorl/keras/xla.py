@@ -32,7 +32,7 @@ from whorl.problem import Call, Facts, Form
 from whorl.weights import reordered
 
 _KINDS = ("LSTM", "GRU", "SimpleRNN")
-_PROCESS = secrets.randbits(62)
+PROCESS = secrets.randbits(62)
 """A program compiled here holds addresses: by this number JAX's cache on disk gives it to no other process."""
 
 
@@ -67,7 +67,7 @@ class Numbers(NamedTuple):
     dfinals: int = 0
     wants_x: int = 0
     wants_states: int = 0
-    process: int = _PROCESS
+    process: int = PROCESS
 
 
 class _Loop(NamedTuple):

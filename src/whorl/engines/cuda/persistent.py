@@ -147,15 +147,18 @@ class Persistent(Engine):
         return lines
 
     def at_once(self, plan: Plan, call: Call, by_python: Continue) -> Sequence[Tensor]:
+        number = self.number(plan, call, by_python)
+        return () if number < 0 else taped.run(number, call)
+
+    def number(self, plan: Plan, call: Call, by_python: Continue, wait: bool = False) -> int:
         made = layers(plan, call.x.device, _made)
-        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not taped.ready():
-            return ()
-        if not made.by_tape(call):
-            return ()
+        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not made.by_tape(call):
+            return -1
+        if not taped.ready() and not (wait and not taped.finish()):
+            return -1
         if made.number < 0:
-            where = made.index, call.x.get_device(), len(kinds(plan.problem.form))
-            made.number = taped.add(plan, made.written(), *where, by_python)
-        return taped.run(made.number, call)
+            made.number = _number(plan, made, call.x.device, by_python)
+        return made.number
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device, _made)
@@ -170,6 +173,20 @@ class Persistent(Engine):
             return made.backward(call, y, saved, grads)
         with torch.cuda.device(made.index):
             return made.backward(call, y, saved, grads)
+
+
+def _number(plan: Plan, made: Plain, device: torch.device, by_python: Continue) -> int:
+    """By which C++ knows the tapes of a plan that is ready on a device."""
+
+    def on(index: int) -> int:
+        there = torch.device("cuda", index)
+        with torch.cuda.device(there):
+            made = layers(plan, there, _made)
+            assert isinstance(made, Plain), "as it is on the device for which it was planned"
+            return _number(plan, made, there, by_python)
+
+    where = made.index, -1 if device.type == "cpu" else made.index, len(kinds(plan.problem.form))
+    return taped.add(plan, made.written(), *where, by_python, on)
 
 
 def _made(plan: Plan, device: torch.device) -> Layers | Projected:

@@ -109,7 +109,8 @@ class Plain(Layers):
             grads = [back.given(*laid[::2]) for laid in (self._output, *[self._state] * len(self.cell.states))]
             with written_to(back):
                 made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
-        return Written(ahead, back, slots(outcome.outputs), room, slots(made), dtypes)
+        marks = sum(mark is not None for mark in named.marks)
+        return Written(ahead, back, slots(outcome.outputs), room, slots(made), dtypes, marks)
 
     def by_tape(self, call: Call) -> bool:
         """Whether what an eager call asks for depends on addresses alone: not where masks have gradients."""

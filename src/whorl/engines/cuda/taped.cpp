@@ -5,14 +5,18 @@
 // launches.  Whatever needs more than that - copies of weights, gradients of gradients, gradients in batches - is left
 // to Python: a call by giving back nothing, a backward by an operation that Python implements.
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <map>
 #include <mutex>
 
 namespace whorl {
@@ -225,7 +229,12 @@ struct Plan : torch::CustomClassHolder {
   }
 
   // Does what a tape says, and gives what its slots hold at the end.
-  Row run(const Tape& tape, at::ArrayRef<uint64_t> given, at::Device where) const {
+  //
+  // Args:
+  //   given: the addresses of its first slots.
+  //   brought: of each slot that of the memory which it is to have; 0, or none at all, where it gets its own.
+  Row run(const Tape& tape, at::ArrayRef<uint64_t> given, at::Device where,
+          at::ArrayRef<uint64_t> brought = {}) const {
     Row held(tape.slots);
     c10::SmallVector<uint64_t, 64> address(tape.slots, 0);
     std::copy(given.begin(), given.end(), address.begin());
@@ -236,10 +245,14 @@ struct Plan : torch::CustomClassHolder {
     void *stream = nullptr, *handle = nullptr;
     TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
     for (const Entry& entry : tape.entries) switch (entry.kind) {
-        case ALLOCATE:
-          held[entry.slot] = at::empty_strided(entry.shape, entry.steps, at::TensorOptions(entry.dtype).device(where));
+        case ALLOCATE: {
+          const auto options = at::TensorOptions(entry.dtype).device(where);
+          const uint64_t there = brought.empty() ? 0 : brought[entry.slot];
+          held[entry.slot] = there ? at::from_blob((void*)there, entry.shape, entry.steps, options)
+                                   : at::empty_strided(entry.shape, entry.steps, options);
           address[entry.slot] = (uint64_t)held[entry.slot].data_ptr();
           break;
+        }
         case FREE:
           held[entry.slot].reset();
           break;
@@ -473,7 +486,75 @@ Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList 
   return run_plan(plan, slow, x, states, weights, {}, {});
 }
 
+// The number of a plan on a GPU, which is mostly its own; else Python makes it ready there, once.
+int64_t on_device(int64_t number, int device) {
+  static auto& known = *new std::map<std::pair<int64_t, int>, int64_t>;
+  static const auto operation =
+      c10::Dispatcher::singleton().findSchemaOrThrow("whorl_taped::on", "").typed<int64_t(int64_t, int64_t)>();
+  {
+    const std::lock_guard<std::mutex> lock(adding);
+    if (const auto found = known.find({number, device}); found != known.end())
+      return found->second;
+  }
+  const int64_t made = operation.call(number, device);  // not under the lock: it adds one
+  const std::lock_guard<std::mutex> lock(adding);
+  return known[{number, device}] = made;
+}
+
+// Of a pass the slots of what it makes for its caller: each once, in the order in which they are known.
+std::vector<int64_t> makes(const Plan& plan, bool backward) {
+  std::vector<int64_t> slots = backward ? plan.gradients : plan.outputs, made;
+  if (!backward && plan.gradient) slots.push_back(plan.room);
+  for (const int64_t slot : slots)
+    if (slot >= 0 && std::find(made.begin(), made.end(), slot) == made.end()) made.push_back(slot);
+  return made;
+}
+
+void pass(int64_t number, bool backward, void* stream, at::ArrayRef<uint64_t> given, at::ArrayRef<uint64_t> into) {
+  auto plan = plan_of(number);
+  at::Device where(at::kCPU);
+  std::optional<c10::StreamGuard> guard;
+  if (plan->where >= 0) {
+    where = at::globalContext().getDeviceFromPtr((void*)given[0], at::kCUDA);
+    if (where.index() != plan->device) plan = plan_of(on_device(number, where.index()));
+    guard.emplace(c10::Stream(c10::Stream::UNSAFE, where, (c10::StreamId)stream));  // as torch has one of others
+  }
+  const Tape& tape = backward ? plan->backward : plan->forward;
+  const auto slots = makes(*plan, backward);
+  TORCH_CHECK(slots.size() == into.size(), "a pass makes ", slots.size(), " arrays, ", into.size(), " are there");
+  c10::SmallVector<uint64_t, 64> brought(tape.slots, 0);
+  for (size_t i = 0; i < slots.size(); ++i) brought[slots[i]] = into[i];
+  for (const at::ArrayRef<uint64_t> some : {given, into})
+    for (const uint64_t place : some) TORCH_CHECK(place % 16 == 0, "an array does not begin at 16 bytes");
+  at::AutoDispatchBelowADInplaceOrView below;
+  plan->run(tape, given, where, brought);
+}
+
 }  // namespace whorl
+
+// A pass of a plan on memory that others own, on a stream of theirs, called from wherever.
+//
+// Args:
+//   given: the addresses of the tape's first slots; 0 of a gradient that there is not.
+//   into: of what it makes, see `makes`.
+//   fault: gets what went wrong, in so many bytes.
+//
+// Returns:
+//   Whether all went well.
+extern "C" bool whorl_taped_pass(int64_t plan, bool backward, void* stream, const uint64_t* given, int64_t count,
+                                 const uint64_t* into, int64_t made, char* fault, int64_t bytes) {
+  std::string said;
+  try {
+    whorl::pass(plan, backward, stream, {given, (size_t)count}, {into, (size_t)made});
+    return true;
+  } catch (const c10::Error& error) {
+    said = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  fault[said.copy(fault, bytes - 1)] = 0;
+  return false;
+}
 
 TORCH_LIBRARY(whorl_taped, library) {
   library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients, "
@@ -483,6 +564,7 @@ TORCH_LIBRARY(whorl_taped, library) {
               "Tensor[] marks) -> Tensor[]");
   library.def("run_like(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");
   library.def("backward(int plan, str slow, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
+  library.def("on(int plan, int device) -> int");  // likewise
   library.impl("run", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run);
   library.impl("run_like", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run_like);
 }

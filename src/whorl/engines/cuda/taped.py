@@ -26,7 +26,7 @@ from whorl.engines.cuda.launch import check, driver
 from whorl.engines.cuda.products import cublas
 from whorl.engines.cuda.tape import Tape, scalar
 from whorl.errors import CompileError, KernelError
-from whorl.problem import PLAIN, Call, Plan
+from whorl.problem import Call, Plan
 from whorl.settings import settings
 
 _TEXT = Path(__file__).with_name("taped.cpp")
@@ -46,6 +46,7 @@ class Written(NamedTuple):
         room: the slot of what forward keeps; -1 for nothing.
         gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
         others: of each mask that a call brings the dtype, as kernels read it; None of what stands for none.
+        marks: how many of lengths, mask and resets a call brings behind those.
     """
 
     forward: Tape
@@ -54,6 +55,16 @@ class Written(NamedTuple):
     room: int
     gradients: list[int]
     others: list[torch.dtype | None]
+    marks: int
+
+
+class _Known(NamedTuple):
+    """What Python knows of a plan that C++ has."""
+
+    plan: Plan
+    written: Written
+    by_python: Continue
+    on: Callable[[int], int]
 
 
 _lock = threading.Lock()
@@ -61,10 +72,11 @@ _thread: threading.Thread | None = None
 _run: Callable[..., list[Tensor]] | None = None
 _run_like: Callable[..., list[Tensor]] | None = None
 _fault = ""
-_plans: dict[int, tuple[Plan, Continue]] = {}
+_plans: dict[int, "_Known"] = {}
 _numbers: dict[tuple[Plan, int], int] = {}
 """For ever, as C++ has them: autograd's nodes know a plan by its number.  One layer's takes some 20 KB."""
 _library: Any = None
+_loaded: ctypes.CDLL | None = None
 
 
 def ready() -> bool:
@@ -119,14 +131,15 @@ def loaded() -> Callable[..., list[Tensor]]:
     Raises:
         CompileError: there is no compiler, it does not take the source, or torch lacks what it calls.
     """
-    global _library, _run_like
+    global _library, _loaded, _run_like
     if not compiler.found() or compiler.is_microsofts(compiler.found()):
         raise CompileError(f"no compiler that takes GCC's arguments is found: {compiler.remedy()}.")
     functions()
-    host.load(_WHAT, _TEXT.read_text(encoding="utf-8"), shlex.join(_flags()), "set WHORL_CALLS to python")
+    _loaded = host.load(_WHAT, _TEXT.read_text(encoding="utf-8"), shlex.join(_flags()), "set WHORL_CALLS to python")
     _library = torch.library.Library("whorl_taped", "IMPL")
     for key in ("CompositeImplicitAutograd", "Batched"):  # of gradients that are many in one tensor
         _library.impl("backward", _backward, key)
+    _library.impl("on", lambda number, device: _plans[number].on(device), "CompositeImplicitAutograd")
     _run_like = torch.ops.whorl_taped.run_like.default
     return torch.ops.whorl_taped.run.default
 
@@ -141,14 +154,17 @@ def _flags() -> list[str]:
     return ["-std=c++20", "-O1", "-w", *places, *libraries, *which]
 
 
-def add(plan: Plan, written: Written, device: int, where: int, kinds: int, by_python: Continue) -> int:
-    """The number by which `run` knows a plan.
+def add(
+    plan: Plan, written: Written, device: int, where: int, kinds: int, by_python: Continue, on: Callable[[int], int]
+) -> int:  # fmt: skip
+    """The number by which C++ knows a plan.
 
     Args:
         device: torch's number of the GPU, which is the current one.
         where: the number of the device that tensors say: the same, or -1 where the GPU is emulated.
         kinds: weights of a layer and direction.
         by_python: its backward pass where the tape is not enough.
+        on: gives the number of the plan on another GPU, which is made ready there.
     """
     problem, key = plan.problem, (plan, device)
     if key in _numbers:
@@ -157,15 +173,26 @@ def add(plan: Plan, written: Written, device: int, where: int, kinds: int, by_py
         device, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
         len(problem.form.cell.states) * problem.initial, kinds, written.room, int("x" in problem.constants),
         problem.time, problem.batch, problem.form.inputs, *problem.form.state_shapes(problem.batch)[0], where,
-        sum(name in problem.extras for name in PLAIN._fields),
+        written.marks,
     ]  # fmt: skip
     tapes = written.forward, written.backward
     number = torch.ops.whorl_taped.add(
         [*functions(), _context()], numbers, *[tape.written() for tape in tapes], written.outputs, written.gradients,
         [-1 if dtype is None else scalar(dtype) for dtype in written.others], *[tape.names for tape in tapes],
     )  # fmt: skip
-    _plans[number], _numbers[key] = (plan, by_python), number
+    _plans[number], _numbers[key] = _Known(plan, written, by_python, on), number
     return number
+
+
+def written(number: int) -> Written:
+    """A plan as tapes, by its number."""
+    return _plans[number].written
+
+
+def address_of_pass() -> int:
+    """Of `whorl_taped_pass`, which runs a tape on memory that others own; there once calls go by tapes."""
+    assert _loaded is not None, "somebody has a number"
+    return ctypes.cast(_loaded.whorl_taped_pass, ctypes.c_void_p).value or 0
 
 
 def run(number: int, call: Call) -> Sequence[Tensor]:
@@ -200,9 +227,9 @@ def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Seque
     Args:
         slow: the setting of the block in which the call was made, which autograd's threads do not see.
     """
-    plan, by_python = _plans[number]
+    known = _plans[number]
     with settings(slow=slow or settings.of_process("slow")):
-        made = by_python(plan, grads, row)
+        made = known.by_python(known.plan, grads, row)
     return [torch.zeros((), dtype=torch.bool, device=row[0].device) if grad is None else grad for grad in made]
 
 
