@@ -27,6 +27,8 @@ LAYERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "no bias": ("RNN", dict(bias=False), ()),
     "given masks held over all steps": ("LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="shared"), (1,)),
     "given masks by gate": ("GRU", dict(recurrent_dropout=0.3), (3,)),
+    "reset before the product, no bias": ("GRU", dict(reset_after=False, bias=False), ()),
+    "layer norm inside the step": ("LSTM", dict(layer_norm="r c"), ()),
 }
 """Class, options, and of given masks [.., batch, units] what is before that."""
 
@@ -48,8 +50,6 @@ WITH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "masks of each step, two layers, both directions": (
         "LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="step", num_layers=2, bidirectional=True)
     ),
-    "reset before the product, no bias": ("GRU", dict(reset_after=False, bias=False)),
-    "layer norm inside the step": ("LSTM", dict(layer_norm="r c")),
 }  # fmt: skip
 """Class and options of layers that `Layers` runs."""
 

@@ -40,11 +40,15 @@ def backward(number: int, given: Sequence[Any], kept: Sequence[Any], cotangents:
         kept: the output, and what else backward reads.
         cotangents: of the output and of each final state; None where there is none.
     """
-    slots = taped.written(number).gradients
-    each = [slot for slot in dict.fromkeys(slots) if slot >= 0]
-    kinds = [kind_of(given[slots.index(slot)]) for slot in each]
-    made = dict(zip(each, _pass(number, True, [*_as_read(number, given), *kept, *cotangents], kinds), strict=True))
-    return [made.get(slot) for slot in slots]
+    parts, sizes = taped.written(number).gradients, dict[int, tuple[int, ...]]()
+    for (slot, first, count), array in zip(parts, given, strict=False):
+        sizes[slot] = (first + count,) if count else array.shape  # of parts the last is the end
+    sizes.pop(-1, None)
+    kinds = [(shape, kind_of(given[0])[1]) for shape in sizes.values()]
+    made = dict(zip(sizes, _pass(number, True, [*_as_read(number, given), *kept, *cotangents], kinds), strict=True))
+    return [
+        None if slot < 0 else made[slot][first : first + count] if count else made[slot] for slot, first, count in parts
+    ]
 
 
 def _as_read(number: int, given: Sequence[Any]) -> list[Any]:

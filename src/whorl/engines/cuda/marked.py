@@ -6,6 +6,7 @@ EPYC, without kernels and products; medians of 3,000): 33 operations of torch, 5
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, exact
 from whorl.engines.cuda.options import Options, is_by_gate, is_ordered
-from whorl.engines.cuda.plain import Plain, Room, is_plain_cell
+from whorl.engines.cuda.plain import Kept, Plain, Room, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
 from whorl.engines.cuda.source import GIVEN_BY_GATE, HELD, Features
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tape import Tape
 from whorl.problem import Call, Marks, Outcome, Problem
 
@@ -26,7 +28,8 @@ def is_marked(problem: Problem) -> bool:
     """Lengths, a mask, resets, given masks that all steps share; and nothing else beyond a plain call."""
     form, extras = problem.form, set(problem.extras)
     by_step = "dropout_masks" in extras and form.recurrent_dropout_mode == "step"
-    others = problem.packed or form.zoneout or by_step or not form.cell.recurrent
+    inside = "dropout_masks" in extras and staged(form.cell)
+    others = problem.packed or form.zoneout or by_step or inside
     return bool(extras) and extras <= {*_MARKS, "dropout_masks"} and not others and is_plain_cell(form.cell)
 
 
@@ -91,14 +94,16 @@ class Marked(Plain):
             return Layers.backward(self, call, y, self._as_layers(saved[0]), grads)
         return super().backward(call, y, saved, grads)
 
-    def _spaces_laid_out(self, room: Room, keep: bool) -> tuple[list[int], list[int], list[int]]:
-        """Each direction's room is one as `Layers` has it: states, r apart, and at its end the state before."""
+    def _spaces_laid_out(self, room: Room, keep: bool) -> Kept:
+        """Each direction's room is one as `Layers` has it: states, means, r apart, operands, the state before."""
         units, batch, time, directions = self.sizes
-        each, states = time * batch * units, len(self.cell.states) - 1
-        spaces = room.parts(directions, keep * self._space_size(time * batch, self._features()))
-        of_states = 4 * states * each
-        of_apart = len(self.saving.apart) * each * self.gate.itemsize
-        return [at + of_states for at in spaces], spaces, [at + of_states + of_apart for at in spaces]
+        rows, element = time * batch, self.problem.dtype.itemsize
+        of_states, of_apart = 4 * (len(self.cell.states) - 1), len(self.saving.apart) * self.gate.itemsize
+        sizes = of_states * units, 4 * self._levels, of_apart * units, self._rounds * element * units
+        spaces = room.parts(directions, keep * self._space_size(rows, self._features()))
+        means, apart, operands, before = [[at + rows * far for at in spaces] for far in accumulate(sizes)]
+        made = Kept((), apart, spaces, 0, before)
+        return made if self.steps is None else made._replace(means=means, operands=operands)
 
     def _as_layers(self, room: Tensor) -> list[Tensor]:
         """What forward left, as `Layers.forward` saves it."""
@@ -130,7 +135,7 @@ class Marked(Plain):
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
         at_once = at_once and better_together(units, rows, element)
         self._of_whole: list[OfWhole] = []
-        for is_apart, first, count, into in self.gates if self._gatewise and not at_once else self.blocks:
+        for is_apart, first, count, into in self.gates if self._gatewise and not at_once else self._of_state():
             wide, step = count * units, units * len(self.saving.apart if is_apart else self.cell.gates)
             if at_once:  # one gate's product is too small for a whole GPU
                 apart = units, rows * units, units * units

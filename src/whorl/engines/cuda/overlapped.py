@@ -26,6 +26,7 @@ from whorl.engines.cuda.prepare import shared_bytes, size_of
 from whorl.engines.cuda.products import handle
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import staged
 from whorl.engines.cuda.tiling import LARGEST_CLUSTER, Chip, Size, Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 
@@ -65,9 +66,9 @@ def chunks(problem: Problem, chip: Chip, kind: str, eager: bool) -> list[Chunk]:
 
 def _can(problem: Problem) -> bool:
     """Some plain layers in one direction; a third state would lie behind all steps of the second."""
-    form = problem.form
-    simple = is_plain(problem) and not form.projection and form.directions == 1 and len(form.cell.states) <= 2
-    return simple and 1 < form.layers <= _LAYERS
+    form, cell = problem.form, problem.form.cell
+    simple = is_plain(problem) and not (form.projection or cell.vectors or staged(cell))
+    return simple and form.directions == 1 and len(cell.states) <= 2 and 1 < form.layers <= _LAYERS
 
 
 def overlaps(problem: Problem, chip: Chip, kind: str) -> bool:

@@ -7,6 +7,7 @@ fills in addresses.  It lists all that it has, and from there each kernel takes 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from whorl.cells.cell import Graph
+from whorl.cells.wrappers import ahead
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.branch import branch_of
@@ -22,8 +24,8 @@ from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import Each, Product, handle
 from whorl.engines.cuda.source import PLAIN, Features
-from whorl.engines.cuda.staged import staged
-from whorl.engines.cuda.tape import Tape, slots, written_to
+from whorl.engines.cuda.staged import by_link, staged, steps
+from whorl.engines.cuda.tape import Tape, parts, slots, written_to
 from whorl.engines.cuda.taped import Written
 from whorl.problem import Call, Outcome, Plan, Problem
 from whorl.weights import kinds, shapes
@@ -39,6 +41,10 @@ class Kept(NamedTuple):
     """Of both; of the last layer nothing lies there."""
     before: Sequence[int] = ()
     """The first state before each step, where it is not the output of the step before."""
+    means: Sequence[int] = ()
+    """Of a step of several stages."""
+    operands: Sequence[int] = ()
+    """What entered each product inside the step, one after the other."""
 
 
 class OfSome(NamedTuple):
@@ -58,14 +64,29 @@ class OfSome(NamedTuple):
     """With the initial states."""
 
 
+class OfInner(NamedTuple):
+    """How the gradient of the recurrent weights of a gate is made that are multiplied inside the step; see `OfSome`."""
+
+    apart: bool
+    first: int
+    into: int
+    operand: int
+    """Where among the operands of its direction that begins which entered the product."""
+    over: Made
+
+
 def is_plain(problem: Problem) -> bool:
-    """No options, no vectors, and a step of one stage."""
+    """No options, and of the cell what `is_plain_cell` says."""
     return not (problem.additions or problem.packed) and is_plain_cell(problem.form.cell)
 
 
+@lru_cache(maxsize=256)
 def is_plain_cell(cell: Graph) -> bool:
-    """No vectors, and a step of one stage."""
-    return not (cell.vectors or staged(cell))
+    """No layer norm of x, which has kernels of its own, and one product of each recurrent gate."""
+    if ahead(cell) is not None or not cell.recurrent:
+        return False
+    found = by_link(steps(cell), cell) if staged(cell) else []
+    return not found or [link.gate for link in found] == [*range(len(cell.recurrent))]
 
 
 class Plain(Layers):
@@ -78,7 +99,7 @@ class Plain(Layers):
         self._state = laid_out((form.layers * directions, batch, units), self.problem.dtype)
         self._input = laid_out((time, batch, form.inputs), self.problem.dtype)
         self._weights_laid = [laid_out(shape, self.problem.dtype) for shape in shapes(form)]
-        self._every = len(kinds(form))
+        self._every, self._vectors_of_each = len(kinds(form)), len(form.cell.vectors)
         self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
         features = self._features()
         self._ready(features, features)
@@ -110,7 +131,7 @@ class Plain(Layers):
             with written_to(back):
                 made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
         marks = sum(mark is not None for mark in named.marks)
-        return Written(ahead, back, slots(outcome.outputs), room, slots(made), dtypes, marks)
+        return Written(ahead, back, slots(outcome.outputs), room, parts(made), dtypes, marks)
 
     def by_tape(self, call: Call) -> bool:
         """Whether what an eager call asks for depends on addresses alone: not where masks have gradients."""
@@ -156,18 +177,26 @@ class Plain(Layers):
                 continue
             inner = layer < self.form.layers - 1
             gates = room.parts(directions, each * len(self.cell.gates) * wide)
-            apart, states, before = self._spaces_laid_out(room, keep)
+            kept = self._spaces_laid_out(room, keep)._replace(gates=gates)
             (output,) = room.parts(1, inner * each * directions * self.problem.dtype.itemsize)
-            made.append(Kept(gates, apart, states, output, before))
-        order = [place for kept in made for place in (*kept.gates, *kept.apart, *kept.states, kept.output)]
+            made.append(kept._replace(output=output))
+        order = [
+            place
+            for kept in made
+            for place in (*kept.gates, *kept.apart, *kept.states, *kept.means, *kept.operands, kept.output)
+        ]
         return made, order, room.size
 
-    def _spaces_laid_out(self, room: "Room", keep: bool) -> tuple[list[int], list[int], list[int]]:
-        """Where each direction leaves r apart, states, and what was before each step."""
+    def _spaces_laid_out(self, room: "Room", keep: bool) -> Kept:
+        """Where each direction leaves all but gates and the output."""
         units, batch, time, directions = self.sizes
-        each = keep * time * batch * units
-        apart = room.parts(directions, each * len(self.saving.apart) * self.gate.itemsize)
-        return apart, room.parts(directions, each * (len(self.cell.states) - 1) * 4), []
+        rows = keep * time * batch
+        apart = room.parts(directions, rows * units * len(self.saving.apart) * self.gate.itemsize)
+        states = room.parts(directions, rows * units * (len(self.cell.states) - 1) * 4)
+        if self.steps is None:
+            return Kept((), apart, states, 0)
+        operands = room.parts(directions, rows * units * self._rounds * self.problem.dtype.itemsize)
+        return Kept((), apart, states, 0, means=room.parts(directions, rows * self._levels * 4), operands=operands)
 
     def _projection(self, inputs: int) -> Made:
         """The product of x of every step with the weights of every gate."""
@@ -183,16 +212,19 @@ class Plain(Layers):
         self._far = [layer * directions * batch * units * self.problem.dtype.itemsize for layer in layers]
         known = self._names_of_room = [*(f"weight {place}" for place in range(len(self._weights_laid))), "nothing"]
         for layer in layers:
-            known += [name for what in ("gates", "apart", "states") for name in _both(what, layer)[:directions]]
+            whats = ("gates", "apart", "states", *("means", "operands")[: 2 * (self.steps is not None)])
+            known += [name for what in whats for name in _both(what, layer)[:directions]]
             known.append(f"output {layer}")
         starts, finals = self._of_states("start", layers) * initial, self._of_states("final", layers)
         ahead, self._takes_ahead = [*known, "y", *finals, *starts], []
         self._names_ahead: Sequence[str] = ahead
         for layer, reads in enumerate(self._reads):
             output = "y" if layer == last else f"output {layer}"
-            taken = [*_both("gates", layer), *[f"weight {place}" for place in reads], "nothing", "nothing"]
+            taken = [*_both("gates", layer), *[f"weight {place}" for place in reads], *self._vectors_of(layer)]
             taken += [*self._of_states("start", [layer]), *self._of_states("final", [layer]), output]
-            self._takes_ahead.append(_taking([*taken, *_both("apart", layer), *_both("states", layer)], ahead))
+            taken += [*_both("apart", layer), *_both("states", layer)]
+            taken += [*_both("means", layer), *_both("operands", layer)] * (self.steps is not None)
+            self._takes_ahead.append(_taking(taken, ahead))
         if not self.problem.gradient:
             return
         self._in_meanwhile = [*self._to_gates, *self._to_apart, *self._summed, self._to_below]
@@ -209,10 +241,20 @@ class Plain(Layers):
         """
         reads, last = self._reads[layer], layer == self.form.layers - 1
         output, ending = ("y", "to_y") if last else (f"output {layer}", f"to_output {own}")
-        taken = [*_both("gates", layer), *[f"weight {place}" for place in reads[:2]], "nothing", "nothing"]
+        taken = [*_both("gates", layer), *[f"weight {place}" for place in reads[:2]], *self._vectors_of(layer)]
         taken += [*self._of_states("start", [layer]), output, *_both("apart", layer), *_both("states", layer)]
         taken += [ending, *self._of_states("to_final", [layer]), *_both("to_gates", own), *_both("to_apart", own)]
-        return _taking([*taken, *self._of_states("to_start", [layer]), *_both("sums", own)], known)
+        taken += [*self._of_states("to_start", [layer]), *_both("sums", own)]
+        return _taking(taken + _both("means", layer) * (self.steps is not None), known)
+
+    def _vectors_of(self, layer: int) -> list[str]:
+        """Names of the vectors of one direction, then of the other."""
+        found, directions = [], self.form.directions
+        for direction in range(2):
+            first = (layer * directions + direction + 1) * self._every - self._vectors_of_each
+            there = range(first, first + self._vectors_of_each) if direction < directions else ()
+            found += [f"weight {place}" for place in there] or ["nothing"] * max(1, self._vectors_of_each)
+        return found
 
     def _of_states(self, what: str, layers: Sequence[int]) -> list[str]:
         return [f"{what} {state} {layer}" for state in self.cell.states for layer in layers]
@@ -235,13 +277,33 @@ class Plain(Layers):
         ready, every_inputs = self._product.ready, [form.layer_inputs(layer) for layer in range(form.layers)]
         self._of_x = [ready(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
         self._of_ih = [ready(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
+        self._vectors_laid = laid_out((self._vectors_of_each * units,), self.problem.dtype)
         self._of_hh: list[OfSome] = []
-        for is_apart, first, count, into in self.blocks:
+        for is_apart, first, count, into in self._of_state():
             wide, step = count * units, apart if is_apart else gates
             over = ready(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
             start = ready(dtype, (wide, batch, units), (1, 0), (step, units, units), tf32)
             places = first * units * element, step * element, into * units * units * element
             self._of_hh.append(OfSome(is_apart, *places, over, start))
+        self._of_inner = self._products_inside()
+
+    def _of_state(self) -> list[tuple[bool, int, int, int]]:
+        """Those of `blocks` whose product is with the first state, before the step."""
+        if not self.links:
+            return self.blocks
+        return [block for link, block in zip(self.links, self.gates, strict=True) if not link.round]
+
+    def _products_inside(self) -> list[OfInner]:
+        """The gradients of the weights whose product is inside the step."""
+        units, batch, time, _ = self.sizes
+        dtype, rows, made = self.problem.dtype, time * batch, []
+        for link, (is_apart, first, _, into) in zip(self.links, self.gates, strict=False):
+            if link.round:
+                step = units * len(self.saving.apart if is_apart else self.cell.gates)
+                over = self._product.ready(dtype, (units, rows, units), (1, 0), (step, units, units), self.tf32)
+                at, element = (link.round - 1) * rows * units, dtype.itemsize
+                made.append(OfInner(is_apart, first * units * element, into * units**2 * element, at * element, over))
+        return made
 
     def _leaves_room(self) -> bool:
         """Whether two products of backward run beside each other in a graph."""
@@ -251,7 +313,11 @@ class Plain(Layers):
 
     def _products_back(self) -> Sequence[Made | Each]:
         """Those of backward."""
-        return [*self._of_x, *self._of_ih, *(one for some in self._of_hh for one in (some.over, some.start))]
+        of_hh = [
+            *(one for some in self._of_hh for one in (some.over, some.start)),
+            *(one.over for one in self._of_inner),
+        ]
+        return [*self._of_x, *self._of_ih, *of_hh]
 
     def _weights(self, call: Call) -> tuple[Sequence[Tensor], list[int]]:
         """The weights as kernels read them, mostly themselves; and their addresses, behind which stands 0."""
@@ -321,7 +387,7 @@ class Plain(Layers):
             self._of_gates[layer](blas, entered, at[direction * self._every], base + gates)
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        (_, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
+        (units, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
         grad_y, *grad_finals = [None if grad is None else as_read(grad, dtype) for grad in grads]
         room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
@@ -350,9 +416,17 @@ class Plain(Layers):
             extra = self._argument(options, layer, base, buffers)
             self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
             _alive, whole = self._whole(options, layer, room, buffers)
-            for place in range(first, first + directions * self._every):  # while the kernel runs
-                made[place] = empty(*self._weights_laid[place])
-                into[place] = made[place].data_ptr()
+            of_vectors = [0, 0]
+            for direction in range(directions):  # while the kernel runs
+                own, vectors = first + direction * self._every, first + (direction + 1) * self._every
+                vectors -= self._vectors_of_each
+                for place in range(own, vectors):
+                    made[place] = empty(*self._weights_laid[place])
+                    into[place] = made[place].data_ptr()
+                if self._vectors_of_each:
+                    whole_of = empty(*self._vectors_laid)
+                    of_vectors[direction] = whole_of.data_ptr()
+                    made[vectors : vectors + self._vectors_of_each] = whole_of.unsafe_split(units)
             if not layer:
                 grad_x = None if "x" in constants else empty(*self._input)
                 target = address(grad_x)
@@ -360,10 +434,10 @@ class Plain(Layers):
                 dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
                 entered = dropped.data_ptr()
             aside = branch if branch is not None and branch.fork() else None
-            if self.form.bias:
+            if self._adding.columns:
                 self._adding.launch(
                     stream if aside is None else aside.stream, directions, self._back.sums, *sums,
-                    *[into[place] for place in reads[4:] + reads[2:4]], 0, 0,
+                    *[into[place] for place in reads[4:] + reads[2:4]], *of_vectors,
                 )  # fmt: skip
             for direction in range(directions):
                 own = first + direction * self._every
@@ -381,6 +455,10 @@ class Plain(Layers):
                 else:
                     start = starts[0].data_ptr() + far[layer] if starts else 0
                     self._multiply_recurrent(blas, direction, *of_gates, output, start, made[recurrent])
+                for some in self._of_inner:
+                    gradients = (to_apart if some.apart else to_gates)[direction] + some.first
+                    operand = base + self._kept[layer].operands[direction] + some.operand
+                    some.over(blas, gradients, operand, into[recurrent] + some.into)
             if aside is not None:
                 aside.join()
                 blas = handle(dtype)

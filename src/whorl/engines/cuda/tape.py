@@ -30,11 +30,12 @@ class Slot:
 
     Args:
         number: of the slot.
+        size: bytes.
         given: a call brings it.
     """
 
-    def __init__(self, tape: "Tape", number: int, given: bool) -> None:
-        self.tape, self.number, self._given = tape, number, given
+    def __init__(self, tape: "Tape", number: int, size: int, given: bool) -> None:
+        self.tape, self.number, self.size, self._given = tape, number, size, given
 
     def __del__(self) -> None:
         if not self._given and self.tape.open:
@@ -50,6 +51,11 @@ class Named:
     @property
     def number(self) -> int:
         return self._slot.number
+
+    @property
+    def part(self) -> "Part":
+        whole = self._slot.size == self.numel() * self.element_size()
+        return (self.number, 0, 0) if whole else (self.number, self._at // self.element_size(), self.numel())
 
     def data_ptr(self) -> int:
         return (_NAME | self.number << _FAR) + self._at
@@ -89,6 +95,9 @@ class Named:
         shape = self.shape[1:] if count is None else (count, *self.shape[1:])
         return Named(self._slot, self._at + first * each, shape, self.dtype)
 
+    def unsafe_split(self, size: int) -> "list[Named]":
+        return [self[first : first + size] for first in range(0, self.shape[0], size)]
+
     def zero_(self) -> None:
         self._slot.tape.entries.append([CLEAR, self.number])
 
@@ -108,6 +117,15 @@ def slots(tensors: Sequence[Any]) -> list[int]:
     return [-1 if one is None else one.number for one in tensors]
 
 
+Part = tuple[int, int, int]
+"""Of a slot: its number, the first element and how many; 0 of all, and slot -1 of nothing."""
+
+
+def parts(tensors: Sequence[Any]) -> list[Part]:
+    """What names stand for; several may be parts of one slot."""
+    return [(-1, 0, 0) if one is None else one.part for one in tensors]
+
+
 class Tape:
     """A pass written down: `entries`, each a row of whole numbers, about so many slots."""
 
@@ -119,17 +137,17 @@ class Tape:
 
     def given(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """A name for a tensor that a call brings."""
-        return Named(self._slot(given=True), 0, shape, dtype)
+        return Named(self._slot(shape, dtype, given=True), 0, shape, dtype)
 
     def empty(self, shape: Sequence[int], steps: Sequence[int], dtype: torch.dtype) -> Any:
         """A name for new memory, as `memory.empty` takes its arguments."""
-        slot = self._slot(given=False)
+        slot = self._slot(shape, dtype, given=False)
         self.entries.append([ALLOCATE, slot.number, scalar(dtype), len(shape), *shape, *steps])
         return Named(slot, 0, shape, dtype)
 
-    def _slot(self, given: bool) -> Slot:
+    def _slot(self, shape: Sequence[int], dtype: torch.dtype, given: bool) -> Slot:
         self.slots += 1
-        return Slot(self, self.slots - 1, given)
+        return Slot(self, self.slots - 1, math.prod(shape) * dtype.itemsize, given)
 
     def times(self, one: Named, other: Named, into: Named) -> None:
         """One by one, of as many elements."""

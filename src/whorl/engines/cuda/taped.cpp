@@ -43,6 +43,10 @@ struct Place {  // bytes from the beginning of what a slot has; slot -1 is no ad
   int64_t slot, offset;
 };
 
+struct Part {  // of a slot: its first element and how many; 0 of all, and slot -1 of nothing
+  int64_t slot, first, count;
+};
+
 struct Pointer {  // of an argument
   int64_t at;
   Place place;
@@ -193,7 +197,7 @@ struct Plan : torch::CustomClassHolder {
   Tape forward, backward;
   std::vector<int64_t> outputs;    // slots of the output and the final states
   int64_t room = -1;               // and of what is kept for backward
-  std::vector<int64_t> gradients;  // slots of those of x, of the states and of the weights; -1 where there is none
+  std::vector<Part> gradients;     // of x, of the states and of the weights
 
   template <typename Of>  // from a place to its address
   void launch(const Entry& entry, const std::string& name, void* stream, const Of& of) const {
@@ -405,7 +409,10 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     }
     const Row found = plan.run(plan.backward, given.address, row[x].device());
     for (size_t i = 0; i < plan.gradients.size(); ++i)
-      if (plan.gradients[i] >= 0) made[2 + i] = found[plan.gradients[i]];
+      if (const Part& part = plan.gradients[i]; part.slot >= 0) {
+        const Tensor& whole = found[part.slot];
+        made[2 + i] = part.count ? whole.narrow(0, part.first, part.count) : whole;
+      }
     return made;
   }
 };
@@ -429,7 +436,9 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->shape = numbers.slice(8, 3).vec(), made->state = numbers.slice(11, 3).vec(), made->where = numbers[14];
   made->marks = numbers[15];
   made->forward = Tape(forward, std::move(forward_names)), made->backward = Tape(backward, std::move(backward_names));
-  made->outputs = outputs.vec(), made->gradients = gradients.vec(), made->others = others.vec();
+  made->outputs = outputs.vec(), made->others = others.vec();
+  for (size_t i = 0; i < gradients.size(); i += 3)
+    made->gradients.push_back({gradients[i], gradients[i + 1], gradients[i + 2]});
   const std::lock_guard<std::mutex> lock(adding);
   made->number = (int64_t)plans().size();
   plans().push_back(made);
@@ -503,8 +512,12 @@ int64_t on_device(int64_t number, int device) {
 
 // Of a pass the slots of what it makes for its caller: each once, in the order in which they are known.
 std::vector<int64_t> makes(const Plan& plan, bool backward) {
-  std::vector<int64_t> slots = backward ? plan.gradients : plan.outputs, made;
-  if (!backward && plan.gradient) slots.push_back(plan.room);
+  std::vector<int64_t> slots = plan.outputs, made;
+  if (plan.gradient) slots.push_back(plan.room);
+  if (backward) {
+    slots.clear();
+    for (const Part& part : plan.gradients) slots.push_back(part.slot);
+  }
   for (const int64_t slot : slots)
     if (slot >= 0 && std::find(made.begin(), made.end(), slot) == made.end()) made.push_back(slot);
   return made;

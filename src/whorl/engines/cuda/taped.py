@@ -24,7 +24,7 @@ from whorl.engines import host
 from whorl.engines.base import Continue
 from whorl.engines.cuda.launch import check, driver
 from whorl.engines.cuda.products import cublas
-from whorl.engines.cuda.tape import Tape, scalar
+from whorl.engines.cuda.tape import Part, Tape, scalar
 from whorl.errors import CompileError, KernelError
 from whorl.problem import Call, Plan
 from whorl.settings import settings
@@ -44,7 +44,7 @@ class Written(NamedTuple):
         forward, backward: the tapes; backward is empty where no gradient is wanted.
         outputs: slots of the output and of the final states.
         room: the slot of what forward keeps; -1 for nothing.
-        gradients: slots of those of x, of the initial states and of the weights; -1 where there is none.
+        gradients: of those of x, of the initial states and of the weights, which part of which slot each is.
         others: of each mask that a call brings the dtype, as kernels read it; None of what stands for none.
         marks: how many of lengths, mask and resets a call brings behind those.
     """
@@ -53,7 +53,7 @@ class Written(NamedTuple):
     backward: Tape
     outputs: list[int]
     room: int
-    gradients: list[int]
+    gradients: list[Part]
     others: list[torch.dtype | None]
     marks: int
 
@@ -177,7 +177,8 @@ def add(
     ]  # fmt: skip
     tapes = written.forward, written.backward
     number = torch.ops.whorl_taped.add(
-        [*functions(), _context()], numbers, *[tape.written() for tape in tapes], written.outputs, written.gradients,
+        [*functions(), _context()], numbers, *[tape.written() for tape in tapes], written.outputs,
+        [number for part in written.gradients for number in part],
         [-1 if dtype is None else scalar(dtype) for dtype in written.others], *[tape.names for tape in tapes],
     )  # fmt: skip
     _plans[number], _numbers[key] = _Known(plan, written, by_python, on), number
