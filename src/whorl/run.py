@@ -281,7 +281,9 @@ def _by_python(made: Plan, grads: Row, row: Row) -> Row:
         row: the call's marks, its tensors, the output and what else forward saved.
     """
     problem, form = made.problem, made.problem.form
-    loops, there = form.layers * form.directions, [name for name in PLAIN._fields if name in problem.extras]
+    loops, names = form.layers * form.directions, {"drawn": "seed"}
+    named = {names.get(name, name) for name in problem.extras}
+    there = [name for name in PLAIN._fields if name in named]
     states, weights = len(form.cell.states) * problem.initial, loops * len(kinds(form))
     dropout, noise = (form.layers - 1) * problem.dropout, loops * (2 + len(form.cell.states))
     layout = (states, weights, dropout, 0, 0, noise * ("dropout_masks" in problem.extras))

@@ -1,8 +1,8 @@
-"""How a call with marks, or with given masks of recurrent dropout, runs where Python's time counts: as `plain` runs.
+"""How a call with marks, zoneout or recurrent dropout runs where Python's time counts: as `plain` runs.
 
-Lengths, a mask and resets, and what Keras' layers ask for.  Of one of Keras' LSTM layers a plain training step took the
-host 355 us, one with a mask 677 as `layers` runs it and 534 so, one with recurrent dropout by gate 902 and 726 (AMD
-EPYC, without kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 and 52.
+Lengths, a mask and resets, masks that are drawn, and what Keras' layers ask for.  Of one of those a plain training step
+of LSTM took the host 355 us, one with a mask 677 as `layers` runs it and 534 so, one with recurrent dropout by gate 902
+and 726 (AMD EPYC, without kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 and 52.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,23 @@ from torch import Tensor
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, exact
-from whorl.engines.cuda.options import Options, is_by_gate, is_ordered
+from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
 from whorl.engines.cuda.plain import Kept, Plain, Room, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
-from whorl.engines.cuda.source import GIVEN_BY_GATE, HELD, Features
-from whorl.engines.cuda.staged import staged
+from whorl.engines.cuda.source import BY_GATE, Features
 from whorl.engines.cuda.tape import Tape
 from whorl.problem import Call, Marks, Outcome, Problem
 
 
 def is_marked(problem: Problem) -> bool:
-    """Lengths, a mask, resets, given masks that all steps share; and nothing else beyond a plain call."""
+    """Lengths, a mask, resets, masks drawn, or given that all steps share; and nothing else beyond a plain call."""
     form, extras = problem.form, set(problem.extras)
-    by_step = "dropout_masks" in extras and form.recurrent_dropout_mode == "step"
-    inside = "dropout_masks" in extras and staged(form.cell)
-    others = problem.packed or form.zoneout or by_step or inside
-    return bool(extras) and extras <= {*_MARKS, "dropout_masks"} and not others and is_plain_cell(form.cell)
+    given, drawn = "dropout_masks" in extras, "drawn" in extras
+    by_step = given and form.recurrent_dropout_mode == "step"
+    mixed = (given and (drawn or form.zoneout)) or (drawn and form.input_dropout)
+    if problem.packed or by_step or mixed or not extras <= {*_MARKS, "dropout_masks", "drawn"}:
+        return False
+    return bool(extras or form.zoneout) and is_plain_cell(form.cell)
 
 
 _MARKS = ("lengths", "mask", "reset")
@@ -56,14 +57,14 @@ class Marked(Plain):
     """
 
     def _features(self) -> Features:
-        extras, noise = self.problem.extras, GIVEN_BY_GATE if is_by_gate(self.form) else HELD
-        lengths, mask, reset = (name in extras for name in _MARKS)
-        order = lengths and is_ordered(self.problem.batch)
-        return Features(lengths, mask, reset, order=order, noise=noise * ("dropout_masks" in extras))
+        most = expected(self.problem)
+        zoneout = () if "dropout_masks" in self.problem.extras or not any(most.zoneout) else most.zoneout
+        order = most.order and is_ordered(self.problem.batch)
+        return most._replace(order=order, zoneout=zoneout, noise_gradient=False, zoneout_gradient=False)
 
     def by_tape(self, call: Call) -> bool:
         wanted = call.noise and self.problem.gradient and "noise" not in self.problem.constants
-        return self._takes(call) and not wanted
+        return self._takes(call) and not wanted and super().by_tape(call)
 
     def _named(self, tape: Tape) -> Call:
         form, problem = self.form, self.problem
@@ -76,13 +77,13 @@ class Marked(Plain):
             noise += [absent, tape.given(shape, torch.float32), *[absent] * len(form.cell.states)]
         kinds = {"lengths": ((batch,), torch.int64)} | dict.fromkeys(("mask", "reset"), ((time, batch), torch.bool))
         marks = {name: tape.given(*kind) for name, kind in kinds.items() if name in problem.extras}
+        if "drawn" in problem.extras:
+            marks["seed"] = tape.given((), torch.int64)
         return call._replace(noise=tuple(noise), marks=Marks(**marks))
 
     def _takes(self, call: Call) -> bool:
         every = 2 + len(self.cell.states)
-        return not call.dropout and all(
-            (mask.dim() > 0) == (place % every == 1) for place, mask in enumerate(call.noise)
-        )
+        return all((mask.dim() > 0) == (place % every == 1) for place, mask in enumerate(call.noise))
 
     def forward(self, call: Call) -> Outcome:
         return super().forward(call) if self._takes(call) else Layers.forward(self, call)
@@ -130,8 +131,8 @@ class Marked(Plain):
         super()._make_ready_for_backward(room)
         units, batch, time, directions = self.sizes
         dtype, rows, noise = self.problem.dtype, time * batch, self._features().noise
-        element, self._gatewise = dtype.itemsize, noise == GIVEN_BY_GATE
-        self._entered = room.parts(directions, rows * units * element) if noise == HELD else []
+        element, self._gatewise = dtype.itemsize, noise >= BY_GATE
+        self._entered = room.parts(directions, rows * units * element) if 0 < noise < BY_GATE else []
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
         at_once = at_once and better_together(units, rows, element)
         self._of_whole: list[OfWhole] = []
@@ -154,13 +155,15 @@ class Marked(Plain):
     ) -> tuple[list[Tensor], Sequence[int]]:
         assert options is not None, "the problem has some"
         before = self._kept[layer].before
+        if not self._features().before:
+            return [], ()
         if not self._gatewise:
             return [], buffers or [room.data_ptr() + place for place in before]
         units, batch, time, _ = self.sizes
         shape, dtype = (time * batch, units), self.problem.dtype
         size = time * batch * units * dtype.itemsize
         rows = [from_bytes(room[place : place + size], shape, dtype) for place in before]
-        masked = [options.masked(row, mask) for row, mask in zip(rows, options.noise(layer)[1], strict=True)]
+        masked = [options.masked(row, mask) for row, mask in zip(rows, options.scaled_by_gate(layer), strict=True)]
         return masked, [tensor.data_ptr() for tensor in masked]
 
     def _multiply_whole(self, blas: int, to_gates: int, to_apart: int, entered: int, into: int) -> None:

@@ -163,6 +163,14 @@ class Options:
         drawn = all(self._given[index].recurrent is None for index in self._indices(layer))
         return _scale(self.form.recurrent_dropout) if drawn else 1.0
 
+    def scaled_by_gate(self, layer: int) -> list[Tensor]:
+        """The masks of `noise`, each with its scale: those of gates that are drawn are drawn again."""
+        kind, masks = self.noise(layer)
+        if kind == BY_GATE:
+            scale = self.noise_scale(layer)
+            return [self._draw_by_gate(layer, direction, scale) for direction in range(self.form.directions)]
+        return [mask for mask in masks if mask is not None]
+
     def zoneouts(self, layer: int) -> list[tuple[int, list[Tensor | None]]]:
         """The same of each state's zoneout."""
         return self._zoneouts[layer]
@@ -219,11 +227,13 @@ class Options:
 
     def _draw_by_gate(self, layer: int, direction: int, kept: float) -> Tensor:
         """float32 [recurrent gates, batch, units]."""
-        form, parts = self.form, []
+        form, first = self.form, 0
+        made = empty(*laid_out((len(form.cell.recurrent), self.batch, form.units), torch.float32))
         for purpose, count in by_gate(len(form.cell.recurrent)):
-            code = tag(purpose, layer, direction)
-            parts.append(self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept)[:, 0])
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            code, into = tag(purpose, layer, direction), made[first : first + count]
+            self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept, into)
+            first += count
+        return made
 
     def _zoneout(self, layer: int, state: int) -> tuple[int, list[Tensor | None]]:
         form, probability = self.form, self.form.zoneout[state] if self.form.zoneout else 0.0
@@ -317,7 +327,7 @@ class Options:
         blocks = max(1, -(-self.batch * -(-pairs // 2) // _THREADS))
         parts = parts_of_steps(self.time, blocks, _DRAWING * self._chip.multiprocessors)
         for direction in range(form.directions):
-            made = torch.empty(self.time, self.batch, pairs, dtype=torch.int16, device=self._call.x.device)
+            made = empty(*laid_out((self.time, self.batch, pairs), torch.int16))
             kernel(
                 self._stream, blocks, parts, made.data_ptr(),
                 *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs,
@@ -339,10 +349,11 @@ class Options:
         return self._orders[parts]
 
     def _draw(
-        self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float
-    ) -> Tensor:
+        self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float,
+        into: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """float32 [count, time, batch, width]: `event` where a word of this purpose, of so many of a unit, is one."""
-        made = torch.empty(count, time, self.batch, width, dtype=torch.float32, device=self._call.x.device)
+        made = empty(*laid_out((count, time, self.batch, width), torch.float32)) if into is None else into
         kernel = _small("draw_masks", source.draw, _DRAW, self._chip, self._index)
         blocks = min(1024, -(-time * self.batch * -(-width // together(count)) // _THREADS))
         kernel(

@@ -392,8 +392,8 @@ class Plain(Layers):
         room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
-        if options is not None:
-            x = options.cleaned(x)
+        cleaned: Callable[[Tensor], Tensor] = as_it_is if options is None else options.cleaned
+        x = cleaned(x)
         starts = [as_read(state, dtype) for state in call.states]
         grad_starts, grad_x = [empty(*self._state) for _ in starts], None
         made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
@@ -431,7 +431,7 @@ class Plain(Layers):
                 grad_x = None if "x" in constants else empty(*self._input)
                 target = address(grad_x)
             elif call.dropout:
-                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
+                dropped = cleaned(self._output_in(room, layer - 1) * call.dropout[layer - 1])
                 entered = dropped.data_ptr()
             aside = branch if branch is not None and branch.fork() else None
             if self._adding.columns:
@@ -465,8 +465,8 @@ class Plain(Layers):
             if call.dropout and layer:
                 to_dropped = self._output_at(meanwhile, self._to_below)
                 if "dropout" not in constants:
-                    grad_dropout[layer - 1] = to_dropped * self._output_in(room, layer - 1)
-                to_dropped *= call.dropout[layer - 1]
+                    grad_dropout[layer - 1] = cleaned(to_dropped * self._output_in(room, layer - 1))
+                to_dropped *= cleaned(call.dropout[layer - 1])
             output = below
         return [grad_x, *grad_starts, *made, *grad_dropout, *[None] * len(call.noise)]
 
@@ -511,6 +511,11 @@ def _taking(wanted: Sequence[str], known: Sequence[str]) -> Callable[[Sequence[i
     """What takes from a list of addresses what is `wanted`; in the place of what is not `known`, that of nothing."""
     places = {name: place for place, name in enumerate(known)}
     return itemgetter(*[places.get(name, places["nothing"]) for name in wanted])
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Of a call without options, where every step counts."""
+    return tensor
 
 
 def as_read(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -212,8 +212,8 @@ def offsets(layout: str) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def scalar(dtype: torch.dtype) -> int:
     """torch's number of a dtype in C++."""
-    known = {torch.uint8: 0, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bool: 11, torch.bfloat16: 15}
-    return known[dtype]
+    others = {torch.uint8: 0, torch.int16: 2, torch.int64: 4, torch.bool: 11}
+    return (others | {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15})[dtype]
 
 
 class _Writing(threading.local):

@@ -1,0 +1,120 @@
+"""Zoneout and recurrent dropout whose masks are drawn, where addresses take the place of tensors; by `emulation`.
+
+To the bit what `Layers` gives from the same seed, whose numbers other tests compare with the reference's; and by tapes
+the same.
+"""
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import whorl
+from tapes import counted
+from test_plain_cells import BATCH, INPUTS, TIME, UNITS, outcome, ways
+from whorl.engines.cuda import layers
+from whorl.engines.cuda.layers import Layers
+from whorl.engines.cuda.marked import Marked
+
+__all__ = ["counted"]  # a fixture
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.xdist_group("taped"),  # one process compiles it
+]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "by gate": dict(recurrent_dropout=0.4),
+    "shared": dict(recurrent_dropout=0.4, recurrent_dropout_mode="shared"),
+    "step": dict(recurrent_dropout=0.4, recurrent_dropout_mode="step"),
+    "zoneout": dict(zoneout=0.3),
+    "by gate, zoneout": dict(recurrent_dropout=0.4, zoneout=0.3),
+    "step, zoneout of one state": dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout={"h": 0.3}),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "both directions, no bias, dropout": dict(num_layers=2, bidirectional=True, bias=False, dropout=0.2),
+}
+MARKS: dict[str, dict[str, Tensor]] = {
+    "": {},
+    "marks": {
+        "mask": torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 1], [1, 1, 0]]).bool(),
+        "reset": torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]]).bool(),
+        "lengths": torch.tensor([4, 2, 3]),
+    },
+}
+
+
+def made(kind: str, option: str, form: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(1)
+    options = FORMS[form] | OPTIONS[option]
+    return getattr(whorl, kind)(INPUTS, UNITS, **options, dtype=dtype, engine="persistent")
+
+
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_it_is_what_layers_gives(
+    kind: str, option: str, form: str, marks: str, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    initial = marks == "marks"
+    layer = made(kind, option, form)
+    ways(layer, Marked, counted, monkeypatch, True, initial, TIME, **MARKS[marks])
+    if not FORMS[form]:  # of several layers dropout's masks would be other ones
+        ways(layer.eval(), *evaluated(option, marks), counted, monkeypatch, True, initial, TIME, **MARKS[marks])
+
+
+def evaluated(option: str, marks: str) -> tuple[type]:
+    from whorl.engines.cuda.plain import Plain
+
+    return (Marked if marks or "zoneout" in option else Plain,)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_float32_and_one_step(option: str, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = made("LSTM", option, "one layer", torch.float32)
+    for time in (1, 2):
+        ways(layer, Marked, counted, monkeypatch, True, True, time)
+
+
+def test_each_call_draws_its_own(counted: list[int]) -> None:
+    layer, x = made("LSTM", "by gate, zoneout", "one layer"), torch.randn(TIME, BATCH, INPUTS).bfloat16()
+    one, other = layer(x)[0], layer(x)[0]
+    assert len(counted) == 2
+    assert not torch.equal(one, other)
+    evaluated = layer.eval()(x)[0]
+    assert torch.equal(layer(x)[0], evaluated)
+    assert not torch.equal(evaluated, layer.train()(x)[0])
+
+
+def test_many_gates_have_masks_of_two_words(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    @whorl.cell(gates="a b c d e f", states="h")
+    def six(x: Any, r: Any, s: Any) -> dict[str, Any]:
+        both = [getattr(x, gate) + getattr(r, gate) for gate in "abcdef"]
+        return dict(h=whorl.tanh(both[0] + both[1] * both[2] + both[3] * both[4] - both[5]))
+
+    torch.manual_seed(1)
+    layer = whorl.Recurrent(six, INPUTS, UNITS, recurrent_dropout=0.4, dtype=torch.bfloat16, engine="persistent")
+    ways(layer, Marked, counted, monkeypatch, True, False, TIME)
+
+
+@pytest.mark.parametrize("option", ["by gate, zoneout", "step"])
+def test_gradients_of_gradients_draw_the_same(option: str, counted: list[int]) -> None:
+    layer = made("LSTM", option, "one layer", torch.float32)
+    x = torch.randn(TIME, BATCH, INPUTS, requires_grad=True)
+    torch.manual_seed(4)
+    (first,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    torch.manual_seed(4)
+    (again,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    torch.testing.assert_close(again, first, rtol=1e-4, atol=1e-5)
+    assert again.square().sum().backward() is None
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize("option", [dict(input_dropout=0.2), dict(input_dropout=0.2, zoneout=0.1)])
+def test_masks_of_x_go_another_way(option: dict[str, Any], counted: list[int]) -> None:
+    layer = whorl.LSTM(INPUTS, UNITS, dtype=torch.bfloat16, engine="persistent", **option)
+    outcome(layer, True, False, TIME)
+    assert {type(one) for _, one in layers._prepared.values()} == {Layers}
+    assert not counted
