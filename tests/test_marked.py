@@ -33,7 +33,7 @@ def ran() -> list[type]:
 
 
 def given(cell: str, what: str, layer: Any, time: int = TIME) -> dict[str, Any]:
-    """Of a call: `what` names a mask, and masks by gate or shared by the gates, of the input too, or with gradients."""
+    """Of a call: `what` names a mask, and masks by gate or shared by the gates, or with gradients."""
     rows, found = layer.num_layers * (1 + layer.bidirectional), {}
     dtype = next(layer.parameters()).dtype
     if "mask" in what:
@@ -46,11 +46,6 @@ def given(cell: str, what: str, layer: Any, time: int = TIME) -> dict[str, Any]:
     masks = {}
     if "gate" in what or "shared" in what:
         masks["recurrent_dropout"] = [torch.rand(shape).to(dtype) for _ in range(rows)]
-    if "input" in what:
-        width = UNITS * (1 + layer.bidirectional)
-        masks["input_dropout"] = [
-            torch.rand(BATCH, INPUTS if row < rows // layer.num_layers else width).to(dtype) for row in range(rows)
-        ]
     if masks:
         found["dropout_masks"] = masks
         for mask in masks.get("recurrent_dropout", []) if "gradient" in what else []:
@@ -94,7 +89,7 @@ def assert_same(found: tuple[list[Tensor], list[Tensor]]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("what", ["mask", "gate", "mask gate", "shared", "mask shared", "gate input", "gate gradient",
+@pytest.mark.parametrize("what", ["mask", "gate", "mask gate", "shared", "mask shared", "gate gradient",
                                   "mask shared gradient", "lengths", "reset", "lengths mask reset", "reset gate",
                                   "lengths shared"])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)

@@ -13,9 +13,7 @@ from torch import Tensor
 
 import whorl
 from tapes import counted
-from test_plain_cells import BATCH, INPUTS, TIME, UNITS, outcome, ways
-from whorl.engines.cuda import layers
-from whorl.engines.cuda.layers import Layers
+from test_plain_cells import BATCH, INPUTS, TIME, UNITS, ways
 from whorl.engines.cuda.marked import Marked
 
 __all__ = ["counted"]  # a fixture
@@ -110,11 +108,3 @@ def test_gradients_of_gradients_draw_the_same(option: str, counted: list[int]) -
     torch.testing.assert_close(again, first, rtol=1e-4, atol=1e-5)
     assert again.square().sum().backward() is None
     assert len(counted) == 2
-
-
-@pytest.mark.parametrize("option", [dict(input_dropout=0.2), dict(input_dropout=0.2, zoneout=0.1)])
-def test_masks_of_x_go_another_way(option: dict[str, Any], counted: list[int]) -> None:
-    layer = whorl.LSTM(INPUTS, UNITS, dtype=torch.bfloat16, engine="persistent", **option)
-    outcome(layer, True, False, TIME)
-    assert {type(one) for _, one in layers._prepared.values()} == {Layers}
-    assert not counted

@@ -15,12 +15,13 @@ from torch import Tensor
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, exact
+from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
 from whorl.engines.cuda.plain import Kept, Plain, Room, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
-from whorl.engines.cuda.source import BY_GATE, Features
+from whorl.engines.cuda.source import BY_GATE, Features, has_options
 from whorl.engines.cuda.tape import Tape
-from whorl.problem import Call, Marks, Outcome, Problem
+from whorl.problem import Call, Marks, Outcome, Plan, Problem
 
 
 def is_marked(problem: Problem) -> bool:
@@ -28,7 +29,7 @@ def is_marked(problem: Problem) -> bool:
     form, extras = problem.form, set(problem.extras)
     given, drawn = "dropout_masks" in extras, "drawn" in extras
     by_step = given and form.recurrent_dropout_mode == "step"
-    mixed = (given and (drawn or form.zoneout)) or (drawn and form.input_dropout)
+    mixed = given and (drawn or form.zoneout)
     if problem.packed or by_step or mixed or not extras <= {*_MARKS, "dropout_masks", "drawn"}:
         return False
     return bool(extras or form.zoneout) and is_plain_cell(form.cell)
@@ -49,18 +50,97 @@ class OfWhole(NamedTuple):
     over: Made | Each
 
 
+class Masks(NamedTuple):
+    """Of each layer and direction the axes of the masks that a call gives: 0 for none, 3 for one by gate."""
+
+    input: int
+    recurrent: int
+
+
+class OfMasked(NamedTuple):
+    """Products of the input weights with x behind a mask: of all gates, or of one of as many as have masks."""
+
+    rows: int
+    """Of the weights."""
+    ahead: Made
+    to_ih: Made
+    to_masked: Made
+    dtype: torch.dtype
+    """Of what `to_masked` gives: wider where it is rounded once more."""
+
+
 class Marked(Plain):
     """A plan's kernels, for a problem that `is_marked`.
 
-    Of given masks it takes those of the recurrent product alone, and without a gradient; else `Layers` runs, which
-    reads what forward left here as its own.
+    Where masks are given, for calls with `masks`; others have one of their own (`of`), and where layers are not alike,
+    zoneout has masks or a mask has a gradient, `Layers` runs, which reads what forward left here as its own.
     """
+
+    def __init__(self, plan: Plan, device: torch.device, masks: Masks | None = None) -> None:
+        problem = plan.problem
+        self._plan, self._device, self._ways = plan, device, dict[Masks, Marked]()
+        if masks is None and "dropout_masks" in problem.extras:
+            masks = Masks(0, 3 if is_by_gate(problem.form) else 2)  # as they mostly are
+        self._masks = masks
+        self._drops = masks.input > 0 if masks else "drawn" in problem.extras and problem.form.input_dropout > 0
+        super().__init__(plan, device)
+        self.way = masks
+        layers = range(self.form.layers if self._drops else 0)
+        self._of_masked = [self._products_of_masked(self.form.layer_inputs(layer)) for layer in layers]
+
+    def of(self, call: Call) -> Plain:
+        masks = self._masks_of(call)
+        if masks is None or masks == self._masks:
+            return self
+        if masks not in self._ways:
+            self._ways[masks] = Marked(self._plan, self._device, masks)
+        return self._ways[masks]
+
+    def _masks_of(self, call: Call) -> Masks | None:
+        """None: there are none, or not such as these."""
+        every, axes = 2 + len(self.cell.states), [mask.dim() for mask in call.noise]
+        alike = {tuple(axes[first : first + every]) for first in range(0, len(axes), every)}
+        if len(alike) != 1:
+            return None
+        ((of_x, of_state, *of_zoneout),) = alike
+        own = self._axes_of_state
+        of_state = own if of_state == 3 and len(self.form.cell.recurrent) == 1 else of_state
+        return None if any(of_zoneout) or of_state not in (0, own) else Masks(of_x, of_state)
+
+    @property
+    def _axes_of_state(self) -> int:
+        """Of a mask of the recurrent product."""
+        return 3 if is_by_gate(self.form) else 2
+
+    def _products_of_masked(self, inputs: int) -> OfMasked:
+        units, batch, time, _ = self.sizes
+        dtype, rows, step = self.problem.dtype, time * batch, len(self.cell.gates) * units
+        wide = units if self._masks is not None and self._masks.input == 3 else step
+        made = torch.float32 if self._masks is not None else dtype  # as `entering.Dropped` has it
+        ready, tf32 = self._product.ready, self.tf32
+        ahead = ready(dtype, (rows, inputs, wide), (0, 1), (inputs, inputs, step), tf32, self.gate)
+        to_ih = ready(dtype, (wide, rows, inputs), (1, 0), (step, inputs, inputs), tf32)
+        to_masked = ready(dtype, (rows, wide, inputs), (0, 0), (step, inputs, inputs), tf32, made)
+        return OfMasked(wide, ahead, to_ih, to_masked, made)
+
+    def _masked(self, options: Options, layer: int, direction: int, entered: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each mask, and what it leaves of what entered a layer."""
+        mask = options.input_mask(layer, direction)
+        assert mask is not None, "x goes behind one"
+        made = options.masked(entered, mask)
+        if mask.dim() == 2:
+            return [(mask, made)]
+        return [(mask[gate], made[gate]) for gate in range(len(self.cell.gates))]
 
     def _features(self) -> Features:
         most = expected(self.problem)
-        zoneout = () if "dropout_masks" in self.problem.extras or not any(most.zoneout) else most.zoneout
+        zoneout, noise = () if self._masks or not any(most.zoneout) else most.zoneout, most.noise
+        if self._masks is not None and not self._masks.recurrent:
+            noise = 0
         order = most.order and is_ordered(self.problem.batch)
-        return most._replace(order=order, zoneout=zoneout, noise_gradient=False, zoneout_gradient=False)
+        return most._replace(
+            order=order, noise=noise, zoneout=zoneout, noise_gradient=False, zoneout_gradient=False
+        )  # fmt: skip
 
     def by_tape(self, call: Call) -> bool:
         wanted = call.noise and self.problem.gradient and "noise" not in self.problem.constants
@@ -70,11 +150,15 @@ class Marked(Plain):
         form, problem = self.form, self.problem
         _, batch, time, _ = self.sizes
         call, wide = super()._named(tape), (batch, form.units)
-        shape = (len(form.cell.recurrent), *wide) if is_by_gate(form) else wide
         absent: Any = torch.empty(())
         noise: list[Any] = []
-        for _ in range(form.layers * form.directions * ("dropout_masks" in problem.extras)):
-            noise += [absent, tape.given(shape, torch.float32), *[absent] * len(form.cell.states)]
+        if self._masks is not None:
+            gates, recurrent = (len(form.cell.gates),), (len(form.cell.recurrent),)
+            for index in range(form.layers * form.directions):
+                shape = batch, form.layer_inputs(index // form.directions)
+                shapes = [(self._masks.input, gates + shape), (self._masks.recurrent, recurrent + wide)]
+                noise += [tape.given(shape[-axes:], torch.float32) if axes else absent for axes, shape in shapes]
+                noise += [absent] * len(form.cell.states)
         kinds = {"lengths": ((batch,), torch.int64)} | dict.fromkeys(("mask", "reset"), ((time, batch), torch.bool))
         marks = {name: tape.given(*kind) for name, kind in kinds.items() if name in problem.extras}
         if "drawn" in problem.extras:
@@ -82,8 +166,7 @@ class Marked(Plain):
         return call._replace(noise=tuple(noise), marks=Marks(**marks))
 
     def _takes(self, call: Call) -> bool:
-        every = 2 + len(self.cell.states)
-        return all((mask.dim() > 0) == (place % every == 1) for place, mask in enumerate(call.noise))
+        return not call.noise or self._masks_of(call) == self._masks
 
     def forward(self, call: Call) -> Outcome:
         return super().forward(call) if self._takes(call) else Layers.forward(self, call)
@@ -119,10 +202,59 @@ class Marked(Plain):
             found += [room[at : at + size] for at, size in places]
         return found
 
+    def _project(
+        self, options: Options | None, layer: int, blas: int, entered: Tensor, at: Sequence[int], base: int
+    ) -> None:
+        if not self._drops:
+            super()._project(options, layer, blas, entered, at, base)
+            return
+        assert options is not None, "the problem has some"
+        for direction, into in enumerate(self._kept[layer].gates):
+            place = (layer * self.form.directions + direction) * self._every
+            rows, multiply, *_ = self._of_masked[layer]
+            each = rows * self.form.layer_inputs(layer) * entered.element_size()
+            for part, (_, made) in enumerate(self._masked(options, layer, direction, entered)):
+                out = base + into + part * rows * self.gate.itemsize
+                multiply(blas, made.data_ptr(), at[place] + part * each, out)
+
+    def _multiply_input(
+        self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
+        to_entered: Tensor | None, to_ih: int,
+    ) -> None:  # fmt: skip
+        if not self._drops:
+            super()._multiply_input(
+                options, layer, direction, blas, to_gates, entered, ih, to_entered, to_ih
+            )  # fmt: skip
+            return
+        assert options is not None, "the problem has some"
+        own, element = self._of_masked[layer], entered.element_size()
+        each, total = own.rows * self.form.layer_inputs(layer) * element, list[Tensor]()
+        for part, (mask, masked) in enumerate(self._masked(options, layer, direction, entered)):
+            grads = to_gates + part * own.rows * element
+            own.to_ih(blas, grads, masked.data_ptr(), to_ih + part * each)
+            if to_entered is not None:
+                made = empty(*laid_out(entered.shape, own.dtype))
+                own.to_masked(blas, grads, ih + part * each, made.data_ptr())
+                made = options.masked(made, mask)
+                if total:
+                    total[0] += made
+                else:
+                    total.append(made)
+        if to_entered is None:
+            return
+        if direction:
+            rounded = empty(*laid_out(entered.shape, entered.dtype))
+            rounded.copy_(total[0])
+            to_entered += rounded
+        else:
+            to_entered.copy_(total[0])
+
     def _argument(
         self, options: Options | None, layer: int, base: int, entered: Sequence[int] | None = None
     ) -> Sequence[Any]:
         assert options is not None, "the problem has some"
+        if not has_options(self.cell, self._features()):
+            return ()
         before = [base + place for place in self._kept[layer].before] if self.problem.gradient else []
         kernel = self._ahead if entered is None else self._back
         return options.argument(layer, kernel.together, before=before, entered=entered or ())

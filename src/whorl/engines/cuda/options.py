@@ -183,7 +183,8 @@ class Options:
         if not form.input_dropout or self.seed is None:
             return None
         code, width = tag(INPUT, layer, direction), form.layer_inputs(layer)
-        return self._draw(1, 1, width, code, form.input_dropout, 0.0, _scale(form.input_dropout))[0, 0]
+        drawn = self._draw(1, 1, width, code, form.input_dropout, 0.0, _scale(form.input_dropout))
+        return drawn.view((self.batch, width))
 
     def given_masks(self, layer: int, direction: int) -> Given:
         return self._given[layer * self.form.directions + direction]

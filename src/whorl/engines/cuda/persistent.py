@@ -152,41 +152,50 @@ class Persistent(Engine):
 
     def number(self, plan: Plan, call: Call, by_python: Continue, wait: bool = False) -> int:
         made = layers(plan, call.x.device, _made)
-        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not made.by_tape(call):
+        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index:
+            return -1
+        made = made.of(call)
+        if not made.by_tape(call):
             return -1
         if not taped.ready() and not (wait and not taped.finish()):
             return -1
         if made.number < 0:
-            made.number = _number(plan, made, call.x.device, by_python)
+            made.number = _number(plan, made, call, call.x.device, by_python)
         return made.number
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = layers(plan, call.x.device, _made)
         if torch._C._cuda_getDevice() == made.index:
-            return made.forward(call)
+            return _way(made, call).forward(call)
         with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
-            return made.forward(call)
+            return _way(made, call).forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         made = layers(plan, call.x.device, _made)
         if torch._C._cuda_getDevice() == made.index:
-            return made.backward(call, y, saved, grads)
+            return _way(made, call).backward(call, y, saved, grads)
         with torch.cuda.device(made.index):
-            return made.backward(call, y, saved, grads)
+            return _way(made, call).backward(call, y, saved, grads)
 
 
-def _number(plan: Plan, made: Plain, device: torch.device, by_python: Continue) -> int:
+def _number(plan: Plan, made: Plain, call: Call, device: torch.device, by_python: Continue) -> int:
     """By which C++ knows the tapes of a plan that is ready on a device."""
+
+    like = Call(call.x.new_empty(0), (), (), noise=tuple([mask.new_empty((0,) * mask.dim()) for mask in call.noise]))
 
     def on(index: int) -> int:
         there = torch.device("cuda", index)
         with torch.cuda.device(there):
-            made = layers(plan, there, _made)
-            assert isinstance(made, Plain), "as it is on the device for which it was planned"
-            return _number(plan, made, there, by_python)
+            every = layers(plan, there, _made)
+            assert isinstance(every, Plain), "as it is on the device for which it was planned"
+            return _number(plan, every.of(like), like, there, by_python)
 
     where = made.index, -1 if device.type == "cpu" else made.index, len(kinds(plan.problem.form))
     return taped.add(plan, made.written(), *where, by_python, on)
+
+
+def _way(made: Layers | Projected, call: Call) -> Layers | Projected:
+    return made.of(call) if isinstance(made, Plain) else made
 
 
 def _made(plan: Plan, device: torch.device) -> Layers | Projected:

@@ -6,7 +6,7 @@ fills in addresses.  It lists all that it has, and from there each kernel takes 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -113,8 +113,14 @@ class Plain(Layers):
             self._aside = branch_of(self.index) if self._leaves_room() else None
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
+        self.way: Hashable = None
+        """Which of the ways of its plan it is, where there are several."""
         self.number = -1
         """By which C++ knows its tapes, once it does."""
+
+    def of(self, call: Call) -> "Plain":
+        """What runs a call of its plan, of which there may be several ways."""
+        return self
 
     def written(self) -> Written:
         """Its passes, written down."""
@@ -131,7 +137,7 @@ class Plain(Layers):
             with written_to(back):
                 made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
         marks = sum(mark is not None for mark in named.marks)
-        return Written(ahead, back, slots(outcome.outputs), room, parts(made), dtypes, marks)
+        return Written(ahead, back, slots(outcome.outputs), room, parts(made), dtypes, marks, self.way)
 
     def by_tape(self, call: Call) -> bool:
         """Whether what an eager call asks for depends on addresses alone: not where masks have gradients."""
@@ -341,21 +347,20 @@ class Plain(Layers):
     def forward(self, call: Call) -> Outcome:
         _, batch, time, _ = self.sizes
         dtype, last = self.problem.dtype, self.form.layers - 1
-        x, (_alive, at) = call.x.contiguous(), self._weights(call)
+        entered, (_alive, at) = call.x.contiguous(), self._weights(call)
         room = empty(*self._room)
-        base, entered = room.data_ptr(), x.data_ptr()
-        stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
-        self._project(0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
+        base, stream, blas = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
+        self._project(options, 0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         y, finals, places, _also = self._listed(call, at, base, self._in_room)
-        for layer, kept in enumerate(self._kept):
+        for layer in range(last + 1):
             if layer:
-                self._project(layer, blas, entered, at, base)
+                self._project(options, layer, blas, entered, at, base)
             self._ahead(stream, *self._takes_ahead[layer](places), time, batch, *self._argument(options, layer, base))
-            entered = base + kept.output
-            if call.dropout and layer < last:
-                dropped = self._output_in(room, layer) * call.dropout[layer]
-                entered = dropped.data_ptr()
+            if layer < last:
+                entered = self._output_in(room, layer)
+                if call.dropout:
+                    entered = entered * call.dropout[layer]
         return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
 
     def _listed(
@@ -381,10 +386,21 @@ class Plain(Layers):
         """
         return ()
 
-    def _project(self, layer: int, blas: int, entered: int, at: Sequence[int], base: int) -> None:
+    def _project(
+        self, options: Options | None, layer: int, blas: int, entered: Tensor, at: Sequence[int], base: int
+    ) -> None:
         """What enters a layer times its weights, for every gate at every step."""
         for direction, gates in enumerate(self._kept[layer].gates, layer * self.form.directions):
-            self._of_gates[layer](blas, entered, at[direction * self._every], base + gates)
+            self._of_gates[layer](blas, entered.data_ptr(), at[direction * self._every], base + gates)
+
+    def _multiply_input(
+        self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
+        to_entered: Tensor | None, to_ih: int,
+    ) -> None:  # fmt: skip
+        """The gradients of what entered a layer, to which a second direction adds, and of the input weights."""
+        if to_entered is not None:
+            self._of_x[layer](blas, to_gates, ih, to_entered.data_ptr(), direction > 0)
+        self._of_ih[layer](blas, to_gates, entered.data_ptr(), to_ih)
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (units, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
@@ -395,13 +411,14 @@ class Plain(Layers):
         cleaned: Callable[[Tensor], Tensor] = as_it_is if options is None else options.cleaned
         x = cleaned(x)
         starts = [as_read(state, dtype) for state in call.states]
-        grad_starts, grad_x = [empty(*self._state) for _ in starts], None
+        grad_starts = [empty(*self._state) for _ in starts]
+        grad_x: Tensor | None = None
         made, into = list(weights), [0] * len(at)  # gradients, and their addresses, are put in their places
         grad_dropout: list[Tensor | None] = [None] * len(call.dropout)
         meanwhile = empty(*self._meanwhile)
         base, here = room.data_ptr(), meanwhile.data_ptr()
         to_gates, to_apart = [here + place for place in self._to_gates], [here + place for place in self._to_apart]
-        sums, to_below = pair([here + place for place in self._summed]), here + self._to_below
+        sums = pair([here + place for place in self._summed])
         output, buffers, far = y.data_ptr(), [here + place for place in self._entered], self._far
         places = [
             *at, *[base + place for place in self._in_room], *[here + place for place in self._in_meanwhile],
@@ -411,8 +428,6 @@ class Plain(Layers):
         branch = self._aside if torch._C._cuda_isCurrentStreamCapturing() else None
         for layer in reversed(range(self.form.layers)):
             reads, first = self._reads[layer], layer * directions * self._every
-            below = base + self._kept[layer - 1].output if layer else x.data_ptr()
-            target, entered = to_below, below
             extra = self._argument(options, layer, base, buffers)
             self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
             _alive, whole = self._whole(options, layer, room, buffers)
@@ -427,12 +442,13 @@ class Plain(Layers):
                     whole_of = empty(*self._vectors_laid)
                     of_vectors[direction] = whole_of.data_ptr()
                     made[vectors : vectors + self._vectors_of_each] = whole_of.unsafe_split(units)
-            if not layer:
-                grad_x = None if "x" in constants else empty(*self._input)
-                target = address(grad_x)
-            elif call.dropout:
-                dropped = cleaned(self._output_in(room, layer - 1) * call.dropout[layer - 1])
-                entered = dropped.data_ptr()
+            entered, to_entered = x, grad_x
+            if layer:
+                entered, to_entered = self._output_in(room, layer - 1), self._output_at(meanwhile, self._to_below)
+                if call.dropout:
+                    entered = cleaned(entered * call.dropout[layer - 1])
+            elif "x" not in constants:
+                grad_x = to_entered = empty(*self._input)
             aside = branch if branch is not None and branch.fork() else None
             if self._adding.columns:
                 self._adding.launch(
@@ -440,21 +456,21 @@ class Plain(Layers):
                     *[into[place] for place in reads[4:] + reads[2:4]], *of_vectors,
                 )  # fmt: skip
             for direction in range(directions):
-                own = first + direction * self._every
-                if target:
-                    self._of_x[layer](blas, to_gates[direction], at[own], target, direction > 0)
-                self._of_ih[layer](blas, to_gates[direction], entered, into[own])
+                own, of_gates = first + direction * self._every, to_gates[direction]
+                self._multiply_input(
+                    options, layer, direction, blas, of_gates, entered, at[own], to_entered, into[own]
+                )  # fmt: skip
             _space = None  # the last layer's goes back before this one's is taken
             if aside is not None:
                 blas, _space = aside.handle(dtype)
             for direction in range(directions):
                 recurrent = first + direction * self._every + 1
-                of_gates = to_gates[direction], to_apart[direction]
+                both = to_gates[direction], to_apart[direction]
                 if whole:
-                    self._multiply_whole(blas, *of_gates, whole[direction], into[recurrent])
+                    self._multiply_whole(blas, *both, whole[direction], into[recurrent])
                 else:
                     start = starts[0].data_ptr() + far[layer] if starts else 0
-                    self._multiply_recurrent(blas, direction, *of_gates, output, start, made[recurrent])
+                    self._multiply_recurrent(blas, direction, *both, output, start, made[recurrent])
                 for some in self._of_inner:
                     gradients = (to_apart if some.apart else to_gates)[direction] + some.first
                     operand = base + self._kept[layer].operands[direction] + some.operand
@@ -463,11 +479,12 @@ class Plain(Layers):
                 aside.join()
                 blas = handle(dtype)
             if call.dropout and layer:
-                to_dropped = self._output_at(meanwhile, self._to_below)
+                assert to_entered is not None, "a layer below it has a gradient"
                 if "dropout" not in constants:
-                    grad_dropout[layer - 1] = cleaned(to_dropped * self._output_in(room, layer - 1))
-                to_dropped *= cleaned(call.dropout[layer - 1])
-            output = below
+                    grad_dropout[layer - 1] = cleaned(to_entered * self._output_in(room, layer - 1))
+                to_entered *= cleaned(call.dropout[layer - 1])
+            if layer:
+                output = base + self._kept[layer - 1].output
         return [grad_x, *grad_starts, *made, *grad_dropout, *[None] * len(call.noise)]
 
     def _whole(

@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from whorl.engines.cuda.launch import Kernel
 
-ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH = range(7)
+ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH, ADD, COPY = range(9)
 """What an entry of a tape begins with, as taped.cpp knows it."""
 _NAME, _FAR = 1 << 62, 44
 """The bit that makes a number the address of a name, and how many bits there are for what lies behind its beginning."""
@@ -107,6 +107,13 @@ class Named:
         self._slot.tape.times(self, other, made)
         return made
 
+    def __iadd__(self, other: "Named") -> "Named":
+        self._slot.tape.change(ADD, self, other)
+        return self
+
+    def copy_(self, other: "Named") -> None:
+        self._slot.tape.change(COPY, self, other)
+
     def __imul__(self, other: "Named") -> "Named":
         self._slot.tape.times(self, other, self)
         return self
@@ -153,6 +160,11 @@ class Tape:
         """One by one, of as many elements."""
         places = [number for each in (one, other, into) for number in _place(each.data_ptr())]
         self.entries.append([TIMES, scalar(one.dtype), one.numel(), *places])
+
+    def change(self, kind: int, one: Named, other: Named) -> None:
+        """Add to one as many elements of another, or copy them into it."""
+        sides = [number for each in (one, other) for number in (scalar(each.dtype), *_place(each.data_ptr()))]
+        self.entries.append([kind, one.numel(), *sides])
 
     def launch(self, kernel: "Kernel", grid: int, second: int, values: Sequence[Any]) -> None:
         packed = kernel.layout.pack(*values)

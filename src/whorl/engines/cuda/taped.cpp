@@ -26,7 +26,7 @@ using at::TensorList;
 using Row = std::vector<Tensor>;
 using torch::autograd::AutogradContext;
 
-enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH };
+enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH, ADD, COPY };
 
 struct Attribute {  // CUlaunchAttribute
   unsigned id, pad, value[16];
@@ -74,8 +74,8 @@ struct Numbers {
 struct Entry {
   Kind kind;
   int64_t slot = -1;
-  // what is allocated, or multiplied one by one: numbers a and b into out
-  at::ScalarType dtype{};
+  // what is allocated, or changed one by one: numbers a times b into out, or a (and of its dtype) to or into out
+  at::ScalarType dtype{}, of_a{};
   std::vector<int64_t> shape, steps;
   Place a{}, b{}, out{};
   // a launch
@@ -158,6 +158,12 @@ struct Tape {
         made.dtype = (at::ScalarType)from.next();
         made.shape = {from.next()};
         made.a = from.place(), made.b = from.place(), made.out = from.place();
+        break;
+      case ADD:
+      case COPY:
+        made.shape = {from.next()};
+        made.dtype = (at::ScalarType)from.next(), made.out = from.place();
+        made.of_a = (at::ScalarType)from.next(), made.a = from.place();
         break;
       default:
         TORCH_CHECK(false, "a tape has an entry of an unknown kind");
@@ -279,6 +285,16 @@ struct Plan : torch::CustomClassHolder {
           const auto at = [&](const Place& place) { return at::from_blob((void*)of(place), entry.shape, options); };
           Tensor out = at(entry.out);
           at::mul_out(out, at(entry.a), at(entry.b));
+          break;
+        }
+        case ADD:
+        case COPY: {
+          const auto at = [&](const Place& place, at::ScalarType dtype) {
+            return at::from_blob((void*)of(place), entry.shape, at::TensorOptions(dtype).device(where));
+          };
+          Tensor out = at(entry.out, entry.dtype);
+          const Tensor a = at(entry.a, entry.of_a);
+          entry.kind == ADD ? out.add_(a) : out.copy_(a);
           break;
         }
       }

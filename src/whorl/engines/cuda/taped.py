@@ -10,7 +10,7 @@ import ctypes
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,8 @@ class Written(NamedTuple):
         room: the slot of what forward keeps; -1 for nothing.
         gradients: of those of x, of the initial states and of the weights, which part of which slot each is.
         others: of each mask that a call brings the dtype, as kernels read it; None of what stands for none.
-        marks: how many of lengths, mask and resets a call brings behind those.
+        marks: how many of lengths, mask, resets and seed a call brings behind those.
+        way: which of the ways of the plan, of which there may be several.
     """
 
     forward: Tape
@@ -56,6 +57,7 @@ class Written(NamedTuple):
     gradients: list[Part]
     others: list[torch.dtype | None]
     marks: int
+    way: Hashable
 
 
 class _Known(NamedTuple):
@@ -73,7 +75,7 @@ _run: Callable[..., list[Tensor]] | None = None
 _run_like: Callable[..., list[Tensor]] | None = None
 _fault = ""
 _plans: dict[int, "_Known"] = {}
-_numbers: dict[tuple[Plan, int], int] = {}
+_numbers: dict[tuple[Plan, int, Hashable], int] = {}
 """For ever, as C++ has them: autograd's nodes know a plan by its number.  One layer's takes some 20 KB."""
 _library: Any = None
 _loaded: ctypes.CDLL | None = None
@@ -166,7 +168,7 @@ def add(
         by_python: its backward pass where the tape is not enough.
         on: gives the number of the plan on another GPU, which is made ready there.
     """
-    problem, key = plan.problem, (plan, device)
+    problem, key = plan.problem, (plan, device, written.way)
     if key in _numbers:
         return _numbers[key]
     numbers = [
