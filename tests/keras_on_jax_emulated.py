@@ -111,6 +111,21 @@ def test_cells_of_whorl_with_vectors(made: Made) -> None:
         close(got, truth)
 
 
+def test_masks_are_drawn_from_the_same_seed_either_way(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = whorl.keras.Cell(whorl.cells.library.lstm, 6, zoneout=0.2, recurrent_dropout=0.3, dropout=0.2, seed=1)
+    layer = whorl.keras.RNN(cell, return_sequences=True)
+    layer.build(x.shape)
+    found = step(layer, x, mask=mask)
+    assert [back for _, back in made] == [False, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "number", lambda *given: -1)
+        calls._room.cache_clear()
+        through = step(layer, x, mask=mask)
+    assert len(made) == 2
+    for one, other in zip(found, through, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_model_trains_and_predicts_as_keras_own(made: Made) -> None:
     """Of several layers; no gradient of the embedded tokens' layer below is asked for where it is frozen."""
     tokens, targets = generator.integers(0, 10, (8, 6)), generator.standard_normal((8, 1)).astype("float32")
@@ -180,9 +195,9 @@ def test_mixed_precision(made: Made) -> None:
 
 
 def test_what_tapes_cannot_say_is_a_callback(made: Made) -> None:
-    """Masks that are drawn in the kernel, and another engine."""
-    cell = whorl.keras.Cell(whorl.cells.library.lstm, 6, zoneout=0.2, seed=1)
-    whorl.keras.RNN(cell)(x, training=True)
+    """Layer norm of x, and another engine."""
+    cell = whorl.keras.Cell(whorl.cells.library.lstm, 6, layer_norm=True)
+    whorl.keras.RNN(cell)(x)
     whorl.keras.LSTM(6, engine="reference")(x)
     assert not made
     layer = whorl.keras.LSTM(6)

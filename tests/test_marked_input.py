@@ -89,6 +89,14 @@ def test_drawn(kind: str, form: str, more: dict[str, Any], counted: list[int], m
     ways(made(kind, form, input_dropout=0.4, **more), counted, monkeypatch)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_given_beside_zoneout(training: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is drawn in training, and a share of the state else."""
+    layer = made("LSTM", "one layer", zoneout=0.3).train(training)
+    for what in ("x gates h", "h"):
+        ways(layer, counted, monkeypatch, dropout_masks=masks(layer, what))
+
+
 @pytest.mark.parametrize("what", ["x", "x gates h"])
 @pytest.mark.parametrize("copies", [False, True])
 def test_float32_and_copies(what: str, copies: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

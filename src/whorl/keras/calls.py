@@ -240,7 +240,7 @@ def _number_of_ones(job: _Job, kinds: tuple[Kind, ...]) -> int:
 
 def _by_tape(job: _Job, kinds: tuple[Kind, ...], made: Plan, call: Call) -> int:
     dtypes = {name for _, name in kinds[: job.floats]}
-    own = number(made, call) if len(dtypes) == 1 and not job.seed else -1
+    own = number(made, call) if len(dtypes) == 1 else -1
     return own if own >= 0 and tapes.are_taken() else -1
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from whorl.engines.cuda import taped
@@ -52,12 +53,13 @@ def backward(number: int, given: Sequence[Any], kept: Sequence[Any], cotangents:
 
 
 def _as_read(number: int, given: Sequence[Any]) -> list[Any]:
-    """The same with masks of dropout in the dtypes in which kernels read them."""
+    """The same with masks of dropout in the dtypes in which kernels read them, and a seed of 64 bits."""
     plan = taped.written(number)
     names = [str(dtype).removeprefix("torch.") for dtype in plan.others if dtype is not None]
     first = len(given) - plan.marks - len(names)
     masks = [mask.astype(name) for mask, name in zip(given[first:], names, strict=False)]
-    return [*given[:first], *masks, *given[first + len(names) :]]
+    marks = [mark if mark.ndim else jnp.stack([mark, jnp.zeros_like(mark)]) for mark in given[first + len(names) :]]
+    return [*given[:first], *masks, *marks]  # of a seed, which is not negative, the lower half comes first
 
 
 def _pass(number: int, back: bool, given: Sequence[Any], kinds: Sequence[Kind]) -> Sequence[Any]:

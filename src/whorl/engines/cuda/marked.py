@@ -19,7 +19,7 @@ from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
 from whorl.engines.cuda.plain import Kept, Plain, Room, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
-from whorl.engines.cuda.source import BY_GATE, Features, has_options
+from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options
 from whorl.engines.cuda.tape import Tape
 from whorl.problem import Call, Marks, Outcome, Plan, Problem
 
@@ -29,7 +29,7 @@ def is_marked(problem: Problem) -> bool:
     form, extras = problem.form, set(problem.extras)
     given, drawn = "dropout_masks" in extras, "drawn" in extras
     by_step = given and form.recurrent_dropout_mode == "step"
-    mixed = given and (drawn or form.zoneout)
+    mixed = given and drawn and (form.recurrent_dropout or form.input_dropout)
     if problem.packed or by_step or mixed or not extras <= {*_MARKS, "dropout_masks", "drawn"}:
         return False
     return bool(extras or form.zoneout) and is_plain_cell(form.cell)
@@ -133,13 +133,14 @@ class Marked(Plain):
         return [(mask[gate], made[gate]) for gate in range(len(self.cell.gates))]
 
     def _features(self) -> Features:
-        most = expected(self.problem)
-        zoneout, noise = () if self._masks or not any(most.zoneout) else most.zoneout, most.noise
+        most, kind = expected(self.problem), AT_RANDOM if "drawn" in self.problem.extras else BY_SHARE
+        noise, zoneout = most.noise, tuple([kind if probability else 0 for probability in self.form.zoneout])
         if self._masks is not None and not self._masks.recurrent:
             noise = 0
         order = most.order and is_ordered(self.problem.batch)
         return most._replace(
-            order=order, noise=noise, zoneout=zoneout, noise_gradient=False, zoneout_gradient=False
+            order=order, noise=noise, zoneout=zoneout if any(zoneout) else (), noise_gradient=False,
+            zoneout_gradient=False,
         )  # fmt: skip
 
     def by_tape(self, call: Call) -> bool:
