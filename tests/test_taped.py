@@ -3,6 +3,7 @@
 Kernels and products are the host's (`emulation`), so that all of it runs where there is no GPU.
 """
 
+import copy
 import ctypes
 import os
 import subprocess
@@ -22,7 +23,7 @@ import whorl
 from emulation import emulated
 from tapes import X, both_ways, counted, counting, layer, trained
 from whorl.engines import host
-from whorl.engines.cuda import prepare, store, tape, taped
+from whorl.engines.cuda import grid, layers, prepare, spreading, store, tape, taped
 from whorl.engines.cuda.plain import Plain
 
 __all__ = ["counted", "layer"]  # fixtures
@@ -354,6 +355,21 @@ def test_autocast_and_batches_first(counted: list[int], monkeypatch: pytest.Monk
             return trained(layer, x, h)
 
     both_ways(call, counted, monkeypatch)
+
+
+def test_other_tiles_make_other_tapes(
+    counted: list[int], layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same plan: what is made ready again, by other rules, is not what C++ has of before."""
+    own, wanted = grid.choose, layer(X)[0]
+    other = copy.deepcopy(layer)  # which knows of no call before
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_prepared", {})
+        patch.setattr(grid, "choose", lambda *where: spreading.choose(*where) or own(*where))
+        torch.testing.assert_close(other(X)[0], wanted, rtol=2e-2, atol=2e-2)
+    assert len({*counted}) == 2
+    copy.deepcopy(layer)(X)
+    assert counted[2] == counted[0]
 
 
 def test_memory_goes_back_within_a_pass(folder: Path) -> None:

@@ -84,7 +84,6 @@ class Marked(Plain):
         self._masks = masks
         self._drops = masks.input > 0 if masks else "drawn" in problem.extras and problem.form.input_dropout > 0
         super().__init__(plan, device)
-        self.way = masks
         layers = range(self.form.layers if self._drops else 0)
         self._of_masked = [self._products_of_masked(self.form.layer_inputs(layer)) for layer in layers]
 

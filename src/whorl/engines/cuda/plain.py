@@ -6,7 +6,7 @@ fills in addresses.  It lists all that it has, and from there each kernel takes 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -113,8 +113,6 @@ class Plain(Layers):
             self._aside = branch_of(self.index) if self._leaves_room() else None
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
-        self.way: Hashable = None
-        """Which of the ways of its plan it is, where there are several."""
         self.number = -1
         """By which C++ knows its tapes, once it does."""
 
@@ -137,7 +135,7 @@ class Plain(Layers):
             with written_to(back):
                 made = self.backward(call, y, (kept,), grads)[: 1 + len(call.states) + len(call.weights)]
         marks = sum(mark is not None for mark in named.marks)
-        return Written(ahead, back, slots(outcome.outputs), room, parts(made), dtypes, marks, self.way)
+        return Written(ahead, back, slots(outcome.outputs), room, parts(made), dtypes, marks)
 
     def by_tape(self, call: Call) -> bool:
         """Whether what an eager call asks for depends on addresses alone: not where masks have gradients."""

@@ -7,10 +7,11 @@ through Python until it is there.  Both ways ask for the same launches and produ
 
 import atexit
 import ctypes
+import hashlib
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,6 @@ class Written(NamedTuple):
         gradients: of those of x, of the initial states and of the weights, which part of which slot each is.
         others: of each mask that a call brings the dtype, as kernels read it; None of what stands for none.
         marks: how many of lengths, mask, resets and seed a call brings behind those.
-        way: which of the ways of the plan, of which there may be several.
     """
 
     forward: Tape
@@ -57,7 +57,11 @@ class Written(NamedTuple):
     gradients: list[Part]
     others: list[torch.dtype | None]
     marks: int
-    way: Hashable
+
+    def digest(self) -> bytes:
+        """Of all of it."""
+        text = repr((self.forward.written(), self.backward.written(), *self[2:]))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class _Known(NamedTuple):
@@ -75,8 +79,11 @@ _run: Callable[..., list[Tensor]] | None = None
 _run_like: Callable[..., list[Tensor]] | None = None
 _fault = ""
 _plans: dict[int, "_Known"] = {}
-_numbers: dict[tuple[Plan, int, Hashable], int] = {}
-"""For ever, as C++ has them: autograd's nodes know a plan by its number.  One layer's takes some 20 KB."""
+_numbers: dict[tuple[Plan, int, bytes], int] = {}
+"""By plan, device and what its tapes say: other tiles make others.
+
+For ever, as C++ has them: autograd's nodes know a plan by its number.  One layer's takes some 20 KB.
+"""
 _library: Any = None
 _loaded: ctypes.CDLL | None = None
 
@@ -168,7 +175,7 @@ def add(
         by_python: its backward pass where the tape is not enough.
         on: gives the number of the plan on another GPU, which is made ready there.
     """
-    problem, key = plan.problem, (plan, device, written.way)
+    problem, key = plan.problem, (plan, device, written.digest())
     if key in _numbers:
         return _numbers[key]
     numbers = [
