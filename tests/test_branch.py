@@ -51,7 +51,7 @@ WITH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="step", num_layers=2, bidirectional=True)
     ),
 }  # fmt: skip
-"""Class and options of layers that `Layers` runs."""
+"""Class and options of layers that draw; where the states of all steps are wanted, `Layers` runs them."""
 
 
 class Recorder:
@@ -121,7 +121,7 @@ def test_with_options_too(name: str, capturing: bool, free: bool, folder: Path) 
 
     def passes() -> list[Tensor]:
         torch.manual_seed(3)
-        y = layer(x)[0]
+        y = layer(x, return_states=True)[0]
         return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
 
     @contextmanager
@@ -171,9 +171,12 @@ def test_gradients_that_a_norm_reads_stay_where_they_are(folder: Path) -> None:
     layer, x = whorl.LSTM(5, 16, engine="persistent", layer_norm=True), torch.randn(3, 2, 5)
     with emulated(folder) as patch:
         note = Recorder(True)
-        patch.setattr(layers, "branch_of", lambda index, beside: note)
+        for module in (layers, plain):
+            patch.setattr(module, "branch_of", lambda *where: note)
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
         layer(x)[0].sum().backward()
+        layer(x, return_states=True)[0].sum().backward()
+        assert {type(made) for _, made in layers._prepared.values()} == {plain.Plain, layers.Layers}
     assert note.done == []
 
 
@@ -293,9 +296,10 @@ def test_graphs_give_what_calls_do(name: str, precision: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("states", [False, True], ids=["", "states of all steps"])
 @pytest.mark.parametrize("precision", ["bf16", "tf32", "float32"])
 @pytest.mark.parametrize("name", WITH_OPTIONS)
-def test_graphs_of_layers_with_options_are_right(name: str, precision: str) -> None:
+def test_graphs_of_layers_with_options_are_right(name: str, precision: str, states: bool) -> None:
     """What is drawn is so anew at each replay, from torch's generator: the same as calls from the same seed draw."""
     kind, options = WITH_OPTIONS[name]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -304,7 +308,7 @@ def test_graphs_of_layers_with_options_are_right(name: str, precision: str) -> N
         x = torch.randn(30, 32, 96, device="cuda", dtype=dtype, requires_grad=True)
 
         def passes() -> list[Tensor]:
-            y = layer(x)[0]
+            y = layer(x, return_states=states)[0]
             return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
 
         graph, captured = in_a_graph(passes)

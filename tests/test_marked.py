@@ -186,9 +186,6 @@ def test_what_has_other_options_goes_another_way() -> None:
     layer(x, mask=mask, return_states=True)
     state = torch.randn(1, BATCH, UNITS).bfloat16()
     layer(x, reset=mask, reset_to=(state, state))
-    make(whorl, "LSTM", INPUTS, UNITS, engine="persistent", layer_norm=True)(
-        torch.randn(TIME, BATCH, INPUTS), mask=mask
-    )
     assert Marked not in ran()
 
 

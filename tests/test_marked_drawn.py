@@ -27,6 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "step": dict(recurrent_dropout=0.4, recurrent_dropout_mode="step"),
     "zoneout": dict(zoneout=0.3),
     "by gate, zoneout": dict(recurrent_dropout=0.4, zoneout=0.3),
+    "layer norm, zoneout": dict(recurrent_dropout=0.4, layer_norm=True, zoneout=0.3),
     "step, zoneout of one state": dict(recurrent_dropout=0.4, recurrent_dropout_mode="step", zoneout={"h": 0.3}),
 }
 FORMS: dict[str, dict[str, Any]] = {

@@ -89,6 +89,12 @@ def test_drawn(kind: str, form: str, more: dict[str, Any], counted: list[int], m
     ways(made(kind, form, input_dropout=0.4, **more), counted, monkeypatch)
 
 
+@pytest.mark.parametrize("what", ["x", "x gates", "x gates h"])
+def test_before_a_layer_norm_of_x(what: str, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = made("LSTM", "both directions, two layers", layer_norm=True)
+    ways(layer, counted, monkeypatch, dropout_masks=masks(layer, what), mask=MASK)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_given_beside_zoneout(training: bool, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """That is drawn in training, and a share of the state else."""

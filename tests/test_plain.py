@@ -190,5 +190,5 @@ def test_what_has_options_goes_another_way() -> None:
     x = torch.randn(4, 5, 6, dtype=torch.bfloat16)
     layer = make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")
     layer(x, lengths=torch.tensor([4, 3, 2, 1, 4]))
-    make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent", layer_norm=True)(x)
+    make(whorl, "LSTM", 6, 10, dtype=torch.bfloat16, engine="persistent")(x, return_states=True)
     assert Plain not in ran()

@@ -14,7 +14,7 @@ import whorl
 from cells_for_tests import gru_before, layer_norm_lstm, odd_ends
 from tapes import counted
 from whorl import mean, sigmoid, tanh
-from whorl.cells import library, wrappers
+from whorl.cells import library
 from whorl.engines.cuda import aligned, layers, persistent, taped
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.marked import Marked
@@ -40,6 +40,12 @@ CELLS = {
     "reset before": library.make_gru(reset_after=False),
     "layer norm in the step": layer_norm_lstm,
     "three vectors": three_vectors,
+    "layer norm": library.lstm,
+    "layer norm of x": library.gru,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "layer norm": dict(layer_norm=True),
+    "layer norm of x": dict(layer_norm="x"),
 }
 FORMS: dict[str, dict[str, Any]] = {
     "one layer": {},
@@ -85,7 +91,8 @@ def ways(layer: Any, made: type, counted: list[int], monkeypatch: pytest.MonkeyP
 
 def made(cell: str, form: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     torch.manual_seed(1)
-    layer = whorl.Recurrent(CELLS[cell], INPUTS, UNITS, **FORMS[form], dtype=dtype, engine="persistent")
+    options = FORMS[form] | OPTIONS.get(cell, {})
+    layer = whorl.Recurrent(CELLS[cell], INPUTS, UNITS, **options, dtype=dtype, engine="persistent")
     with torch.no_grad():
         for weight in layer.parameters():
             weight += 0.1 * torch.randn(weight.shape).to(dtype)  # vectors begin alike
@@ -129,10 +136,9 @@ def test_inference_gives_the_same(counted: list[int]) -> None:
 
 
 def test_cells_that_are_no_such() -> None:
-    """Several products with the weights of one gate, layer norm of x, and no recurrent weights."""
+    """Several products with the weights of one gate, and no recurrent weights."""
     assert is_plain_cell(gru_before.graph)
     assert not is_plain_cell(odd_ends.graph)
-    assert not is_plain_cell(wrappers.layer_norm(library.lstm.graph, ("x", "r"))[0])
     assert not is_plain_cell(library.ind_rnn.graph)
 
 

@@ -43,8 +43,8 @@ def backward(number: int, given: Sequence[Any], kept: Sequence[Any], cotangents:
     """
     parts, sizes = taped.written(number).gradients, dict[int, tuple[int, ...]]()
     for (slot, first, count), array in zip(parts, given, strict=False):
-        sizes[slot] = (first + count,) if count else array.shape  # of parts the last is the end
-    sizes.pop(-1, None)
+        if slot >= 0:
+            sizes[slot] = max(sizes.get(slot, (0,)), (first + count,)) if count else array.shape
     kinds = [(shape, kind_of(given[0])[1]) for shape in sizes.values()]
     made = dict(zip(sizes, _pass(number, True, [*_as_read(number, given), *kept, *cotangents], kinds), strict=True))
     return [

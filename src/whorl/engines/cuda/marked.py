@@ -117,7 +117,7 @@ class Marked(Plain):
         wide = units if self._masks is not None and self._masks.input == 3 else step
         made = torch.float32 if self._masks is not None else dtype  # as `entering.Dropped` has it
         ready, tf32 = self._product.ready, self.tf32
-        ahead = ready(dtype, (rows, inputs, wide), (0, 1), (inputs, inputs, step), tf32, self.gate)
+        ahead = ready(dtype, (rows, inputs, wide), (0, 1), (inputs, inputs, step), tf32, self._projected)
         to_ih = ready(dtype, (wide, rows, inputs), (1, 0), (step, inputs, inputs), tf32)
         to_masked = ready(dtype, (rows, wide, inputs), (0, 0), (step, inputs, inputs), tf32, made)
         return OfMasked(wide, ahead, to_ih, to_masked, made)
@@ -200,22 +200,23 @@ class Marked(Plain):
             places = [(at, of_gates) for at in kept.gates] + [(at, of_space) for at in kept.states]
             places += [(kept.output, of_output)] if layer < last else []
             found += [room[at : at + size] for at, size in places]
+        of_x = rows * units * len(self.cell.gates) * 4
+        for kept in self._kept:
+            for projected, moments in zip(kept.projected, kept.moments, strict=True):
+                found += [room[projected : projected + of_x], *[room[at : at + 4 * rows] for at in moments]]
         return found
 
-    def _project(
-        self, options: Options | None, layer: int, blas: int, entered: Tensor, at: Sequence[int], base: int
+    def _multiply_ahead(
+        self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
     ) -> None:
         if not self._drops:
-            super()._project(options, layer, blas, entered, at, base)
+            super()._multiply_ahead(options, layer, direction, blas, entered, ih, out)
             return
         assert options is not None, "the problem has some"
-        for direction, into in enumerate(self._kept[layer].gates):
-            place = (layer * self.form.directions + direction) * self._every
-            rows, multiply, *_ = self._of_masked[layer]
-            each = rows * self.form.layer_inputs(layer) * entered.element_size()
-            for part, (_, made) in enumerate(self._masked(options, layer, direction, entered)):
-                out = base + into + part * rows * self.gate.itemsize
-                multiply(blas, made.data_ptr(), at[place] + part * each, out)
+        rows, multiply, *_ = self._of_masked[layer]
+        each = rows * self.form.layer_inputs(layer) * entered.element_size()
+        for part, (_, made) in enumerate(self._masked(options, layer, direction, entered)):
+            multiply(blas, made.data_ptr(), ih + part * each, out + part * rows * self._projected.itemsize)
 
     def _multiply_input(
         self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,

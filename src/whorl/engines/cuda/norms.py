@@ -59,11 +59,14 @@ class Norms:
 
     def __init__(self, problem: Problem, chip: Chip, index: int) -> None:
         cell, units = problem.form.cell, problem.form.units
-        self._norm, self._units = norm_of(problem.form, problem.dtype), units
+        self._norm, self._units, self._dtype = norm_of(problem.form, problem.dtype), units, problem.dtype
+        self._wide = self._norm.gates * units
         self._most = {kind: self._norm.block(kind).resident * chip.multiprocessors for kind in ("forward", "backward")}
         self._gate = torch.float32 if self._norm.wide else problem.dtype
-        self._gains, self._shifts = norm_vectors(cell)
-        self._rest = [place for place in range(len(cell.vectors)) if place not in {*self._gains, *self._shifts}]
+        self.gains, self.shifts = norm_vectors(cell)
+        """Where among the cell's vectors those of x's norm are, gate by gate."""
+        self.rest = [place for place in range(len(cell.vectors)) if place not in {*self.gains, *self.shifts}]
+        """And those that are left for the time loop."""
         self._forward = prepare.norming("forward", self._norm, chip, index)
         if problem.gradient:
             self._backward = prepare.norming("backward", self._norm, chip, index)
@@ -71,7 +74,7 @@ class Norms:
 
     def inner(self, own: LayerWeights) -> LayerWeights:
         """What is left for the time loop."""
-        return own._replace(bias_ih=None, vectors=tuple([own.vectors[place] for place in self._rest]))
+        return own._replace(bias_ih=None, vectors=tuple([own.vectors[place] for place in self.rest]))
 
     def forward(self, stream: int, x: Tensor, own: LayerWeights) -> tuple[Tensor, list[Tensor]]:
         """x of every gate after its norm, and what backward reads.
@@ -79,39 +82,58 @@ class Norms:
         Args:
             x: float32 [rows, gates x units], in one piece from a multiple of 16 bytes on, without its bias.
         """
-        rows = len(x)
-        assert rows <= MOST_ROWS, "the obstacles say that there are not so many"
-        made, (means, scales) = x.new_empty(x.shape, dtype=self._gate), x.new_empty(2, rows)
-        self._forward(
-            stream, self._blocks(rows, "forward"), 1, x.data_ptr(), *self._vectors(own, [*self._gains, *self._shifts]),
-            made.data_ptr(), means.data_ptr(), scales.data_ptr(), rows,
-        )  # fmt: skip
+        made, (means, scales) = x.new_empty(x.shape, dtype=self._gate), x.new_empty(2, len(x))
+        vectors = self._vectors(own, [*self.gains, *self.shifts])
+        self.ahead(stream, len(x), x.data_ptr(), vectors, made.data_ptr(), (means.data_ptr(), scales.data_ptr()))
         return made, [as_bytes(part) for part in (x, means, scales)]
 
     def backward(self, stream: int, grad: Tensor, own: LayerWeights, kept: Sequence[Tensor]) -> Made:
         """From the gradient of what `forward` gave, which lies as its x does, and what it kept."""
-        rows, gates, biased = len(grad), self._norm.gates, self._norm.biased
-        x = _aligned(kept[0])
-        means, scales = (part.data_ptr() for part in kept[1:])
-        blocks, made = self._blocks(rows, "backward"), torch.empty_like(grad)
-        sums = grad.new_empty(blocks, (2 + biased) * gates * self._units, dtype=torch.float32)
-        self._backward(
-            stream, blocks, 1, x.data_ptr(), *self._vectors(own, self._gains), means, scales, grad.data_ptr(),
-            made.data_ptr(), sums.data_ptr(), rows,
+        x, (means, scales) = _aligned(kept[0]), (part.data_ptr() for part in kept[1:])
+        made, sums = torch.empty_like(grad), grad.new_empty(self.sums(len(grad)), dtype=torch.uint8)
+        found = grad.new_empty(3 * self._wide)
+        bias, gain, shift = found.unsafe_split(self._wide)  # no views of each other for autograd
+        self.back(
+            stream, len(grad), x.data_ptr(), self._vectors(own, self.gains), (means, scales), grad.data_ptr(),
+            made.data_ptr(), sums.data_ptr(), found.data_ptr(),
         )  # fmt: skip
-        found = grad.new_empty(3 * gates * self._units)
-        bias, gain, shift = found.unsafe_split(gates * self._units)  # no views of each other for autograd
+        return Made(made, bias if self._norm.biased else None, gain, shift)
+
+    def ahead(
+        self, stream: int, rows: int, x: int, vectors: Sequence[int], made: int, moments: Sequence[int]
+    ) -> None:  # fmt: skip
+        """`forward`, of addresses: of x's bias (0 for none), the gains and the shifts; of the means and the scales."""
+        assert rows <= MOST_ROWS, "the obstacles say that there are not so many"
+        self._forward(stream, self._blocks(rows, "forward"), 1, x, *vectors, made, *moments, rows)
+
+    def back(
+        self, stream: int, rows: int, x: int, vectors: Sequence[int], moments: Sequence[int], grad: int, made: int,
+        sums: int, found: int,
+    ) -> None:  # fmt: skip
+        """`backward`, of addresses: of x's bias and the gains.
+
+        Args:
+            made: of the gradient of x.
+            sums: of `sums` bytes.
+            found: of the gradients of the bias, the gains and the shifts, one behind the other; of no bias nothing.
+        """
+        gates, blocks = self._norm.gates, self._blocks(rows, "backward")
+        self._backward(stream, blocks, 1, x, *vectors, *moments, grad, made, sums, rows)
+        gains = found + self._wide * self._dtype.itemsize
         self._add(
-            stream, -(-found.numel() // ADDED), 1, *[sums.data_ptr()] * 2, *[bias.data_ptr()] * 2, 0, 0,
-            *[gain.data_ptr()] * 2, blocks, self._units, gates * biased, 0, 0, 2 * gates, b"",
+            stream, -(-3 * self._wide // ADDED), 1, sums, sums, found, found, 0, 0, gains, gains,
+            blocks, self._units, gates * self._norm.biased, 0, 0, 2 * gates, b"",
         )  # fmt: skip
-        return Made(made, bias if biased else None, gain, shift)
+
+    def sums(self, rows: int) -> int:
+        """Bytes that `back` has meanwhile."""
+        return 4 * self._blocks(rows, "backward") * (2 + self._norm.biased) * self._wide
 
     def joined(self, made: Made, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradient of every vector of the cell, from those of the time loop."""
-        found = dict(zip(self._rest, rest, strict=True))
-        found |= dict(zip(self._gains, made.gain.unsafe_split(self._units), strict=True))
-        found |= dict(zip(self._shifts, made.shift.unsafe_split(self._units), strict=True))
+        found = dict(zip(self.rest, rest, strict=True))
+        found |= dict(zip(self.gains, made.gain.unsafe_split(self._units), strict=True))
+        found |= dict(zip(self.shifts, made.shift.unsafe_split(self._units), strict=True))
         return tuple([found[place] for place in range(len(found))])
 
     def _vectors(self, own: LayerWeights, places: Sequence[int]) -> list[int]:

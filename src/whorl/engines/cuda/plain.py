@@ -45,6 +45,10 @@ class Kept(NamedTuple):
     """Of a step of several stages."""
     operands: Sequence[int] = ()
     """What entered each product inside the step, one after the other."""
+    projected: Sequence[int] = ()
+    """Before a layer norm of x: its projection, in float32."""
+    moments: Sequence[tuple[int, int]] = ()
+    """And of each of its rows the mean and the scale."""
 
 
 class OfSome(NamedTuple):
@@ -82,9 +86,10 @@ def is_plain(problem: Problem) -> bool:
 
 @lru_cache(maxsize=256)
 def is_plain_cell(cell: Graph) -> bool:
-    """No layer norm of x, which has kernels of its own, and one product of each recurrent gate."""
-    if ahead(cell) is not None or not cell.recurrent:
+    """One product of each recurrent gate."""
+    if not cell.recurrent:
         return False
+    cell = ahead(cell) or cell
     found = by_link(steps(cell), cell) if staged(cell) else []
     return not found or [link.gate for link in found] == [*range(len(cell.recurrent))]
 
@@ -98,8 +103,12 @@ class Plain(Layers):
         self._output = laid_out((time, batch, directions * units), self.problem.dtype)
         self._state = laid_out((form.layers * directions, batch, units), self.problem.dtype)
         self._input = laid_out((time, batch, form.inputs), self.problem.dtype)
-        self._weights_laid = [laid_out(shape, self.problem.dtype) for shape in shapes(form)]
-        self._every, self._vectors_of_each = len(kinds(form)), len(form.cell.vectors)
+        self._weights_laid = [laid_out(shape, self.problem.dtype) for shape in shapes(self.whole)]
+        self._every = len(kinds(self.whole))
+        self._to_vectors = self._every - len(self.whole.cell.vectors)
+        self._read_vectors = [*range(len(self.whole.cell.vectors))] if self.norms is None else self.norms.rest
+        """Where among the vectors of the cell those are that the time loop reads."""
+        self._projected = self.gate if self.norms is None else torch.float32
         self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
         features = self._features()
         self._ready(features, features)
@@ -162,7 +171,7 @@ class Plain(Layers):
         directions = self.form.directions
         firsts, made = [(layer * directions + direction) * self._every for direction in range(directions)], []
         for kind in (1, 3, 2):
-            there = kind == 1 or self.form.bias
+            there = kind == 1 or (self.form.bias and (kind == 3 or self.norms is None))
             made += [first + kind if there else -1 for first in firsts] + [-1] * (2 - directions)
         return made
 
@@ -182,6 +191,10 @@ class Plain(Layers):
             inner = layer < self.form.layers - 1
             gates = room.parts(directions, each * len(self.cell.gates) * wide)
             kept = self._spaces_laid_out(room, keep)._replace(gates=gates)
+            if self.norms is not None:
+                projected = room.parts(directions, each * len(self.cell.gates) * 4)
+                moments = [(*room.parts(2, time * batch * 4),) for _ in range(directions)]
+                kept = kept._replace(projected=projected, moments=moments)  # type: ignore[arg-type]
             (output,) = room.parts(1, inner * each * directions * self.problem.dtype.itemsize)
             made.append(kept._replace(output=output))
         order = [
@@ -207,7 +220,7 @@ class Plain(Layers):
         units, batch, time, _ = self.sizes
         gates = len(self.cell.gates) * units
         sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
-        return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self.gate)
+        return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self._projected)
 
     def _make_ready_to_launch(self) -> None:
         """Names what a pass lists, in the order of `forward` and `backward`, and what of it each kernel takes."""
@@ -255,9 +268,9 @@ class Plain(Layers):
         """Names of the vectors of one direction, then of the other."""
         found, directions = [], self.form.directions
         for direction in range(2):
-            first = (layer * directions + direction + 1) * self._every - self._vectors_of_each
-            there = range(first, first + self._vectors_of_each) if direction < directions else ()
-            found += [f"weight {place}" for place in there] or ["nothing"] * max(1, self._vectors_of_each)
+            first = (layer * directions + direction) * self._every + self._to_vectors
+            there = self._read_vectors if direction < directions else ()
+            found += [f"weight {first + place}" for place in there] or ["nothing"] * max(1, len(self._read_vectors))
         return found
 
     def _of_states(self, what: str, layers: Sequence[int]) -> list[str]:
@@ -281,7 +294,12 @@ class Plain(Layers):
         ready, every_inputs = self._product.ready, [form.layer_inputs(layer) for layer in range(form.layers)]
         self._of_x = [ready(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
         self._of_ih = [ready(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
-        self._vectors_laid = laid_out((self._vectors_of_each * units,), self.problem.dtype)
+        self._vectors_laid = laid_out((len(self._read_vectors) * units,), self.problem.dtype)
+        if self.norms is not None:
+            self._norm_laid = laid_out((3 * gates,), self.problem.dtype)
+            self._normed = room.parts(directions, rows * gates * element)
+            self._unread = room.parts(directions, gates * element)
+            (self._sums_of_norm,) = room.parts(1, self.norms.sums(rows))
         self._of_hh: list[OfSome] = []
         for is_apart, first, count, into in self._of_state():
             wide, step = count * units, apart if is_apart else gates
@@ -312,7 +330,11 @@ class Plain(Layers):
     def _leaves_room(self) -> bool:
         """Whether two products of backward run beside each other in a graph."""
         # what copies or splits its matrices does so on torch's stream, which also clears a gradient of a single step
-        alone = self.problem.time > 1 and all(isinstance(one, Product | Each) for one in self._products_back())
+        alone = (
+            self.norms is None
+            and self.problem.time > 1
+            and all(isinstance(one, Product | Each) for one in self._products_back())
+        )
         return alone and leaves_room(self.problem, self.chip)
 
     def _products_back(self) -> Sequence[Made | Each]:
@@ -349,11 +371,11 @@ class Plain(Layers):
         room = empty(*self._room)
         base, stream, blas = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
-        self._project(options, 0, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
+        self._project(options, 0, stream, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         y, finals, places, _also = self._listed(call, at, base, self._in_room)
         for layer in range(last + 1):
             if layer:
-                self._project(options, layer, blas, entered, at, base)
+                self._project(options, layer, stream, blas, entered, at, base)
             self._ahead(stream, *self._takes_ahead[layer](places), time, batch, *self._argument(options, layer, base))
             if layer < last:
                 entered = self._output_in(room, layer)
@@ -385,11 +407,39 @@ class Plain(Layers):
         return ()
 
     def _project(
-        self, options: Options | None, layer: int, blas: int, entered: Tensor, at: Sequence[int], base: int
+        self, options: Options | None, layer: int, stream: int, blas: int, entered: Tensor, at: Sequence[int], base: int
     ) -> None:
-        """What enters a layer times its weights, for every gate at every step."""
-        for direction, gates in enumerate(self._kept[layer].gates, layer * self.form.directions):
-            self._of_gates[layer](blas, entered.data_ptr(), at[direction * self._every], base + gates)
+        """What enters a layer times its weights, for every gate at every step; behind its layer norm where it has one.
+
+        Before that is zero what does not count, as the gradient of the norm reads all of it.
+        """
+        kept = self._kept[layer]
+        if self.norms is not None and options is not None:
+            entered = options.cleaned(entered)
+        for direction, gates in enumerate(kept.gates):
+            own = (layer * self.form.directions + direction) * self._every
+            into = base + (gates if self.norms is None else kept.projected[direction])
+            self._multiply_ahead(options, layer, direction, blas, entered, at[own], into)
+            if self.norms is not None:
+                vectors = self._of_norm(at, own, [*self.norms.gains, *self.norms.shifts])
+                moments = [base + place for place in kept.moments[direction]]
+                self.norms.ahead(stream, self._rows, into, vectors, base + gates, moments)
+
+    @property
+    def _rows(self) -> int:
+        _, batch, time, _ = self.sizes
+        return time * batch
+
+    def _of_norm(self, at: Sequence[int], own: int, places: Sequence[int]) -> list[int]:
+        """Of a direction whose weights begin at `own`: x's bias, and some of the cell's vectors."""
+        bias = at[own + 2] if self.form.bias else 0
+        return [bias, *(at[own + self._to_vectors + place] for place in places)]
+
+    def _multiply_ahead(
+        self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
+    ) -> None:
+        """What enters a layer times the weights of every gate."""
+        self._of_gates[layer](blas, entered.data_ptr(), ih, out)
 
     def _multiply_input(
         self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
@@ -431,15 +481,15 @@ class Plain(Layers):
             _alive, whole = self._whole(options, layer, room, buffers)
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
-                own, vectors = first + direction * self._every, first + (direction + 1) * self._every
-                vectors -= self._vectors_of_each
-                for place in range(own, vectors):
+                own = first + direction * self._every
+                for place in range(own, own + self._to_vectors):
                     made[place] = empty(*self._weights_laid[place])
                     into[place] = made[place].data_ptr()
-                if self._vectors_of_each:
-                    whole_of = empty(*self._vectors_laid)
-                    of_vectors[direction] = whole_of.data_ptr()
-                    made[vectors : vectors + self._vectors_of_each] = whole_of.unsafe_split(units)
+                if self._read_vectors:
+                    block = empty(*self._vectors_laid)
+                    of_vectors[direction] = block.data_ptr()
+                    for place, part in zip(self._read_vectors, block.unsafe_split(units), strict=True):
+                        made[own + self._to_vectors + place] = part
             entered, to_entered = x, grad_x
             if layer:
                 entered, to_entered = self._output_in(room, layer - 1), self._output_at(meanwhile, self._to_below)
@@ -449,12 +499,17 @@ class Plain(Layers):
                 grad_x = to_entered = empty(*self._input)
             aside = branch if branch is not None and branch.fork() else None
             if self._adding.columns:
+                of_x = [into[place] for place in reads[4:]]
+                if self.norms is not None:  # whose kernel gives it
+                    of_x = [*pair([here + place for place in self._unread])]
                 self._adding.launch(
                     stream if aside is None else aside.stream, directions, self._back.sums, *sums,
-                    *[into[place] for place in reads[4:] + reads[2:4]], *of_vectors,
+                    *of_x, *[into[place] for place in reads[2:4]], *of_vectors,
                 )  # fmt: skip
             for direction in range(directions):
                 own, of_gates = first + direction * self._every, to_gates[direction]
+                if self.norms is not None:
+                    of_gates = self._norm_back(layer, direction, stream, at, base, here, of_gates, made)
                 self._multiply_input(
                     options, layer, direction, blas, of_gates, entered, at[own], to_entered, into[own]
                 )  # fmt: skip
@@ -484,6 +539,32 @@ class Plain(Layers):
             if layer:
                 output = base + self._kept[layer - 1].output
         return [grad_x, *grad_starts, *made, *grad_dropout, *[None] * len(call.noise)]
+
+    def _norm_back(
+        self, layer: int, direction: int, stream: int, at: Sequence[int], base: int, here: int, to_gates: int,
+        made: list[Tensor],
+    ) -> int:  # fmt: skip
+        """Where the gradient of the projection lies; puts those of x's bias and of the norm's vectors into `made`.
+
+        Args:
+            base, here: of what forward left, and of what is there meanwhile.
+        """
+        assert self.norms is not None, "x has a norm"
+        kept, own = self._kept[layer], (layer * self.form.directions + direction) * self._every
+        found, to_projected = empty(*self._norm_laid), here + self._normed[direction]
+        self.norms.back(
+            stream, self._rows, base + kept.projected[direction], self._of_norm(at, own, self.norms.gains),
+            [base + place for place in kept.moments[direction]], to_gates, to_projected, here + self._sums_of_norm,
+            found.data_ptr(),
+        )  # fmt: skip
+        units, vectors = self.form.units, own + self._to_vectors
+        bias, gain, shift = found.unsafe_split(len(self.cell.gates) * units)  # no views of each other for autograd
+        if self.form.bias:
+            made[own + 2] = bias
+        for places, parts_of in ((self.norms.gains, gain), (self.norms.shifts, shift)):
+            for place, part in zip(places, parts_of.unsafe_split(units), strict=True):
+                made[vectors + place] = part
+        return to_projected
 
     def _whole(
         self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
