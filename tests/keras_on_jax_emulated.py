@@ -205,6 +205,19 @@ def test_what_tapes_cannot_say_is_a_callback(made: Made) -> None:
     assert len(made) == 1
 
 
+def test_a_new_trace_sees_the_settings_of_its_time(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = whorl.keras.LSTM(6)
+    layer.build(x.shape)
+    found = []
+    for calls_go in ("python", "compiled"):
+        monkeypatch.setattr(taped, "ready", lambda calls_go=calls_go: calls_go == "compiled")
+        monkeypatch.setitem(whorl.settings._assigned, "calls", calls_go)
+        found.append(step(layer, x))
+        assert len(made) == (0 if calls_go == "python" else 2)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_what_goes_wrong_in_a_pass_is_said(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = whorl.keras.LSTM(6)
     layer(x)

@@ -372,6 +372,21 @@ def test_other_tiles_make_other_tapes(
     assert counted[2] == counted[0]
 
 
+@pytest.mark.parametrize("gates", [0, 4])
+def test_a_plan_has_a_number_on_each_gpu(gates: int, counted: list[int], layer: torch.nn.Module) -> None:
+    """As C++ asks for it where a program of XLA runs on another one: made ready there once, the same way."""
+    masks = {"dropout_masks": {"input_dropout": [torch.rand(gates, 2, 16)]}} if gates else {}
+    layer(X, **masks)
+    (number,) = counted
+    there = torch.ops.whorl_taped.on(number, 1)
+    assert there != number
+    assert torch.ops.whorl_taped.on(number, 1) == there
+    own, other = (taped.written(one) for one in (number, there))
+    assert own.others == other.others
+    assert [entry[0] for entry in own.backward.entries] == [entry[0] for entry in other.backward.entries]
+    assert own.digest() != other.digest()  # kernels are loaded for a device
+
+
 def test_memory_goes_back_within_a_pass(folder: Path) -> None:
     """What a pass needs meanwhile is freed within it, and outputs are not."""
 

@@ -23,8 +23,9 @@ from whorl.keras import tapes
 from whorl.keras.callback import Kind, callback, check_device, device_of, fill, in_worker, kind_of, pulled_back
 from whorl.keras.sweep import Part, Swept, Tensors, swept
 from whorl.plan import announce, plan
-from whorl.problem import Call, Form, Marks, Plan, constants, facts
+from whorl.problem import Call, Form, Marks, Plan, constants, facts, switches
 from whorl.run import backward, forward, number
+from whorl.settings import settings
 from whorl.weights import reordered
 
 
@@ -142,7 +143,8 @@ class _Job:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call(job: _Job, *leaves: Any) -> tuple[Any, ...]:
     """The output of every step, where it is wanted, and each final state."""
-    by_tape = _number(job, tuple(map(kind_of, leaves)))
+    kinds = tuple(map(kind_of, leaves))
+    by_tape = _number(job, kinds, _switches(job, kinds))
     if by_tape < 0:
         return tuple(callback(_forward, job)(_outputs(job, leaves))(*leaves))
     y, *finals = tapes.forward(by_tape, leaves, _outputs(replace(job, outputs=True), leaves))
@@ -153,7 +155,8 @@ def _call_forward(job: _Job, *given: Any) -> tuple[tuple[Any, ...], tuple[Any, .
     leaves = [one.value for one in given]
     floating = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
     job = replace(job, wanted=tuple(one.perturbed and real for one, real in zip(given, floating, strict=True)))
-    job, outputs = replace(job, room=_room(job, tuple(map(kind_of, leaves)))), _outputs(job, leaves)
+    kinds, outputs = tuple(map(kind_of, leaves)), _outputs(job, leaves)
+    job = replace(job, room=_room(job, kinds, _switches(job, kinds)))
     assert job.room is not None
     if job.room.number < 0:
         made = callback(_forward_saving, job)((*outputs, *job.room.kinds))(*leaves)
@@ -226,8 +229,13 @@ def _backward(job: _Job, row: Sequence[Tensor], out: Sequence[Tensor]) -> None:
                 buffer.copy_(grad)
 
 
+def _switches(job: _Job, kinds: tuple[Kind, ...]) -> tuple[Any, ...]:
+    """What decides beside the arguments of a call when it is traced."""
+    return *switches(job.device, getattr(torch, kinds[0][1])), settings.calls
+
+
 @lru_cache(maxsize=1024)
-def _number(job: _Job, kinds: tuple[Kind, ...]) -> int:
+def _number(job: _Job, kinds: tuple[Kind, ...], switched: tuple[Any, ...]) -> int:
     """By which C++ knows the plan of a call without a gradient; -1 where it goes through Python."""
     return in_worker(_number_of_ones, job, kinds)
 
@@ -275,7 +283,7 @@ class _Room(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _room(job: _Job, kinds: tuple[Kind, ...]) -> _Room:
+def _room(job: _Job, kinds: tuple[Kind, ...], switched: tuple[Any, ...]) -> _Room:
     """The plan of a call with a gradient, and what its engine saves: it runs once, on ones of these shapes."""
     return in_worker(_of_ones, job, kinds)
 
