@@ -15,9 +15,10 @@ from torch import Tensor
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.layers import Layers, exact
-from whorl.engines.cuda.memory import empty, laid_out
+from whorl.engines.cuda.masked_input import MaskedInput
 from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
-from whorl.engines.cuda.plain import Kept, Plain, Room, is_plain_cell
+from whorl.engines.cuda.places import Kept, Room
+from whorl.engines.cuda.plain import Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options
 from whorl.engines.cuda.tape import Tape
@@ -57,18 +58,6 @@ class Masks(NamedTuple):
     recurrent: int
 
 
-class OfMasked(NamedTuple):
-    """Products of the input weights with x behind a mask: of all gates, or of one of as many as have masks."""
-
-    rows: int
-    """Of the weights."""
-    ahead: Made
-    to_ih: Made
-    to_masked: Made
-    dtype: torch.dtype
-    """Of what `to_masked` gives: wider where it is rounded once more."""
-
-
 class Marked(Plain):
     """A plan's kernels, for a problem that `is_marked`.
 
@@ -82,10 +71,10 @@ class Marked(Plain):
         if masks is None and "dropout_masks" in problem.extras:
             masks = Masks(0, 3 if is_by_gate(problem.form) else 2)  # as they mostly are
         self._masks = masks
-        self._drops = masks.input > 0 if masks else "drawn" in problem.extras and problem.form.input_dropout > 0
         super().__init__(plan, device)
-        layers = range(self.form.layers if self._drops else 0)
-        self._of_masked = [self._products_of_masked(self.form.layer_inputs(layer)) for layer in layers]
+        self._behind: MaskedInput | None = None
+        if masks.input > 0 if masks else "drawn" in problem.extras and problem.form.input_dropout > 0:
+            self._behind = MaskedInput(self.problem, self._product, self._projected, masks and masks.input)
 
     def of(self, call: Call) -> Plain:
         masks = self._masks_of(call)
@@ -111,27 +100,7 @@ class Marked(Plain):
         """Of a mask of the recurrent product."""
         return 3 if is_by_gate(self.form) else 2
 
-    def _products_of_masked(self, inputs: int) -> OfMasked:
-        units, batch, time, _ = self.sizes
-        dtype, rows, step = self.problem.dtype, time * batch, len(self.cell.gates) * units
-        wide = units if self._masks is not None and self._masks.input == 3 else step
-        made = torch.float32 if self._masks is not None else dtype  # as `entering.Dropped` has it
-        ready, tf32 = self._product.ready, self.tf32
-        ahead = ready(dtype, (rows, inputs, wide), (0, 1), (inputs, inputs, step), tf32, self._projected)
-        to_ih = ready(dtype, (wide, rows, inputs), (1, 0), (step, inputs, inputs), tf32)
-        to_masked = ready(dtype, (rows, wide, inputs), (0, 0), (step, inputs, inputs), tf32, made)
-        return OfMasked(wide, ahead, to_ih, to_masked, made)
-
-    def _masked(self, options: Options, layer: int, direction: int, entered: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each mask, and what it leaves of what entered a layer."""
-        mask = options.input_mask(layer, direction)
-        assert mask is not None, "x goes behind one"
-        made = options.masked(entered, mask)
-        if mask.dim() == 2:
-            return [(mask, made)]
-        return [(mask[gate], made[gate]) for gate in range(len(self.cell.gates))]
-
-    def _features(self) -> Features:
+    def _its_features(self) -> Features:
         most, kind = expected(self.problem), AT_RANDOM if "drawn" in self.problem.extras else BY_SHARE
         noise, zoneout = most.noise, tuple([kind if probability else 0 for probability in self.form.zoneout])
         if self._masks is not None and not self._masks.recurrent:
@@ -184,7 +153,7 @@ class Marked(Plain):
         rows, element = time * batch, self.problem.dtype.itemsize
         of_states, of_apart = 4 * (len(self.cell.states) - 1), len(self.saving.apart) * self.gate.itemsize
         sizes = of_states * units, 4 * self._levels, of_apart * units, self._rounds * element * units
-        spaces = room.parts(directions, keep * self._space_size(rows, self._features()))
+        spaces = room.parts(directions, keep * self._space_size(rows, self._features))
         means, apart, operands, before = [[at + rows * far for at in spaces] for far in accumulate(sizes)]
         made = Kept((), apart, spaces, 0, before)
         return made if self.steps is None else made._replace(means=means, operands=operands)
@@ -194,7 +163,7 @@ class Marked(Plain):
         units, batch, time, directions = self.sizes
         rows, found, last = time * batch, [], self.form.layers - 1
         of_gates = rows * units * len(self.cell.gates) * self.gate.itemsize
-        of_space = self._space_size(rows, self._features())
+        of_space = self._space_size(rows, self._features)
         of_output = rows * directions * units * self.problem.dtype.itemsize
         for layer, kept in enumerate(self._kept):
             places = [(at, of_gates) for at in kept.gates] + [(at, of_space) for at in kept.states]
@@ -209,52 +178,28 @@ class Marked(Plain):
     def _multiply_ahead(
         self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
     ) -> None:
-        if not self._drops:
+        if self._behind is None:
             super()._multiply_ahead(options, layer, direction, blas, entered, ih, out)
-            return
-        assert options is not None, "the problem has some"
-        rows, multiply, *_ = self._of_masked[layer]
-        each = rows * self.form.layer_inputs(layer) * entered.element_size()
-        for part, (_, made) in enumerate(self._masked(options, layer, direction, entered)):
-            multiply(blas, made.data_ptr(), ih + part * each, out + part * rows * self._projected.itemsize)
+        else:
+            assert options is not None, "the problem has some"
+            self._behind.ahead(options, layer, direction, blas, entered, ih, out)
 
     def _multiply_input(
         self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
         to_entered: Tensor | None, to_ih: int,
     ) -> None:  # fmt: skip
-        if not self._drops:
-            super()._multiply_input(
-                options, layer, direction, blas, to_gates, entered, ih, to_entered, to_ih
-            )  # fmt: skip
-            return
-        assert options is not None, "the problem has some"
-        own, element = self._of_masked[layer], entered.element_size()
-        each, total = own.rows * self.form.layer_inputs(layer) * element, list[Tensor]()
-        for part, (mask, masked) in enumerate(self._masked(options, layer, direction, entered)):
-            grads = to_gates + part * own.rows * element
-            own.to_ih(blas, grads, masked.data_ptr(), to_ih + part * each)
-            if to_entered is not None:
-                made = empty(*laid_out(entered.shape, own.dtype))
-                own.to_masked(blas, grads, ih + part * each, made.data_ptr())
-                made = options.masked(made, mask)
-                if total:
-                    total[0] += made
-                else:
-                    total.append(made)
-        if to_entered is None:
-            return
-        if direction:
-            rounded = empty(*laid_out(entered.shape, entered.dtype))
-            rounded.copy_(total[0])
-            to_entered += rounded
+        where = layer, direction, blas, to_gates, entered, ih, to_entered, to_ih
+        if self._behind is None:
+            super()._multiply_input(options, *where)
         else:
-            to_entered.copy_(total[0])
+            assert options is not None, "the problem has some"
+            self._behind.back(options, *where)
 
     def _argument(
         self, options: Options | None, layer: int, base: int, entered: Sequence[int] | None = None
     ) -> Sequence[Any]:
         assert options is not None, "the problem has some"
-        if not has_options(self.cell, self._features()):
+        if not has_options(self.cell, self._features):
             return ()
         before = [base + place for place in self._kept[layer].before] if self.problem.gradient else []
         kernel = self._ahead if entered is None else self._back
@@ -263,7 +208,7 @@ class Marked(Plain):
     def _make_ready_for_backward(self, room: Room) -> None:
         super()._make_ready_for_backward(room)
         units, batch, time, directions = self.sizes
-        dtype, rows, noise = self.problem.dtype, time * batch, self._features().noise
+        dtype, rows, noise = self.problem.dtype, time * batch, self._features.noise
         element, self._gatewise = dtype.itemsize, noise >= BY_GATE
         self._entered = room.parts(directions, rows * units * element) if 0 < noise < BY_GATE else []
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
@@ -288,7 +233,7 @@ class Marked(Plain):
     ) -> tuple[list[Tensor], Sequence[int]]:
         assert options is not None, "the problem has some"
         before = self._kept[layer].before
-        if not self._features().before:
+        if not self._features.before:
             return [], ()
         if not self._gatewise:
             return [], buffers or [room.data_ptr() + place for place in before]

@@ -21,7 +21,8 @@ from whorl.engines.cuda.branch import Branch, branch_of
 from whorl.engines.cuda.grid import Grid
 from whorl.engines.cuda.layers import Wanted, address, exact, plain
 from whorl.engines.cuda.memory import empty, laid_out
-from whorl.engines.cuda.plain import Plain, Room, as_read, is_plain
+from whorl.engines.cuda.places import Room
+from whorl.engines.cuda.plain import Plain, as_read, is_plain
 from whorl.engines.cuda.prepare import shared_bytes, size_of
 from whorl.engines.cuda.products import handle
 from whorl.engines.cuda.source import PLAIN, Features

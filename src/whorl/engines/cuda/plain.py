@@ -1,14 +1,13 @@
-"""How a call without options runs where Python's time counts: addresses in place of tensors, one room for all layers.
+"""How a call runs where Python's time counts: addresses in place of tensors, one room for all layers.
 
 A small layer takes the GPU less time than Python takes for tensors that look at others' memory.  So what is kept for
-backward lies in one room, as does what a pass needs meanwhile, and products are made ready when the plan is: a call
-fills in addresses.  It lists all that it has, and from there each kernel takes its own.
+backward lies in one room, as does what a pass needs meanwhile (`places`), and products are made ready when the plan is:
+a call fills in addresses.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,36 +18,15 @@ from whorl.cells.wrappers import ahead
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.branch import branch_of
-from whorl.engines.cuda.layers import Layers, address, leaves_room, pair, plain
+from whorl.engines.cuda.layers import address, leaves_room, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
+from whorl.engines.cuda.places import Places, Room
 from whorl.engines.cuda.products import Each, Product, handle
-from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.tape import Tape, parts, slots, written_to
 from whorl.engines.cuda.taped import Written
 from whorl.problem import Call, Outcome, Plan, Problem
-from whorl.weights import kinds, shapes
-
-
-class Kept(NamedTuple):
-    """Where in the room lies what a layer leaves, for each direction."""
-
-    gates: Sequence[int]
-    apart: Sequence[int]
-    states: Sequence[int]
-    output: int
-    """Of both; of the last layer nothing lies there."""
-    before: Sequence[int] = ()
-    """The first state before each step, where it is not the output of the step before."""
-    means: Sequence[int] = ()
-    """Of a step of several stages."""
-    operands: Sequence[int] = ()
-    """What entered each product inside the step, one after the other."""
-    projected: Sequence[int] = ()
-    """Before a layer norm of x: its projection, in float32."""
-    moments: Sequence[tuple[int, int]] = ()
-    """And of each of its rows the mean and the scale."""
 
 
 class OfSome(NamedTuple):
@@ -94,28 +72,15 @@ def is_plain_cell(cell: Graph) -> bool:
     return not found or [link.gate for link in found] == [*range(len(cell.recurrent))]
 
 
-class Plain(Layers):
+class Plain(Places):
     """A plan's kernels, for a problem that `is_plain`."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         super().__init__(plan, device)
-        form, (units, batch, time, directions) = self.form, self.sizes
-        self._output = laid_out((time, batch, directions * units), self.problem.dtype)
-        self._state = laid_out((form.layers * directions, batch, units), self.problem.dtype)
-        self._input = laid_out((time, batch, form.inputs), self.problem.dtype)
-        self._weights_laid = [laid_out(shape, self.problem.dtype) for shape in shapes(self.whole)]
-        self._every = len(kinds(self.whole))
-        self._to_vectors = self._every - len(self.whole.cell.vectors)
-        self._read_vectors = [*range(len(self.whole.cell.vectors))] if self.norms is None else self.norms.rest
-        """Where among the vectors of the cell those are that the time loop reads."""
         self._projected = self.gate if self.norms is None else torch.float32
-        self._reads = [self._places_of_weights(layer) for layer in range(form.layers)]
-        features = self._features()
-        self._ready(features, features)
-        self._ahead = self._kernel("forward", features)
-        self._kept, self._in_room, size = self._laid_out()
-        self._room = laid_out((size,), torch.uint8)
-        self._of_gates = [self._projection(form.layer_inputs(layer)) for layer in range(form.layers)]
+        self._ready(self._features, self._features)
+        self._ahead = self._kernel("forward", self._features)
+        self._of_gates = [self._projection(self.form.layer_inputs(layer)) for layer in range(self.form.layers)]
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
@@ -158,63 +123,6 @@ class Plain(Layers):
         count = (self.form.layers - 1) * self.problem.dropout
         return Call(x, states, weights, tuple([tape.given(*self._output[::2]) for _ in range(count)]))
 
-    def _features(self) -> Features:
-        """Of its kernels."""
-        return PLAIN
-
-    @property
-    def keeps(self) -> int:
-        return 1
-
-    def _places_of_weights(self, layer: int) -> list[int]:
-        """Among all weights: recurrent ones, then biases of r and of x, each of two directions; -1 for what is not."""
-        directions = self.form.directions
-        firsts, made = [(layer * directions + direction) * self._every for direction in range(directions)], []
-        for kind in (1, 3, 2):
-            there = kind == 1 or (self.form.bias and (kind == 3 or self.norms is None))
-            made += [first + kind if there else -1 for first in firsts] + [-1] * (2 - directions)
-        return made
-
-    def _laid_out(self, one_by_one: bool = True) -> tuple[list[Kept], list[int], int]:
-        """Where each layer leaves what, the same in the order in which a pass lists it, and the bytes of all.
-
-        Args:
-            one_by_one: a layer has all of its steps behind it before the next begins.
-        """
-        (units, batch, time, directions), keep = self.sizes, self.problem.gradient
-        each, wide, room = time * batch * units, self.gate.itemsize, Room()
-        made: list[Kept] = []
-        for layer in range(self.form.layers):
-            if not keep and layer > 1 and one_by_one:  # the layer before the last is done with
-                made.append(made[layer - 2])
-                continue
-            inner = layer < self.form.layers - 1
-            gates = room.parts(directions, each * len(self.cell.gates) * wide)
-            kept = self._spaces_laid_out(room, keep)._replace(gates=gates)
-            if self.norms is not None:
-                projected = room.parts(directions, each * len(self.cell.gates) * 4)
-                moments = [(*room.parts(2, time * batch * 4),) for _ in range(directions)]
-                kept = kept._replace(projected=projected, moments=moments)  # type: ignore[arg-type]
-            (output,) = room.parts(1, inner * each * directions * self.problem.dtype.itemsize)
-            made.append(kept._replace(output=output))
-        order = [
-            place
-            for kept in made
-            for place in (*kept.gates, *kept.apart, *kept.states, *kept.means, *kept.operands, kept.output)
-        ]
-        return made, order, room.size
-
-    def _spaces_laid_out(self, room: "Room", keep: bool) -> Kept:
-        """Where each direction leaves all but gates and the output."""
-        units, batch, time, directions = self.sizes
-        rows = keep * time * batch
-        apart = room.parts(directions, rows * units * len(self.saving.apart) * self.gate.itemsize)
-        states = room.parts(directions, rows * units * (len(self.cell.states) - 1) * 4)
-        if self.steps is None:
-            return Kept((), apart, states, 0)
-        operands = room.parts(directions, rows * units * self._rounds * self.problem.dtype.itemsize)
-        return Kept((), apart, states, 0, means=room.parts(directions, rows * self._levels * 4), operands=operands)
-
     def _projection(self, inputs: int) -> Made:
         """The product of x of every step with the weights of every gate."""
         units, batch, time, _ = self.sizes
@@ -222,61 +130,7 @@ class Plain(Layers):
         sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
         return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self._projected)
 
-    def _make_ready_to_launch(self) -> None:
-        """Names what a pass lists, in the order of `forward` and `backward`, and what of it each kernel takes."""
-        units, batch, _, directions = self.sizes
-        layers, initial, last = range(self.form.layers), self.problem.initial, self.form.layers - 1
-        self._far = [layer * directions * batch * units * self.problem.dtype.itemsize for layer in layers]
-        known = self._names_of_room = [*(f"weight {place}" for place in range(len(self._weights_laid))), "nothing"]
-        for layer in layers:
-            whats = ("gates", "apart", "states", *("means", "operands")[: 2 * (self.steps is not None)])
-            known += [name for what in whats for name in _both(what, layer)[:directions]]
-            known.append(f"output {layer}")
-        starts, finals = self._of_states("start", layers) * initial, self._of_states("final", layers)
-        ahead, self._takes_ahead = [*known, "y", *finals, *starts], []
-        self._names_ahead: Sequence[str] = ahead
-        for layer, reads in enumerate(self._reads):
-            output = "y" if layer == last else f"output {layer}"
-            taken = [*_both("gates", layer), *[f"weight {place}" for place in reads], *self._vectors_of(layer)]
-            taken += [*self._of_states("start", [layer]), *self._of_states("final", [layer]), output]
-            taken += [*_both("apart", layer), *_both("states", layer)]
-            taken += [*_both("means", layer), *_both("operands", layer)] * (self.steps is not None)
-            self._takes_ahead.append(_taking(taken, ahead))
-        if not self.problem.gradient:
-            return
-        self._in_meanwhile = [*self._to_gates, *self._to_apart, *self._summed, self._to_below]
-        known = [*known, *(name for what in ("to_gates", "to_apart", "sums") for name in _both(what, 0)[:directions])]
-        known += ["to_output 0", "y", "to_y", *starts, *self._of_states("to_start", layers) * initial]
-        back = [*known, *self._of_states("to_final", layers)]
-        self._takes_back = [self._taking_back(layer, 0, back) for layer in layers]
-
-    def _taking_back(self, layer: int, own: int, known: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """What the backward kernel of a layer takes of what is `known`.
-
-        Args:
-            own: the number by which that goes which is there meanwhile.
-        """
-        reads, last = self._reads[layer], layer == self.form.layers - 1
-        output, ending = ("y", "to_y") if last else (f"output {layer}", f"to_output {own}")
-        taken = [*_both("gates", layer), *[f"weight {place}" for place in reads[:2]], *self._vectors_of(layer)]
-        taken += [*self._of_states("start", [layer]), output, *_both("apart", layer), *_both("states", layer)]
-        taken += [ending, *self._of_states("to_final", [layer]), *_both("to_gates", own), *_both("to_apart", own)]
-        taken += [*self._of_states("to_start", [layer]), *_both("sums", own)]
-        return _taking(taken + _both("means", layer) * (self.steps is not None), known)
-
-    def _vectors_of(self, layer: int) -> list[str]:
-        """Names of the vectors of one direction, then of the other."""
-        found, directions = [], self.form.directions
-        for direction in range(2):
-            first = (layer * directions + direction) * self._every + self._to_vectors
-            there = self._read_vectors if direction < directions else ()
-            found += [f"weight {first + place}" for place in there] or ["nothing"] * max(1, len(self._read_vectors))
-        return found
-
-    def _of_states(self, what: str, layers: Sequence[int]) -> list[str]:
-        return [f"{what} {state} {layer}" for state in self.cell.states for layer in layers]
-
-    def _make_ready_for_backward(self, room: "Room") -> None:
+    def _make_ready_for_backward(self, room: Room) -> None:
         """
         Args:
             room: gets places for what is there meanwhile.
@@ -286,7 +140,7 @@ class Plain(Layers):
         form, dtype, element, tf32 = self.form, self.problem.dtype, self.problem.dtype.itemsize, self.tf32
         gates, apart, rows = len(self.cell.gates) * units, len(self.saving.apart) * units, time * batch
         assert self._sums is not None, "it is made ready with the kernels"
-        self._back, self._adding = self._kernel("backward", self._features()), self._sums
+        self._back, self._adding = self._kernel("backward", self._features), self._sums
         self._to_gates = room.parts(directions, rows * gates * element)
         self._to_apart = room.parts(directions, rows * apart * element) if apart else self._to_gates
         self._summed = room.parts(directions, self._back.sums * self._sums.columns * 4)
@@ -598,17 +452,6 @@ class Plain(Layers):
                 some.start(blas, gradients + of_start * some.step, start, made + some.into, add=True)
 
 
-def _both(what: str, layer: int) -> list[str]:
-    """Its names in each direction, whether or not there are two."""
-    return [f"{what} {layer} {direction}" for direction in range(2)]
-
-
-def _taking(wanted: Sequence[str], known: Sequence[str]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """What takes from a list of addresses what is `wanted`; in the place of what is not `known`, that of nothing."""
-    places = {name: place for place, name in enumerate(known)}
-    return itemgetter(*[places.get(name, places["nothing"]) for name in wanted])
-
-
 def as_it_is(tensor: Tensor) -> Tensor:
     """Of a call without options, where every step counts."""
     return tensor
@@ -617,20 +460,3 @@ def as_it_is(tensor: Tensor) -> Tensor:
 def as_read(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """As kernels read it; what has the dtype is not asked to take it, which would be 0.8 us."""
     return plain(tensor if tensor.dtype is dtype else tensor.to(dtype))
-
-
-_ALIGNED = 256
-"""Bytes: where parts of a room begin."""
-
-
-class Room:
-    """Places in memory that is not there yet."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def parts(self, count: int, size: int) -> list[int]:
-        """Where so many parts of so many bytes begin."""
-        first, each = self.size, -(-size // _ALIGNED) * _ALIGNED
-        self.size += count * each
-        return [first + index * each for index in range(count)]
