@@ -29,6 +29,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "given masks by gate": ("GRU", dict(recurrent_dropout=0.3), (3,)),
     "reset before the product, no bias": ("GRU", dict(reset_after=False, bias=False), ()),
     "layer norm inside the step": ("LSTM", dict(layer_norm="r c"), ()),
+    "x behind masks that are drawn": ("LSTM", dict(input_dropout=0.3), ()),
 }
 """Class, options, and of given masks [.., batch, units] what is before that."""
 
@@ -40,6 +41,7 @@ def gradients(name: str, layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
         numbers = torch.arange(1, 1 + layer.hidden_size, device=x.device, dtype=x.dtype)
         mask = numbers.expand(*leading, x.shape[1], -1) % 3
         given = dict(dropout_masks={"recurrent_dropout": mask.contiguous()})
+    torch.manual_seed(5)
     y = layer(x, **given)[0]
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
 
@@ -66,8 +68,12 @@ class Recorder:
         self.done.append("fork")
         return self.free
 
-    def handle(self, dtype: torch.dtype) -> tuple[int, Tensor]:
-        return 9, torch.empty(0)
+    def space(self) -> Tensor:
+        self.done.append("space")
+        return torch.empty(0)
+
+    def handle(self, dtype: torch.dtype, space: Tensor) -> int:
+        return 9
 
     def join(self) -> None:
         self.done.append("join")
@@ -105,6 +111,9 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
     assert note.done.count("join") == forked * getattr(layer, "num_layers", 1)
     assert any(one.endswith("by 9") for one in note.done) == forked
     assert ("add on 5" in note.done) == (forked and layer.bias)
+    assert [note.done[place + 1] for place, one in enumerate(note.done) if one == "fork" and forked] == (
+        ["space"] * note.done.count("join")
+    )
     open_ = False
     for one in note.done:
         assert open_ or not one.endswith(("by 9", "on 5"))
@@ -234,11 +243,10 @@ def test_what_cublas_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(cublasSetStream_v2=lambda *given: 0, cublasSetWorkspace_v2=lambda *given: 7)
     monkeypatch.setattr(branches, "cublas", lambda: library)
     monkeypatch.setattr(branches, "handle", lambda dtype: 1)
-    monkeypatch.setattr(branches, "empty", lambda *laid: torch.empty(1))
     one = object.__new__(branches.Branch)
     one.stream = 5
     with pytest.raises(whorl.KernelError, match=r"a stream of its own in a CUDA graph \(7\)"):
-        one.handle(torch.float32)
+        one.handle(torch.float32, torch.empty(1))
 
 
 def test_a_branch_that_another_capture_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

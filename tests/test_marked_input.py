@@ -60,7 +60,7 @@ def ways(layer: Any, counted: list[int], monkeypatch: pytest.MonkeyPatch, of_x: 
     assert len(counted) == before + 1
     for one, other, truth in zip(found, through, by_layers, strict=True):
         assert torch.equal(one, other)
-        rounded = 4 * torch.finfo(truth.dtype).eps * float(truth.abs().max())
+        rounded = 4 * torch.finfo(truth.dtype).eps * float(truth.abs().max())  # a sum of as many that are rounded
         torch.testing.assert_close(one, truth, rtol=0, atol=rounded)
     layers._prepared.clear()
 
@@ -125,10 +125,24 @@ def test_one_layer_called_with_masks_of_all_kinds_in_turns(counted: list[int]) -
         assert not any(torch.equal(one, other) for other in found[0][:place])
 
 
-def test_masks_with_gradients_go_another_way(counted: list[int]) -> None:
-    layer, x = made("LSTM", "both directions, two layers"), torch.randn(TIME, BATCH, INPUTS).bfloat16()
-    given = masks(layer, "x")
-    given["input_dropout"] = [mask.requires_grad_() for mask in given["input_dropout"]]
-    layer(x, dropout_masks=given)[0].sum().backward()
-    assert all(mask.grad is not None for mask in given["input_dropout"])
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("what", ["x", "x gates h"])
+def test_masks_with_gradients_go_another_way(what: str, layer_norm: bool, counted: list[int]) -> None:
+    """Forward by addresses, backward by `Layers`, which reads what was left: beside the reference."""
+    layer = made("LSTM", "both directions, two layers", torch.float32, layer_norm=layer_norm)
+    reference = whorl.LSTM(
+        INPUTS, UNITS, engine="reference", layer_norm=layer_norm, **FORMS["both directions, two layers"]
+    )  # fmt: skip
+    reference.load_state_dict(layer.state_dict())
+    x, given, found = torch.randn(TIME, BATCH, INPUTS, requires_grad=True), masks(layer, what), []
+    for one in (layer, reference):
+        leaves = {name: [mask.detach().requires_grad_() for mask in own] for name, own in given.items()}
+        y = one(x, dropout_masks=leaves, mask=MASK)[0]
+        wanted = [x, *one.parameters(), *(mask for own in leaves.values() for mask in own)]
+        found.append(
+            [y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum(), wanted)]
+        )
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert not counted
+    assert {type(one) for _, one in layers._prepared.values()} == {Marked}

@@ -372,6 +372,14 @@ def test_other_tiles_make_other_tapes(
     assert counted[2] == counted[0]
 
 
+def test_where_the_thread_ended_otherwise_calls_are_not_said_to_go_by_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taped, "_run", None)
+    monkeypatch.setattr(taped, "_fault", "")
+    monkeypatch.setattr(taped, "_thread", threading.Thread(target=lambda: None))
+    taped._thread.start()
+    assert taped.finish() == "the thread that compiles them has ended, or was another process's"
+
+
 @pytest.mark.parametrize("gates", [0, 4])
 def test_a_plan_has_a_number_on_each_gpu(gates: int, counted: list[int], layer: torch.nn.Module) -> None:
     """As C++ asks for it where a program of XLA runs on another one: made ready there once, the same way."""

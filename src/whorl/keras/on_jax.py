@@ -1,6 +1,6 @@
 """The sweep on arrays of JAX: torch inside XLA's program, on its buffers and its stream, and the host copies nothing.
 
-One layer on a CPU mostly needs neither torch nor Python: see xla.  For all else, and on GPUs (see calls),
+One layer on a CPU mostly needs neither torch nor Python: see xla; nor do most calls on GPUs: see calls.  For all else
 `jax.experimental.buffer_callback` calls a Python function with XLA's own buffers, which torch sees through DLPack.  JAX
 differentiates nothing of it, so the gradient is a second callback; on a CPU what backward needs stays with torch, and
 XLA's program carries its number.  Under `jax.vmap` rows run one after the other; forward-mode derivatives are an error

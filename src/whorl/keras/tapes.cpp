@@ -10,10 +10,13 @@
 namespace whorl {
 namespace ffi = xla::ffi;
 
-struct Numbers {  // as `_Numbers` in tapes.py; behind them one for each array that the tape is given: whether it is there
+struct Numbers {  // as `_pass` in tapes.py writes them; behind them one for each array that the tape is given: whether it is there
   int64_t pass, plan, backward;
   int64_t process;  // of this process alone: what holds addresses is no other's
 };
+
+extern "C" int64_t whorl_tapes_process;
+int64_t whorl_tapes_process = 0;  // which this one is
 
 // XLA's stream; none where the platform has no streams.
 struct Stream {};
@@ -24,6 +27,8 @@ static ffi::Error pass(void* stream, ffi::RemainingArgs in, ffi::RemainingRets o
   constexpr size_t first = sizeof(Numbers) / sizeof(int64_t);
   if (numbers.size() < first) return ffi::Error::InvalidArgument("tapes.py and tapes.cpp differ");
   memcpy((void*)&n, numbers.begin(), sizeof(Numbers));
+  if (n.process != whorl_tapes_process) 
+    return {ffi::ErrorCode::kFailedPrecondition, "another process compiled this program"};
   std::vector<uint64_t> given, into;
   size_t next = 0;
   for (size_t i = first; i < numbers.size(); ++i)

@@ -4,6 +4,7 @@ A callback takes the host longer than a small layer takes the GPU.  Where C++ kn
 XLA's typed FFI calls tapes.cpp with its own buffers and its stream, compiled by the host's compiler.
 """
 
+import ctypes
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ def forward(number: int, given: Sequence[Any], kinds: Sequence[Kind]) -> Sequenc
 
     Args:
         number: of the plan.
-        given: x, initial states, weights, masks of recurrent dropout, mask.
+        given: x, initial states, weights, masks of dropout, mask, seed.
         kinds: of what it gives.
     """
     return _pass(number, False, _as_read(number, given), kinds)
@@ -80,6 +81,7 @@ def are_taken() -> bool:
     except CompileError as error:
         warnings.warn(f"calls of engines on JAX go through Python: {error}", stacklevel=2)
         return False
+    ctypes.c_int64.in_dll(library, "whorl_tapes_process").value = PROCESS
     for platform in ("CUDA", "cpu"):  # on the host kernels are emulated
         jax.ffi.register_ffi_target("whorl_tapes_pass", jax.ffi.pycapsule(library.whorl_tapes_pass), platform=platform)
     return True

@@ -49,18 +49,25 @@ class Branch:
             self.as_torch.wait_event(main.record_event())
             return True
 
-    def handle(self, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """`products.handle` for products of this branch, until it is asked for again; and what is to live so long.
+    def space(self) -> torch.Tensor:
+        """What cuBLAS writes to meanwhile: asked for as it forks, since what is freed later may be in use."""
+        return empty(*_WORKSPACE)
+
+    def handle(self, dtype: torch.dtype, space: torch.Tensor) -> int:
+        """`products.handle` for products of this branch, until it is asked for again.
+
+        Args:
+            space: lives as long.
 
         Raises:
             KernelError: cuBLAS refuses.
         """
-        made, space, library = handle(dtype), empty(*_WORKSPACE), cublas()
+        made, library = handle(dtype), cublas()
         status = library.cublasSetStream_v2(made, self.stream)
         status = status or library.cublasSetWorkspace_v2(made, space.data_ptr(), space.numel())
         if status:
             raise KernelError(f"cuBLAS does not take a stream of its own in a CUDA graph ({status}).")
-        return made, space
+        return made
 
     def join(self) -> None:
         """The current stream goes on when this branch is done."""

@@ -22,7 +22,7 @@ from whorl.engines.cuda.plain import Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options
 from whorl.engines.cuda.tape import Tape
-from whorl.problem import Call, Marks, Outcome, Plan, Problem
+from whorl.problem import Call, Form, Marks, Outcome, Plan, Problem
 
 
 def is_marked(problem: Problem) -> bool:
@@ -58,6 +58,23 @@ class Masks(NamedTuple):
     recurrent: int
 
 
+def masks_of(form: Form, call: Call) -> Masks | None:
+    """Those that a call gives; None: there are none, or not such as these."""
+    every, axes = 2 + len(form.cell.states), [mask.dim() for mask in call.noise]
+    alike = {tuple(axes[first : first + every]) for first in range(0, len(axes), every)}
+    if len(alike) != 1:
+        return None
+    ((of_x, of_state, *of_zoneout),) = alike
+    own = _axes_of_state(form)
+    of_state = own if of_state == 3 and len(form.cell.recurrent) == 1 else of_state
+    return None if any(of_zoneout) or of_state not in (0, own) else Masks(of_x, of_state)
+
+
+def _axes_of_state(form: Form) -> int:
+    """Of a mask of the recurrent product."""
+    return 3 if is_by_gate(form) else 2
+
+
 class Marked(Plain):
     """A plan's kernels, for a problem that `is_marked`.
 
@@ -69,7 +86,7 @@ class Marked(Plain):
         problem = plan.problem
         self._plan, self._device, self._ways = plan, device, dict[Masks, Marked]()
         if masks is None and "dropout_masks" in problem.extras:
-            masks = Masks(0, 3 if is_by_gate(problem.form) else 2)  # as they mostly are
+            masks = Masks(0, _axes_of_state(problem.form))  # of a call that `Layers` runs
         self._masks = masks
         super().__init__(plan, device)
         self._behind: MaskedInput | None = None
@@ -77,28 +94,10 @@ class Marked(Plain):
             self._behind = MaskedInput(self.problem, self._product, self._projected, masks and masks.input)
 
     def of(self, call: Call) -> Plain:
-        masks = self._masks_of(call)
+        masks = masks_of(self.form, call)
         if masks is None or masks == self._masks:
             return self
-        if masks not in self._ways:
-            self._ways[masks] = Marked(self._plan, self._device, masks)
-        return self._ways[masks]
-
-    def _masks_of(self, call: Call) -> Masks | None:
-        """None: there are none, or not such as these."""
-        every, axes = 2 + len(self.cell.states), [mask.dim() for mask in call.noise]
-        alike = {tuple(axes[first : first + every]) for first in range(0, len(axes), every)}
-        if len(alike) != 1:
-            return None
-        ((of_x, of_state, *of_zoneout),) = alike
-        own = self._axes_of_state
-        of_state = own if of_state == 3 and len(self.form.cell.recurrent) == 1 else of_state
-        return None if any(of_zoneout) or of_state not in (0, own) else Masks(of_x, of_state)
-
-    @property
-    def _axes_of_state(self) -> int:
-        """Of a mask of the recurrent product."""
-        return 3 if is_by_gate(self.form) else 2
+        return self._ways.get(masks) or self._ways.setdefault(masks, Marked(self._plan, self._device, masks))
 
     def _its_features(self) -> Features:
         most, kind = expected(self.problem), AT_RANDOM if "drawn" in self.problem.extras else BY_SHARE
@@ -135,7 +134,7 @@ class Marked(Plain):
         return call._replace(noise=tuple(noise), marks=Marks(**marks))
 
     def _takes(self, call: Call) -> bool:
-        return not call.noise or self._masks_of(call) == self._masks
+        return not call.noise or masks_of(self.form, call) == self._masks
 
     def forward(self, call: Call) -> Outcome:
         return super().forward(call) if self._takes(call) else Layers.forward(self, call)

@@ -31,8 +31,8 @@ class MaskedInput:
         self._form, self._projected, self._gates = problem.form, projected, len(problem.form.cell.gates)
         self._rows = self._form.units * (1 if axes == 3 else self._gates)
         """Of the weights in one product."""
-        self._dtype = problem.dtype if axes is None else torch.float32
-        """Of the gradient behind a mask, before it: as `entering.Dropped` has it."""
+        self._dtype = torch.float32 if axes == 3 else problem.dtype
+        """Of the gradient of what a mask leaves: of several masks it is summed."""
         self._of_layers = [self._products(problem, product, layer) for layer in range(self._form.layers)]
 
     def _products(self, problem: Problem, product: Products, layer: int) -> OfLayer:

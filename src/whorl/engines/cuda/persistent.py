@@ -14,7 +14,7 @@ from whorl.engines.base import Continue, Engine, Grads
 from whorl.engines.cuda import aligned, cudnn, grid, projected, source, split, taped
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
-from whorl.engines.cuda.marked import Marked, is_marked
+from whorl.engines.cuda.marked import Marked, is_marked, masks_of
 from whorl.engines.cuda.norms import MOST_ROWS, inside, norm_of, normed
 from whorl.engines.cuda.options import expected
 from whorl.engines.cuda.overlapped import Overlapped, described, overlaps, part_of
@@ -151,7 +151,7 @@ class Persistent(Engine):
         return () if number < 0 else taped.run(number, call)
 
     def number(self, plan: Plan, call: Call, by_python: Continue, wait: bool = False) -> int:
-        made = layers(plan, call.x.device, _made)
+        made = layers(plan, call.x.device, lambda own, on: _made(own, on, call))
         if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index:
             return -1
         made = made.of(call)
@@ -164,14 +164,14 @@ class Persistent(Engine):
         return made.number
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        made = layers(plan, call.x.device, _made)
+        made = layers(plan, call.x.device, lambda own, on: _made(own, on, call))
         if torch._C._cuda_getDevice() == made.index:
             return _way(made, call).forward(call)
         with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
             return _way(made, call).forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        made = layers(plan, call.x.device, _made)
+        made = layers(plan, call.x.device, lambda own, on: _made(own, on, call))
         if torch._C._cuda_getDevice() == made.index:
             return _way(made, call).backward(call, y, saved, grads)
         with torch.cuda.device(made.index):
@@ -186,7 +186,7 @@ def _number(plan: Plan, made: Plain, call: Call, device: torch.device, by_python
     def on(index: int) -> int:
         there = torch.device("cuda", index)
         with torch.cuda.device(there):
-            every = layers(plan, there, _made)
+            every = layers(plan, there, lambda own, on: _made(own, on, like))
             assert isinstance(every, Plain), "as it is on the device for which it was planned"
             return _number(plan, every.of(like), like, there, by_python)
 
@@ -198,8 +198,11 @@ def _way(made: Layers | Projected, call: Call) -> Layers | Projected:
     return made.of(call) if isinstance(made, Plain) else made
 
 
-def _made(plan: Plan, device: torch.device) -> Layers | Projected:
-    return Projected(plan, device, _loops) if plan.problem.form.projection else _whole(plan, device)
+def _made(plan: Plan, device: torch.device, call: Call) -> Layers | Projected:
+    if plan.problem.form.projection:
+        return Projected(plan, device, _loops)
+    problem = plan.problem
+    return Marked(plan, device, masks_of(problem.form, call)) if is_marked(problem) else _loops(plan, device)
 
 
 def _loops(plan: Plan, device: torch.device) -> Layers:
@@ -209,10 +212,6 @@ def _loops(plan: Plan, device: torch.device) -> Layers:
     kinds = ("forward", "backward")[: 1 + problem.gradient]
     beside = any(overlaps(problem, _chip(problem.device), kind) for kind in kinds)
     return (Overlapped if beside else Plain)(plan, device)
-
-
-def _whole(plan: Plan, device: torch.device) -> Layers:
-    return Marked(plan, device) if is_marked(plan.problem) else _loops(plan, device)
 
 
 _INFERENCE = {"rounded": 0.8, "wide": 0.7, "exact": 0.6}

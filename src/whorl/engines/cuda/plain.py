@@ -307,7 +307,7 @@ class Plain(Places):
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (units, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
         grad_y, *grad_finals = [None if grad is None else as_read(grad, dtype) for grad in grads]
-        room, x, y, (weights, at) = saved[0], call.x.contiguous(), plain(y), self._weights(call)
+        room, x, y, (weights, at) = plain(saved[0], 16), call.x.contiguous(), plain(y), self._weights(call)
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
         cleaned: Callable[[Tensor], Tensor] = as_it_is if options is None else options.cleaned
@@ -351,7 +351,10 @@ class Plain(Places):
                     entered = cleaned(entered * call.dropout[layer - 1])
             elif "x" not in constants:
                 grad_x = to_entered = empty(*self._input)
+            _space = None  # the last layer's goes back before this one's is taken
             aside = branch if branch is not None and branch.fork() else None
+            if aside is not None:
+                _space = aside.space()
             if self._adding.columns:
                 of_x = [into[place] for place in reads[4:]]
                 if self.norms is not None:  # whose kernel gives it
@@ -367,9 +370,8 @@ class Plain(Places):
                 self._multiply_input(
                     options, layer, direction, blas, of_gates, entered, at[own], to_entered, into[own]
                 )  # fmt: skip
-            _space = None  # the last layer's goes back before this one's is taken
-            if aside is not None:
-                blas, _space = aside.handle(dtype)
+            if aside is not None and _space is not None:
+                blas = aside.handle(dtype, _space)
             for direction in range(directions):
                 recurrent = first + direction * self._every + 1
                 both = to_gates[direction], to_apart[direction]

@@ -544,6 +544,8 @@ void pass(int64_t number, bool backward, void* stream, at::ArrayRef<uint64_t> gi
   at::Device where(at::kCPU);
   std::optional<c10::StreamGuard> guard;
   if (plan->where >= 0) {
+    TORCH_CHECK(stream != nullptr, "the program runs on cpu and was traced for cuda: trace it with jax.default_device "
+                                   "set to the one that it runs on.");
     where = at::globalContext().getDeviceFromPtr((void*)given[0], at::kCUDA);
     if (where.index() != plan->device) plan = plan_of(on_device(number, where.index()));
     guard.emplace(c10::Stream(c10::Stream::UNSAFE, where, (c10::StreamId)stream));  // as torch has one of others

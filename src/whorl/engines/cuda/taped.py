@@ -111,7 +111,7 @@ def finish() -> str:
     begin()
     if _thread is not None:
         _thread.join()
-    return fault()
+    return fault() or ("" if _run is not None else "the thread that compiles them has ended, or was another process's")
 
 
 def fault() -> str:
