@@ -57,6 +57,20 @@ def step(layer: Any, given: Any, training: bool = True, **call: Any) -> list[Any
     return [np.asarray(one) for one in (*outputs, *jax.tree.leaves(grads))]
 
 
+def by_tapes_as_through_python(layer: Any, made: Made, monkeypatch: pytest.MonkeyPatch, **call: Any) -> list[Any]:
+    """A step by tapes, which has the bits of one by the callback."""
+    found = step(layer, x, **call)
+    assert [back for _, back in made] == [False, True]
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "number", lambda *given: -1)
+        calls._room.cache_clear()
+        through = step(layer, x, **call)
+    assert len(made) == 2
+    for one, other in zip(found, through, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return found
+
+
 def close(one: Any, truth: Any) -> None:
     """To 3e-5 of the whole: what is small beside the rest is a sum of numbers that are not."""
     assert np.linalg.norm(one - truth) < 3e-5 * np.linalg.norm(truth)
@@ -88,15 +102,8 @@ def test_by_tapes_a_step_is_what_it_is_through_python(
         one.build(x.shape)
     stock.set_weights(layer.get_weights())
     call = dict(mask=mask) if "masked" in option else {}
-    found = step(layer, x, **call)
-    assert [back for _, back in made] == [False, True]
-    with monkeypatch.context() as patch:
-        patch.setattr(calls, "number", lambda *given: -1)
-        calls._room.cache_clear()
-        through = step(layer, x, **call)
-    assert len(made) == 2
-    for one, other, truth in zip(found, through, step(stock, x, **call), strict=True):
-        np.testing.assert_array_equal(one, other)
+    found = by_tapes_as_through_python(layer, made, monkeypatch, **call)
+    for one, truth in zip(found, step(stock, x, **call), strict=True):
         close(one, truth)
 
 
@@ -117,15 +124,7 @@ def test_masks_are_drawn_from_the_same_seed_either_way(made: Made, monkeypatch: 
     cell = whorl.keras.Cell(whorl.cells.library.lstm, 6, zoneout=0.2, recurrent_dropout=0.3, dropout=0.2, seed=1)
     layer = whorl.keras.RNN(cell, return_sequences=True)
     layer.build(x.shape)
-    found = step(layer, x, mask=mask)
-    assert [back for _, back in made] == [False, True]
-    with monkeypatch.context() as patch:
-        patch.setattr(calls, "number", lambda *given: -1)
-        calls._room.cache_clear()
-        through = step(layer, x, mask=mask)
-    assert len(made) == 2
-    for one, other in zip(found, through, strict=True):
-        np.testing.assert_array_equal(one, other)
+    by_tapes_as_through_python(layer, made, monkeypatch, mask=mask)
 
 
 def test_a_model_trains_and_predicts_as_keras_own(made: Made) -> None:
@@ -188,15 +187,7 @@ def test_mixed_precision(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the callback, which other tests compare with Keras' own."""
     layer = whorl.keras.LSTM(6, dtype="mixed_bfloat16", recurrent_dropout=0.2, seed=3)
     layer.build(x.shape)
-    found = step(layer, x, mask=mask)
-    assert [back for _, back in made] == [False, True]
-    with monkeypatch.context() as patch:
-        patch.setattr(calls, "number", lambda *given: -1)
-        calls._room.cache_clear()
-        through = step(layer, x, mask=mask)
-    assert found[0].dtype == "bfloat16"
-    for one, other in zip(found, through, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert by_tapes_as_through_python(layer, made, monkeypatch, mask=mask)[0].dtype == "bfloat16"
 
 
 def test_what_tapes_cannot_say_is_a_callback(made: Made) -> None:
@@ -235,6 +226,14 @@ def test_what_goes_wrong_in_a_pass_is_said(made: Made, monkeypatch: pytest.Monke
     assert len(written.outputs) == 3
     with pytest.raises(Exception, match="a pass makes 3 arrays, 2 are there"):  # versions of JAX differ in the class
         jax.block_until_ready(tapes.forward(number, given, kinds))
+
+
+def test_a_program_of_another_process_is_refused(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds addresses of that one's."""
+    assert tapes.are_taken()
+    monkeypatch.setattr(tapes, "PROCESS", 1)
+    with pytest.raises(Exception, match="another process compiled this program: trace it in this one"):
+        jax.block_until_ready(whorl.keras.LSTM(9)(x))
 
 
 def test_without_a_compiler_calls_are_callbacks_and_it_is_said(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,8 @@ def test_one_layer_called_with_masks_of_all_kinds_in_turns(counted: list[int]) -
     kinds = [masks(layer, what) for what in ("x", "x gates", "h", "x h", "x gates h")]
     found = [[layer(x, dropout_masks=given)[0] for given in kinds] for _ in range(2)]
     assert len({*counted}) == len(kinds)
+    ((_, first),) = layers._prepared.values()
+    assert first._features.noise == 0  # no kernels are made ready but those of the masks that a call has
     assert counted[: len(kinds)] == counted[len(kinds) :]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

@@ -18,6 +18,7 @@ from whorl.cells import library
 from whorl.engines.cuda import aligned, layers, persistent, taped
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.marked import Marked
+from whorl.engines.cuda.norms import Norms
 from whorl.engines.cuda.plain import Plain, is_plain_cell
 
 __all__ = ["counted"]  # a fixture
@@ -153,3 +154,27 @@ def test_gradients_of_vectors_are_no_views_of_each_other(counted: list[int]) -> 
     vectors[0].zero_()
     for vector, kept in zip(vectors[1:], before, strict=True):
         assert torch.equal(vector, kept)
+
+
+def test_a_room_that_a_hook_gives_back_lies_as_kernels_read_it(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through Python, too: the norm's kernel reads words of 16 bytes."""
+    monkeypatch.setattr(taped, "ready", lambda: False)
+    layer, x, seen, own = made("layer norm", "one layer"), torch.randn(TIME, BATCH, INPUTS).bfloat16(), [], Norms.back
+
+    def back(norms: Norms, stream: int, rows: int, projected: int, *rest: Any) -> None:
+        seen.append(projected % 16)
+        own(norms, stream, rows, projected, *rest)
+
+    monkeypatch.setattr(Norms, "back", back)
+    wanted = torch.autograd.grad(layer(x)[0].sum(), [*layer.parameters()])
+
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_empty(8), tensor])[8:] if tensor.dtype == torch.uint8 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, moved):
+        y = layer(x)[0]
+    for got, truth in zip(torch.autograd.grad(y.sum(), [*layer.parameters()]), wanted, strict=True):
+        assert torch.equal(got, truth)
+    assert seen == [0, 0]

@@ -10,7 +10,8 @@
 namespace whorl {
 namespace ffi = xla::ffi;
 
-struct Numbers {  // as `_pass` in tapes.py writes them; behind them one for each array that the tape is given: whether it is there
+// As `_pass` in tapes.py writes them; behind them one for each array that the tape is given: whether it is there.
+struct Numbers {
   int64_t pass, plan, backward;
   int64_t process;  // of this process alone: what holds addresses is no other's
 };
@@ -27,8 +28,8 @@ static ffi::Error pass(void* stream, ffi::RemainingArgs in, ffi::RemainingRets o
   constexpr size_t first = sizeof(Numbers) / sizeof(int64_t);
   if (numbers.size() < first) return ffi::Error::InvalidArgument("tapes.py and tapes.cpp differ");
   memcpy((void*)&n, numbers.begin(), sizeof(Numbers));
-  if (n.process != whorl_tapes_process) 
-    return {ffi::ErrorCode::kFailedPrecondition, "another process compiled this program"};
+  if (n.process != whorl_tapes_process)
+    return {ffi::ErrorCode::kFailedPrecondition, "another process compiled this program: trace it in this one"};
   std::vector<uint64_t> given, into;
   size_t next = 0;
   for (size_t i = first; i < numbers.size(); ++i)

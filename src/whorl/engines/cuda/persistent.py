@@ -151,11 +151,8 @@ class Persistent(Engine):
         return () if number < 0 else taped.run(number, call)
 
     def number(self, plan: Plan, call: Call, by_python: Continue, wait: bool = False) -> int:
-        made = layers(plan, call.x.device, lambda own, on: _made(own, on, call))
-        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index:
-            return -1
-        made = made.of(call)
-        if not made.by_tape(call):
+        made = _way(plan, call.x.device, call)
+        if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not made.by_tape(call):
             return -1
         if not taped.ready() and not (wait and not taped.finish()):
             return -1
@@ -164,18 +161,18 @@ class Persistent(Engine):
         return made.number
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
-        made = layers(plan, call.x.device, lambda own, on: _made(own, on, call))
+        made = _way(plan, call.x.device, call)
         if torch._C._cuda_getDevice() == made.index:
-            return _way(made, call).forward(call)
+            return made.forward(call)
         with torch.cuda.device(made.index):  # cuBLAS and the driver work on the current one
-            return _way(made, call).forward(call)
+            return made.forward(call)
 
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
-        made = layers(plan, call.x.device, lambda own, on: _made(own, on, call))
+        made = _way(plan, call.x.device, call)
         if torch._C._cuda_getDevice() == made.index:
-            return _way(made, call).backward(call, y, saved, grads)
+            return made.backward(call, y, saved, grads)
         with torch.cuda.device(made.index):
-            return _way(made, call).backward(call, y, saved, grads)
+            return made.backward(call, y, saved, grads)
 
 
 def _number(plan: Plan, made: Plain, call: Call, device: torch.device, by_python: Continue) -> int:
@@ -186,15 +183,17 @@ def _number(plan: Plan, made: Plain, call: Call, device: torch.device, by_python
     def on(index: int) -> int:
         there = torch.device("cuda", index)
         with torch.cuda.device(there):
-            every = layers(plan, there, lambda own, on: _made(own, on, like))
-            assert isinstance(every, Plain), "as it is on the device for which it was planned"
-            return _number(plan, every.of(like), like, there, by_python)
+            own = _way(plan, there, like)
+            assert isinstance(own, Plain), "as it is on the device for which it was planned"
+            return _number(plan, own, like, there, by_python)
 
     where = made.index, -1 if device.type == "cpu" else made.index, len(kinds(plan.problem.form))
     return taped.add(plan, made.written(), *where, by_python, on)
 
 
-def _way(made: Layers | Projected, call: Call) -> Layers | Projected:
+def _way(plan: Plan, device: torch.device, call: Call) -> Layers | Projected:
+    """What runs a call on a device, made ready once."""
+    made = layers(plan, device, lambda own, on: _made(own, on, call))
     return made.of(call) if isinstance(made, Plain) else made
 
 
