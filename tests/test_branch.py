@@ -298,6 +298,7 @@ def test_graphs_give_what_calls_do(name: str, precision: str) -> None:
             for (graph, captured), eager in zip(graphs, wanted, strict=True):
                 for tensor in captured:
                     tensor.fill_(torch.nan)
+                torch.manual_seed(5)  # a graph has not what was seeded as it was captured
                 graph.replay()
                 torch.cuda.synchronize()
                 assert all(map(torch.equal, captured, eager))

@@ -15,6 +15,7 @@ import torch
 
 import test_persistent
 import whorl
+from anew import made_anew
 from cells_for_tests import CELLS
 from comparison import error
 from emulation import H200
@@ -23,7 +24,7 @@ from test_machine_code import needs_tools
 from test_persistent import assert_right, build
 from whorl import problem
 from whorl.cells import library
-from whorl.engines.cuda import grid, layers, source, spreading, tiling
+from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.prepare import flags, size_of
@@ -52,7 +53,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(problem, "_device", device)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: seen)
     monkeypatch.setattr(Chip, "architecture", own)
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     plan.cache_clear()
     yield chip
     plan.cache_clear()

@@ -14,10 +14,11 @@ from torch import Tensor
 import test_persistent
 import test_spread
 import whorl
+from anew import made_anew
 from comparison import error, flat, in_a_graph
 from option_draws import OPTIONS, Drawn
 from test_persistent import PRECISIONS, eps_of, switches
-from whorl.engines.cuda import grid, launch, layers, source, spreading
+from whorl.engines.cuda import grid, launch, source, spreading
 
 pytestmark = pytest.mark.gpu
 __all__ = ["switches"]  # a fixture
@@ -47,7 +48,7 @@ precisions = pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"
 def regime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every layer runs so."""
     monkeypatch.setattr(grid, "choose", REGIMES[request.param])
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     return request.param
 
 
@@ -137,12 +138,12 @@ def test_warps_that_sleep_at_random_change_nothing(
     made = Made(made.name, PRECISIONS[precision])
     wanted = made.step()
     slowed = test_spread.slowed if regime == "through L2" else test_persistent.slowed
-    monkeypatch.setattr(layers, "_prepared", {})
-    monkeypatch.setattr(launch, "_loaded", {})
+    made_anew(monkeypatch, loaded=True)
     monkeypatch.setattr(source, "forward", slowed(source.forward))
     monkeypatch.setattr(source, "backward", slowed(source.backward))
     for _ in range(100):
         assert _same(made.step(), wanted)
+    assert launch._loaded, "kernels whose warps sleep"
 
 
 @pytest.mark.parametrize("blocks", [1, 100, 131, 400])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import emulation
 import whorl
+from anew import made_anew
 from comparison import flat, in_a_graph, weighted
 from emulation import CHIP, emulated
 from test_emulated import assert_right
@@ -394,7 +395,7 @@ def test_graphs_and_calls_in_chunks_are_right(
     """Off by no more than twice what one by one is, and 4 eps; the same bits at each replay, and in calls at once."""
     count, batch, time, units = shape
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
         layer = getattr(whorl, kind)(units, units, num_layers=count, device="cuda", dtype=dtype)
         exact = getattr(whorl, kind)(

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import whorl
+from anew import made_anew
 from comparison import PlainLoop, broken, error, flat, in_a_graph, make, twin
 from whorl.bench.baseline import TF32_EPS, to_tf32
-from whorl.engines.cuda import compile, grid, launch, layers, source, tiling
+from whorl.engines.cuda import compile, grid, launch, source, tiling
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = {
@@ -471,7 +472,7 @@ def test_warps_that_sleep_at_random_change_nothing(
 ) -> None:
     dtype = PRECISIONS[precision]
     monkeypatch.setattr(grid, "choose", tiling.choose)  # clusters: what is spread has its own test
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     layer = build(cell, units, dtype, bidirectional=True)
     x = torch.randn(11, batch, units, device="cuda", dtype=dtype)
     parameters = list(layer.parameters())
@@ -481,12 +482,12 @@ def test_warps_that_sleep_at_random_change_nothing(
         return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
     wanted = step()
-    monkeypatch.setattr(layers, "_prepared", {})
-    monkeypatch.setattr(launch, "_loaded", {})
+    made_anew(monkeypatch, loaded=True)
     monkeypatch.setattr(source, "forward", slowed(source.forward))
     monkeypatch.setattr(source, "backward", slowed(source.backward))
     for _ in range(250):
         assert all(torch.equal(a, b) for a, b in zip(step(), wanted, strict=True))
+    assert launch._loaded, "kernels whose warps sleep"
 
 
 HOG = """

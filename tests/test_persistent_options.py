@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import whorl
+from anew import made_anew
 from comparison import in_a_graph
 from option_draws import Drawn, drawn
-from whorl.engines.cuda import grid, layers, spreading
+from whorl.engines.cuda import grid, spreading
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -39,7 +40,7 @@ def test_random_options_with_tf32_products(seed: int, spread: bool, monkeypatch:
     """Which are of float16, scaled."""
     if spread:
         monkeypatch.setattr(grid, "choose", spreading.choose)
-        monkeypatch.setattr(layers, "_prepared", {})
+        made_anew(monkeypatch)
     case = drawn(2000 + seed, largest=600 if seed % 4 == 0 else 80, batch=70 if seed % 4 == 0 else 20, time=12)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         check(case, torch.float32, tf32=True)
@@ -49,7 +50,7 @@ def test_random_options_with_tf32_products(seed: int, spread: bool, monkeypatch:
 def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every size as one that no cluster holds."""
     monkeypatch.setattr(grid, "choose", spreading.choose)
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     large = seed % 4 == 0
     check(drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 12), DTYPES[seed % 3])
 
@@ -59,7 +60,7 @@ def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.Mon
 def test_many_steps_where_blocks_exchange(more: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers come round."""
     monkeypatch.setattr(grid, "choose", spreading.choose)
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     on = frozenset({"reset", "zoneout", "initial", more, *(() if more == "packed" else ("lengths", "mask"))})
     case = Drawn("LSTM", on, 170, 50, 90, directions=2, seed=7)
     assert case.errors("cuda", dtype) == {}

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 import test_persistent
+from anew import made_anew
 from comparison import flat, in_a_graph
 from test_persistent import LOSSES, PRECISIONS, assert_right, build, parity, switches, three_states, weighted
 from whorl import Recurrent
 from whorl.cells import library
-from whorl.engines.cuda import grid, launch, layers, source, spreading
+from whorl.engines.cuda import grid, launch, source, spreading
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.tiling import Chip, Size
 
@@ -30,7 +31,7 @@ GRAPHS = {"LSTM": library.lstm.graph, "GRU": library.gru.graph}
 def spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is spread over blocks that exchange through L2."""
     monkeypatch.setattr(grid, "choose", lambda *given: spreading.choose(*given))
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
 
 
 SIZES = [
@@ -74,7 +75,7 @@ def test_every_tile_is_right(cell: str, kind: str, precision: str, monkeypatch: 
     size = size_of(GRAPHS[cell], 200, dtype.itemsize, exact=precision == "float32")
     tried = list(spreading.candidates(size, Chip((9, 0), 132), kind))
     for tile in random.Random(1).sample(tried, 12):
-        monkeypatch.setattr(layers, "_prepared", {})
+        made_anew(monkeypatch)
 
         def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str, tile: Any = tile) -> Any:
             return tile if way == kind else spreading.choose(size, chip, batch, directions, way)
@@ -112,7 +113,7 @@ def assert_four_warps_are_right(
         make: Any = spreading.forward if kind == "forward" else spreading.backward
         return make(size, *tile, chip.shared, 2, wide=True)
 
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     monkeypatch.setattr(grid, "choose", chosen)
     assert_right(build(cell, 250, PRECISIONS[precision], inputs=9, bidirectional=True), 70, 75)
 
@@ -299,9 +300,9 @@ def test_warps_that_sleep_at_random_change_nothing(
         return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
     wanted = step()
-    monkeypatch.setattr(layers, "_prepared", {})
-    monkeypatch.setattr(launch, "_loaded", {})
+    made_anew(monkeypatch, loaded=True)
     monkeypatch.setattr(source, "forward", slowed(source.forward))
     monkeypatch.setattr(source, "backward", slowed(source.backward))
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(step(), wanted, strict=True))
+    assert launch._loaded, "kernels whose warps sleep"

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import whorl
+from anew import made_anew
 from comparison import error, in_a_graph
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
-from whorl.engines.cuda import grid, layers, spreading
+from whorl.engines.cuda import grid, spreading
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import spreadable, staged
@@ -47,7 +48,7 @@ def test_sizes(name: str, units: int, batch: int, time: int) -> None:
 def spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer is spread over blocks that exchange through L2."""
     monkeypatch.setattr(grid, "choose", lambda *given: spreading.choose(*given))
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
 
 
 # relu's gradient jumps: over 37 steps in float16 an x that is a quarter of an ulp away gives gradients that are 1.8
@@ -106,7 +107,7 @@ def test_every_tile_through_l2(kind: str, tile: Spread, monkeypatch: pytest.Monk
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         return tile if way == kind else spreading.choose(size, chip, batch, directions, way)
 
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     monkeypatch.setattr(grid, "choose", chosen)
     case = Case(dict(directions=2), time=11, batch=40, units=200)
     assert_agrees("persistent", STAGED["layer_norm_lstm"], case, torch.bfloat16, "cuda")
@@ -123,7 +124,7 @@ def test_means_that_one_block_makes_for_all(dtype: torch.dtype, wide: bool, monk
             return spreading.forward(size, 8, 2, 1, 8, 4, chip.shared, **more)
         return spreading.backward(size, 8, 2, 2, 1, 8, chip.shared, **more)
 
-    monkeypatch.setattr(layers, "_prepared", {})
+    made_anew(monkeypatch)
     monkeypatch.setattr(grid, "choose", chosen)
     case = Case(dict(directions=2), time=37, batch=40, units=200)
     assert_agrees("persistent", STAGED["layer_norm_lstm"], case, dtype, "cuda")
