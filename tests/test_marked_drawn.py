@@ -97,6 +97,20 @@ def test_many_gates_have_masks_of_two_words(counted: list[int], monkeypatch: pyt
     ways(layer, Marked, counted, monkeypatch, True, False, TIME)
 
 
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if "layer norm" not in option])
+def test_masks_of_products_inside_the_step(
+    option: str, form: str, marks: str, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GRU with its reset before the product."""
+    torch.manual_seed(1)
+    options = {name: 0.3 if name == "zoneout" else value for name, value in OPTIONS[option].items()}
+    more = FORMS[form] | options | dict(reset_after=False, dtype=torch.bfloat16, engine="persistent")
+    layer = whorl.GRU(INPUTS, UNITS, **more)
+    ways(layer, Marked, counted, monkeypatch, True, False, TIME, **MARKS[marks])
+
+
 @pytest.mark.parametrize("option", ["by gate, zoneout", "step"])
 def test_gradients_of_gradients_draw_the_same(option: str, counted: list[int]) -> None:
     layer, x = made("LSTM", option, "one layer", torch.float32), torch.randn(TIME, BATCH, INPUTS, requires_grad=True)

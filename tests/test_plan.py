@@ -63,11 +63,6 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         {"form": replace(MEAN, units=1)},
         "the step of layer_norm_lstm has means over 1 unit, these kernels take 2 units or more there",
     ),
-    (
-        "persistent",
-        {"form": replace(LSTM, cell=library.mgu.graph, recurrent_dropout=0.1), "extras": ("drawn",)},
-        "the step of mgu has products inside, these kernels take no recurrent dropout there",
-    ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (
         "persistent",

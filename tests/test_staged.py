@@ -370,3 +370,17 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     rings = isinstance(tile, Spread) and (kind == "forward" or tile.gathered > 1)
     # (MEMBAR.ALL.CTA is of the block: what four warps multiply is shown to the tensor cores)
     assert sum("MEMBAR" in line and "MEMBAR.ALL.CTA" not in line for line in loop) == rings
+
+
+DROPS = [form for form in FORMS if "recurrent" in form or form.startswith("given") or form == "all dropped"]
+WITH_PRODUCTS = ["gru_before", "mgu", "together", "layer norm and a product"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", DROPS)
+@pytest.mark.parametrize("name", WITH_PRODUCTS)
+def test_recurrent_dropout_of_a_cell_with_products(name: str, form: str, folder: Path) -> None:
+    """A mask, or that of its gate, multiplies what enters each product, those inside the step too."""
+    case = replace(FORMS[form], time=4, batch=9, units=37)
+    with emulated(folder):
+        assert_agrees("persistent", STAGED[name], case, DTYPES[(len(form) + len(name)) % 3])

@@ -37,6 +37,17 @@ def test_every_cell(name: str, dtype: torch.dtype) -> None:
     assert_agrees("persistent", STAGED[name], Case(time=9, batch=20, units=130), dtype, "cuda")
 
 
+DROPS = [form for form in FORMS if "recurrent" in form or form.startswith("given") or form == "all dropped"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", DROPS)
+@pytest.mark.parametrize("name", ["gru_before", "mgu", "layer norm and a product"])
+def test_recurrent_dropout_of_a_cell_with_products(name: str, form: str, dtype: torch.dtype) -> None:
+    case = replace(FORMS[form], time=9, batch=20, units=130)
+    assert_agrees("persistent", STAGED[name], case, dtype, "cuda")
+
+
 @pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
 @pytest.mark.parametrize("units, batch, time", [(2, 1, 1), (16, 8, 3), (97, 131, 5), (512, 40, 7), (300, 200, 4)])
 def test_sizes(name: str, units: int, batch: int, time: int) -> None:

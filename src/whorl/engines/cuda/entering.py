@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.products import product
+from whorl.engines.cuda.staged import Link
 
 
 class Dropped:
@@ -72,24 +74,27 @@ class Dropped:
 
 
 class ByGate:
-    """What entered the recurrent product of each gate, behind a mask of its own that is held over all steps.
+    """What entered the recurrent products of each gate, behind a mask of its own that is held over all steps.
 
     Args:
         mask: float32 [recurrent gates, batch, units].
-        before: the first state before each step, [rows, units].
+        rows: the first state before each step, [rows, units], then what entered each round of products inside the step.
+        links: the results of products; none where they are one of each gate with the first state.
     """
 
-    def __init__(self, mask: Tensor, before: Tensor, options: Options) -> None:
-        self._mask, self._before, self._options = mask, before, options
+    def __init__(self, mask: Tensor, rows: Sequence[Tensor], links: Sequence[Link], options: Options) -> None:
+        self._mask, self._rows, self._links, self._options = mask, rows, links, options
 
-    def __getitem__(self, gate: int | slice) -> Tensor:
-        """[rows, units], in the layer's dtype; of several gates [gates, rows, units]."""
-        return self._entered[gate]
+    def __getitem__(self, place: int | slice) -> Any:
+        """Of a gate, or of a link where there are such: [rows, units], of several gates one axis more."""
+        return self._entered[place]
 
     @cached_property
-    def _entered(self) -> Tensor:
-        """The same of all gates."""
-        return self._options.masked(self._before, self._mask)
+    def _entered(self) -> Tensor | list[Tensor]:
+        """The same of all."""
+        if not self._links:
+            return self._options.masked(self._rows[0], self._mask)
+        return [self._options.masked(self._rows[link.round], self._mask[link.gate]) for link in self._links]
 
     def enter(self) -> None:
         """Make that on the current stream, for products on others."""
@@ -99,14 +104,14 @@ class ByGate:
         """Of the mask.
 
         Args:
-            parts: gradients of r of each recurrent gate, [rows, units].
+            parts: gradients of r of each recurrent gate, or of each link, [rows, units].
             weight: [recurrent gates x units, units].
         """
-        found = []
-        for part, own in zip(parts, weight.split(self._options.form.units), strict=True):
-            to_operand = product(part, own, wide=True)
-            found.append(_by_sequence(to_operand * self._before, self._options))
-        return torch.stack(found)
+        found, each = torch.zeros_like(self._mask), weight.split(self._options.form.units)
+        for link, part in zip(self._links or [Link(gate, 0) for gate in range(len(parts))], parts, strict=True):
+            to_operand = product(part, each[link.gate], wide=True)
+            found[link.gate] += _by_sequence(to_operand * self._rows[link.round], self._options)
+        return found
 
 
 def _by_sequence(rows: Tensor, options: Options) -> Tensor:

@@ -215,7 +215,8 @@ class Layers:
                 if operands:
                     entered = operands
                 if features.noise >= BY_GATE:
-                    entered = self._by_gate(layer, before, options)
+                    inside = [self._operands(spaces, rows, direction) for direction in range(directions)]
+                    entered = self._by_gate(layer, before, inside, options)
                 if source.has_options(cell, features):
                     extra = found.argument(layer, back.together, features, before, operands, grad_sequences)
             back(
@@ -290,9 +291,14 @@ class Layers:
             x = options.cleaned(x)
         return x.reshape(call.x.shape[0] if self.problem.packed else -1, x.shape[-1])
 
-    def _by_gate(self, layer: int, before: Sequence[Tensor], options: Options) -> list[ByGate]:
+    def _by_gate(
+        self, layer: int, before: Sequence[Tensor], inside: Sequence[Sequence[Tensor]], options: Options
+    ) -> list[ByGate]:
         scale, (_, masks) = options.noise_scale(layer), options.noise(layer)
-        return [ByGate(mask * scale, h, options) for mask, h in zip(masks, before, strict=True) if mask is not None]
+        rows = zip(masks, before, inside, strict=True)
+        return [
+            ByGate(mask * scale, (h, *operands), self.links, options) for mask, h, operands in rows if mask is not None
+        ]
 
     def _of_gate(self, to_gates: Tensor, to_apart: Tensor, block: tuple[bool, int, int, int]) -> Tensor:
         """The part of the gradients of gates that a block of `blocks_of` names."""
@@ -330,7 +336,7 @@ class Layers:
 
         Args:
             hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
-            operands: what entered each product inside the step.
+            operands: what entered each product inside the step; not where masks are by gate.
         """
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed
@@ -355,12 +361,13 @@ class Layers:
 
         hh = to_gates.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
         if self.links:
-            for (gate, place), block in zip(self.links, self.gates, strict=True):
+            for link, ((gate, place), block) in enumerate(zip(self.links, self.gates, strict=True)):
                 part = self._of_gate(to_gates, to_apart, block)
-                if place:
+                if isinstance(hidden, ByGate):
+                    multiply(gate, 1, part, hidden[link], False, None)
+                elif place:
                     multiply(gate, 1, part, operands[place - 1], False, None)
                 else:
-                    assert isinstance(hidden, Tensor)
                     multiply(gate, 1, part, hidden, True, start)
             for gate in {*range(len(self.cell.recurrent))} - written:  # the step does not read it
                 hh.narrow(0, gate * units, units).zero_()

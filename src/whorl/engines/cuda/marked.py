@@ -5,6 +5,7 @@ of LSTM took the host 355 us, one with a mask 677 as `layers` runs it and 534 so
 and 726 (AMD EPYC, without kernels and products; medians of 3,000): 33 operations of torch, 55 and 37, 85 and 52.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -211,9 +212,9 @@ class Marked(Plain):
         element, self._gatewise = dtype.itemsize, noise >= BY_GATE
         self._entered = room.parts(directions, rows * units * element) if 0 < noise < BY_GATE else []
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
-        at_once = at_once and better_together(units, rows, element)
+        at_once = at_once and not self.links and better_together(units, rows, element)
         self._of_whole: list[OfWhole] = []
-        for is_apart, first, count, into in self.gates if self._gatewise and not at_once else self._of_state():
+        for is_apart, first, count, into in self._each_gate() if self._gatewise and not at_once else self._of_state():
             wide, step = count * units, units * len(self.saving.apart if is_apart else self.cell.gates)
             if at_once:  # one gate's product is too small for a whole GPU
                 apart = units, rows * units, units * units
@@ -224,24 +225,39 @@ class Marked(Plain):
             places = first * units * element, into * units * units * element
             self._of_whole.append(OfWhole(is_apart, *places, over))
 
+    def _each_gate(self) -> list[tuple[bool, int, int, int]]:
+        """`_of_state`, but each gate on its own."""
+        return self._of_state() if self.links else self.gates
+
     def _products_back(self) -> list[Made | Each]:
         return [*super()._products_back(), *(some.over for some in self._of_whole)]
 
     def _whole(
         self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
-    ) -> tuple[list[Tensor], Sequence[int]]:
+    ) -> tuple[list[Tensor], Sequence[int], Sequence[Sequence[int]]]:
         assert options is not None, "the problem has some"
-        before = self._kept[layer].before
+        base, before = room.data_ptr(), self._kept[layer].before
+        inside = self._inside_of(layer, base)
         if not self._features.before:
-            return [], ()
+            return [], (), inside
         if not self._gatewise:
-            return [], buffers or [room.data_ptr() + place for place in before]
-        units, batch, time, _ = self.sizes
-        shape, dtype = (time * batch, units), self.problem.dtype
-        size = time * batch * units * dtype.itemsize
-        rows = [from_bytes(room[place : place + size], shape, dtype) for place in before]
-        masked = [options.masked(row, mask) for row, mask in zip(rows, options.scaled_by_gate(layer), strict=True)]
-        return masked, [tensor.data_ptr() for tensor in masked]
+            return [], buffers or [base + place for place in before], inside
+        masks = options.scaled_by_gate(layer)
+        masked = [options.masked(self._rows_at(room, at), mask) for at, mask in zip(before, masks, strict=True)]
+        behind = [
+            [
+                options.masked(self._rows_at(room, at), mask[some.gate])
+                for at, some in zip(row, self._of_inner, strict=True)
+            ]
+            for row, mask in zip(self._inside_of(layer, 0), masks, strict=True)
+        ]
+        alive = [*masked, *(tensor for row in behind for tensor in row)]
+        return alive, [one.data_ptr() for one in masked], [[one.data_ptr() for one in row] for row in behind]
+
+    def _rows_at(self, room: Tensor, first: int) -> Tensor:
+        """What of every step and sequence lies there, [rows, units]."""
+        shape, dtype = (self._rows, self.form.units), self.problem.dtype
+        return from_bytes(room[first : first + math.prod(shape) * dtype.itemsize], shape, dtype)
 
     def _multiply_whole(self, blas: int, to_gates: int, to_apart: int, entered: int, into: int) -> None:
         # with masks by gate what entered lies gate behind gate, as the weights do

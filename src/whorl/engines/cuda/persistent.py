@@ -69,8 +69,6 @@ class Persistent(Engine):
         if problem.virtual:
             found.append(VIRTUAL)
         features = expected(problem)
-        if cell.products and features.noise:
-            found.append(f"the step of {cell.name} has products inside, these kernels take no recurrent dropout there")
         if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
             found.append(f"the step of {cell.name} has means over 1 unit, these kernels take 2 units or more there")
         if not found and not fits(problem):

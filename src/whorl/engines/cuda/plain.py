@@ -51,6 +51,8 @@ class OfInner(NamedTuple):
 
     apart: bool
     first: int
+    gate: int
+    """Among the recurrent ones."""
     into: int
     operand: int
     """Where among the operands of its direction that begins which entered the product."""
@@ -178,7 +180,8 @@ class Plain(Places):
                 step = units * len(self.saving.apart if is_apart else self.cell.gates)
                 over = self._product.ready(dtype, (units, rows, units), (1, 0), (step, units, units), self.tf32)
                 at, element = (link.round - 1) * rows * units, dtype.itemsize
-                made.append(OfInner(is_apart, first * units * element, into * units**2 * element, at * element, over))
+                places = first * units * element, into, into * units**2 * element, at * element
+                made.append(OfInner(is_apart, *places, over))
         return made
 
     def _leaves_room(self) -> bool:
@@ -332,7 +335,7 @@ class Plain(Places):
             reads, first = self._reads[layer], layer * directions * self._every
             extra = self._argument(options, layer, base, buffers)
             self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
-            _alive, whole = self._whole(options, layer, room, buffers)
+            _alive, whole, inside = self._whole(options, layer, room, buffers)
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
                 own = first + direction * self._every
@@ -380,9 +383,8 @@ class Plain(Places):
                 else:
                     start = starts[0].data_ptr() + far[layer] if starts else 0
                     self._multiply_recurrent(blas, direction, *both, output, start, made[recurrent])
-                for some in self._of_inner:
+                for some, operand in zip(self._of_inner, inside[direction], strict=True):
                     gradients = (to_apart if some.apart else to_gates)[direction] + some.first
-                    operand = base + self._kept[layer].operands[direction] + some.operand
                     some.over(blas, gradients, operand, into[recurrent] + some.into)
             if aside is not None:
                 aside.join()
@@ -424,12 +426,18 @@ class Plain(Places):
 
     def _whole(
         self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
-    ) -> tuple[list[Tensor], Sequence[int]]:
-        """Where what entered the recurrent product at every step lies, for each direction, and tensors that hold it.
+    ) -> tuple[list[Tensor], Sequence[int], Sequence[Sequence[int]]]:
+        """Where what entered the recurrent products at every step lies, for each direction, and tensors that hold it.
 
-        Nothing where it is the output of the step before.
+        Of the product with the first state nothing where it is the output of the step before; then of those of
+        `_of_inner`.
         """
-        return [], ()
+        return [], (), self._inside_of(layer, room.data_ptr())
+
+    def _inside_of(self, layer: int, base: int) -> list[list[int]]:
+        """Where what entered each product inside the step lies as the kernel left it, for each direction."""
+        first = self._kept[layer].operands or [0] * self.form.directions
+        return [[base + at + some.operand for some in self._of_inner] for at in first]
 
     def _multiply_whole(self, blas: int, to_gates: int, to_apart: int, entered: int, into: int) -> None:
         """The gradient of the recurrent weights of one direction, of what entered the product at every step."""

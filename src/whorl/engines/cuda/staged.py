@@ -8,7 +8,7 @@ later stage reads of them is kept in `Values`.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 from whorl.cells.cell import Graph
@@ -159,8 +159,13 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     def from_saved(node: Expr, made: Expr) -> Expr:
         return var(names[node.digest]) if node.digest in names else made
 
+    named |= {f"a.{index}": node.args[1] for index, node in enumerate(graph.products)}
     named = dict(zip(named, at_once(rewritten(list(named.values()), from_saved)), strict=True))
-    made = _lean(stages(named, CUDA), topological(named.values()))
+    entering = _entering(named, graph.products)
+    named = {name: node for name, node in named.items() if not name.startswith("a.")} | entering
+    nodes = topological(named.values())
+    made = _lean(stages(named, CUDA), nodes)
+    pulls = {f"t{place}": node for place, node in enumerate(nodes) if node.op == "pull"}
     kinds = {"x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs, "d": graph.states}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind, row in kinds.items() for i, name in enumerate(row)}
     places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}
@@ -172,17 +177,46 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     writes |= {f"dr_{gate}": f"dr[{i}] = {{0}};" for i, gate in enumerate(leaves)}
     writes |= {f"dp_{i}": f"dr[{len(leaves) + i}] = {{0}};" for i in range(len(graph.products))}
     rounds: list[Round] = []
+    entered: list[str] = []
     for index, stage in enumerate(made):
         for result in stage.collectives:
             if result.kind == "pull":
                 places[result.result] = f"q[{len(rounds)}]"
+                entered.append(identifier(f"o.{pulls[result.result].digest}"))
                 rounds.append(Round(index, (graph.recurrent.index(result.gate),)))
     arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de, "
     arguments += "float* after"
     given = "d, q, there, dx, dr, ds, dv, de, after"
     ahead, first = _ahead(made[0], {identifier(f"d.{state}") for state in graph.states})
+    writes |= {name: f"k.entered_{place} = {{0}};" for place, name in enumerate(entered)}
     parted = _Printer([first, *made[1:]], places, writes, arguments, given, levels).printed(rounds, ahead)
-    return replace(_Printer(made, places, writes, arguments, given, levels).printed(rounds), parted=parted.text)
+    whole = _Printer(made, places, writes, arguments, given, levels).printed(rounds)
+    return replace(whole, text=_with_entered(whole.text, len(rounds)), parted=parted.text)
+
+
+def _entering(named: dict[str, Expr], products: Sequence[Expr]) -> dict[str, Expr]:
+    """For each product with transposed weights what entered the product that it is the gradient of, as an output.
+
+    Args:
+        named: a pass backward, with what enters product i as "a.i", and the gradient of its result as "dp.i".
+    """
+    found: dict[str, Expr] = {}
+    for pull in topological(named.values()):
+        if pull.op == "pull":
+            gate, gradient = pull.args
+            mine = [named[f"a.{i}"] for i, node in enumerate(products)
+                    if node.args[0] == gate and named[f"dp.{i}"].digest == gradient.digest]  # fmt: skip
+            found[f"o.{pull.digest}"] = reduce(Expr.__add__, mine)
+    return found
+
+
+def _with_entered(text: str, rounds: int) -> str:
+    """Stages that keep what entered the product of each round, and a function that gives it."""
+    members = "".join(f" real entered_{place};" for place in range(rounds))
+    values = "".join(f"round == {place} ? k.entered_{place} : " for place in range(rounds))
+    head, rest = text.split(" };", 1)
+    function = f"__device__ __forceinline__ real entered_in(const Values& k, int round) {{ return {values}0.f; }}"
+    return f"{head}{members} }};{rest}\n{function}"
 
 
 def _ahead(first: Stage, gradients: set[str]) -> tuple[Stage, Stage]:

@@ -381,6 +381,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i = 0; i < INPUTS; ++i) given.e[i] = half_of(item[j].inputs[b][i], u);
     return given;
   };
+  const auto noise_of = [&](int j, int b, int u) {  // what multiplied each operand of the step
+    if constexpr (NOISE == HELD || NOISE == GIVEN) return half_of(item[j].noise[b], u);
+    if constexpr (NOISE == DRAWN) return drawn[j][b] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+    return 1.f;  // masks by gate are in the product
+  };
   const auto arrive = [&](int t, long long was) {  // t: steps done before; the rows of the last of them begin at `was`
     const int copy = COPIES > 1 ? t % 2 : 0;
     if constexpr (LEAVES > 0) {
@@ -635,7 +640,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               float sums[PER][2];
               gather(round, copy, j, sums);
 #pragma unroll
-              for (int b = 0; b < PER; ++b) q[j][b][0][round - 1] = sums[b][0], q[j][b][1][round - 1] = sums[b][1];
+              for (int b = 0; b < PER; ++b)
+#pragma unroll
+                for (int u = 0; u < 2; ++u) {
+                  q[j][b][u][round - 1] = noise_of(j, b, u) * sums[b][u];
+                  if (NOISE_GRADIENT && in[j][b][u] && (!MARKED || item[j].valid[b]))
+                    noise_sums[j][b][u] += sums[b][u] * entered_in(values[j][b][u], round - 1);
+                }
             }
           }
       }
@@ -659,8 +670,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
               for (int i = 0; i < INPUTS; ++i) to_e[j][b][u][i] = valid ? to_e[j][b][u][i] : 0.f;
             }
-            if constexpr (NOISE == HELD || NOISE == GIVEN) factor[j][b][u] = valid ? half_of(item[j].noise[b], u) : 0.f;
-            if constexpr (NOISE == DRAWN) factor[j][b][u] = drawn[j][b] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+            if constexpr (NOISE && !GATEWISE) factor[j][b][u] = valid ? noise_of(j, b, u) : 0.f;
 #pragma unroll
             for (int l = 0; l < LINKS; ++l) dr[j][b][u][l] = there ? dr[j][b][u][l] : 0.f;
             if constexpr (BIAS) {

@@ -16,6 +16,9 @@
 //   shared     operands of each product, partial sums, what means are made of, vectors, barriers, more weights
 //   global     as in forward.cu; for backward also means, and the operands of products inside the step
 //
+// A mask multiplies the operand of each product: of that with the first state the one of the step that it enters, inside
+// the step the one of that step.
+//
 // What is exchanged lies in shared memory once where a step has several exchanges, twice where it has one: who sends at
 // step t + 1 has waited, in between, for what was sent after everything of step t was read.
 //
@@ -193,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   int ends[OWN];  // steps of each item's sequence
   bool valid[OWN], cut[OWN];  // the step counts; no state comes into the next
   unsigned drawn[OWN], enters[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
-  float held[OWN][2], noise[OWN][2], zones[OWN][STATES][2];
+  float held[OWN][2], noise[OWN][2], noise_now[OWN][2], zones[OWN][STATES][2];
   float2 inputs[OWN][MOST(INPUTS)];
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
   const auto counts = [&](int j, int step, long long at) {
@@ -205,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   // of a step, and of the one after it what enters, where there is such a one
   const auto draw = [&](int j, int step, bool goes_on, int later) {
-    if constexpr (ZONES_DRAWN) drawn[j] = drawn_bits(a, unit, step, sequence[j], direction, is_there(j));
+    if constexpr (ZONES_DRAWN || (NOISE == DRAWN && ROUNDS > 0)) drawn[j] = drawn_bits(a, unit, step, sequence[j], direction, is_there(j));
     if constexpr (NOISE == DRAWN)
       enters[j] = drawn_bits(a, unit, later, sequence[j], direction, is_there(j) && goes_on);
   };
@@ -225,6 +228,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const bool first = NOISE == HELD ? is_there(j) : within(j, step), second = first && has_second;
     const float2 value = load_wide_pair(a.o.noise[direction] + (at + sequence[j]) * UNITS + unit, first, second);
     noise[j][0] = value.x, noise[j][1] = value.y;
+  };
+  const auto noise_inside = [&](int j, int u) {  // of what enters a product inside the step
+    if constexpr (NOISE == HELD) return noise[j][u];
+    if constexpr (NOISE == GIVEN) return noise_now[j][u];
+    if constexpr (NOISE == DRAWN) return drawn[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+    return 1.f;  // masks by gate are in the product
   };
   const auto reset_state = [&](int j, int s, int u) {
     const bool there = RESET_TO && is_there(j) && (u == 0 || has_second);
@@ -263,7 +272,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int s = 0; s < STATES; ++s) state[j][s][0] = reset_state(j, s, 0), state[j][s][1] = reset_state(j, s, 1);
       load_options(j, first_step, rows);
       if constexpr (NOISE == HELD) load_noise(j, first_step, 0);
-      if constexpr (NOISE == GIVEN) load_noise(j, next, next_rows);
+      if constexpr (NOISE == GIVEN) {
+        load_noise(j, first_step, rows);
+        noise_now[j][0] = noise[j][0], noise_now[j][1] = noise[j][1];
+        load_noise(j, next, next_rows);
+      }
       if constexpr (DRAWS) draw(j, first_step, next >= 0 && next < time, next);
       if constexpr (BEFORE && SAVED) {
         const bool stored = PACKED ? read : first;
@@ -506,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int j = 0; j < OWN; ++j)
 #pragma unroll
               for (int u = 0; u < 2; ++u)
-                entering[j][u] = entered[j][u][round - 1] = operand[j][u][asked < ROUNDS ? asked : 0];
+                entering[j][u] = entered[j][u][round - 1] = noise_inside(j, u) * operand[j][u][asked < ROUNDS ? asked : 0];
             ++asked;
             spread(round, copy, entering);
           }
@@ -638,6 +651,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if constexpr (MARKED) valid[j] = counts(j, next, next_rows);
             if constexpr (RESET) cut[j] = goes_on && is_cut(j, later, later_rows, next_rows);
             load_options(j, next, next_rows);
+            if constexpr (NOISE == GIVEN) noise_now[j][0] = noise[j][0], noise_now[j][1] = noise[j][1];
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
             if constexpr (DRAWS) draw(j, next, goes_on, later);
           }
