@@ -31,6 +31,14 @@ def test_random_options(seed: int, folder: Path) -> None:
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_options_of_a_step_with_a_product_inside(seed: int, folder: Path) -> None:
+    case = replace(drawn(40 + seed, largest=40, batch=20), kind="GRU", arguments=dict(reset_after=False))
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, on, dtype",
     [

@@ -1,5 +1,6 @@
 """Options on engine `persistent`, on an NVIDIA GPU: random combinations, and what the numbers alone do not show."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,12 @@ def test_random_options_where_blocks_exchange(seed: int, monkeypatch: pytest.Mon
     made_anew(monkeypatch)
     large = seed % 4 == 0
     check(drawn(1000 + seed, largest=1500 if large else 200, batch=70, time=6 if large else 12), DTYPES[seed % 3])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_options_of_a_step_with_a_product_inside(seed: int) -> None:
+    case = replace(drawn(4000 + seed, largest=150, batch=70), kind="GRU", arguments=dict(reset_after=False))
+    check(case, DTYPES[seed % 3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
