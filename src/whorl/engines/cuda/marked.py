@@ -15,8 +15,8 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
+from whorl.engines.cuda.input_products import InputProducts, MaskedInputProducts
 from whorl.engines.cuda.layers import Layers, exact
-from whorl.engines.cuda.masked_input import MaskedInput
 from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
 from whorl.engines.cuda.places import Kept, Room
 from whorl.engines.cuda.plain import Plain, is_plain_cell
@@ -90,9 +90,12 @@ class Marked(Plain):
             masks = Masks(0, _axes_of_state(problem.form))  # of a call that `Layers` runs
         self._masks = masks
         super().__init__(plan, device)
-        self._behind: MaskedInput | None = None
-        if masks.input > 0 if masks else "drawn" in problem.extras and problem.form.input_dropout > 0:
-            self._behind = MaskedInput(self.problem, self._product, self._projected, masks and masks.input)
+
+    def _products_of_input(self) -> InputProducts:
+        masks, drawn = self._masks, "drawn" in self.problem.extras and self.form.input_dropout > 0
+        if not (masks.input if masks else drawn):
+            return super()._products_of_input()
+        return MaskedInputProducts(self.problem, self._product, self._projected, masks and masks.input)
 
     def of(self, call: Call) -> Plain:
         masks = masks_of(self.form, call)
@@ -174,26 +177,6 @@ class Marked(Plain):
             for projected, moments in zip(kept.projected, kept.moments, strict=True):
                 found += [room[projected : projected + of_x], *[room[at : at + 4 * rows] for at in moments]]
         return found
-
-    def _multiply_ahead(
-        self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
-    ) -> None:
-        if self._behind is None:
-            super()._multiply_ahead(options, layer, direction, blas, entered, ih, out)
-        else:
-            assert options is not None, "the problem has some"
-            self._behind.ahead(options, layer, direction, blas, entered, ih, out)
-
-    def _multiply_input(
-        self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
-        to_entered: Tensor | None, to_ih: int,
-    ) -> None:  # fmt: skip
-        where = layer, direction, blas, to_gates, entered, ih, to_entered, to_ih
-        if self._behind is None:
-            super()._multiply_input(options, *where)
-        else:
-            assert options is not None, "the problem has some"
-            self._behind.back(options, *where)
 
     def _argument(
         self, options: Options | None, layer: int, base: int, entered: Sequence[int] | None = None

@@ -287,7 +287,7 @@ class Overlapped(Plain):
         x, (weights, at) = call.x.contiguous(), self._weights(call)
         room, carried, kept = empty(*self._room_beside), empty(*self._carried), self._kept_beside
         base, kernel = room.data_ptr(), self._beside["forward"]
-        self._of_gates[0](handle(dtype), x.data_ptr(), at[0], base + kept[0].gates[0])
+        self._input_products.ahead(None, 0, 0, handle(dtype), x, at[0], base + kept[0].gates[0])
         y, finals, places, starts = self._listed(call, at, base, self._in_room_beside)
         step, gates = batch * units * dtype.itemsize, len(self.cell.gates) * batch * units * self.gate.itemsize
         for number, part in enumerate(parts):
@@ -373,17 +373,15 @@ class Overlapped(Plain):
             torch.cuda.set_stream(stream)
             blas, own = handle(dtype), made[layer * self._every : (layer + 1) * self._every]
             into_weights = [one.data_ptr() for one in own]
-            entered = base + self._kept[layer - 1].output if layer else x.data_ptr()
+            entered = self._output_in(room, layer - 1) if layer else x
             if layer and call.dropout:
-                dropped = self._output_in(room, layer - 1) * call.dropout[layer - 1]
-                entered = dropped.data_ptr()
+                entered = entered * call.dropout[layer - 1]
             if self.form.bias:
                 _, _, of_x, of_r = into_weights
                 rows = len(parts) * kernel.sums
                 self._adding.launch(stream.cuda_stream, 1, rows, sums[layer], 0, of_x, 0, of_r, 0, 0, 0)
-            if grad_x is not None and not layer:
-                self._of_x[0](blas, to_gates[0], at[0], grad_x.data_ptr())
-            self._of_ih[layer](blas, to_gates[layer], entered, into_weights[0])
+            to_x = None if layer else grad_x  # of the others it is there, chunk by chunk
+            self._input_products.back(None, layer, 0, blas, to_gates[layer], entered, at[0], to_x, into_weights[0])
             output = y.data_ptr() if layer == last else base + self._kept[layer].output
             start = starts[0].data_ptr() + far[layer] if starts else 0
             self._multiply_recurrent(blas, 0, to_gates[layer], to_apart[layer], output, start, own[1])

@@ -18,6 +18,7 @@ from whorl.cells.wrappers import ahead
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.branch import branch_of
+from whorl.engines.cuda.input_products import InputProducts
 from whorl.engines.cuda.layers import address, leaves_room, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
@@ -82,7 +83,7 @@ class Plain(Places):
         self._projected = self.gate if self.norms is None else torch.float32
         self._ready(self._features, self._features)
         self._ahead = self._kernel("forward", self._features)
-        self._of_gates = [self._projection(self.form.layer_inputs(layer)) for layer in range(self.form.layers)]
+        self._input_products = self._products_of_input()
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
@@ -125,12 +126,9 @@ class Plain(Places):
         count = (self.form.layers - 1) * self.problem.dropout
         return Call(x, states, weights, tuple([tape.given(*self._output[::2]) for _ in range(count)]))
 
-    def _projection(self, inputs: int) -> Made:
-        """The product of x of every step with the weights of every gate."""
-        units, batch, time, _ = self.sizes
-        gates = len(self.cell.gates) * units
-        sizes, steps = (time * batch, inputs, gates), (inputs, inputs, gates)
-        return self._product.ready(self.problem.dtype, sizes, (0, 1), steps, self.tf32, self._projected)
+    def _products_of_input(self) -> InputProducts:
+        """Those of what enters each layer with its input weights."""
+        return InputProducts(self.problem, self._product, self._projected)
 
     def _make_ready_for_backward(self, room: Room) -> None:
         """
@@ -147,9 +145,6 @@ class Plain(Places):
         self._to_apart = room.parts(directions, rows * apart * element) if apart else self._to_gates
         self._summed = room.parts(directions, self._back.sums * self._sums.columns * 4)
         (self._to_below,) = room.parts(1, (form.layers > 1) * rows * directions * units * element)
-        ready, every_inputs = self._product.ready, [form.layer_inputs(layer) for layer in range(form.layers)]
-        self._of_x = [ready(dtype, (rows, gates, n), (0, 0), (gates, n, n), tf32) for n in every_inputs]
-        self._of_ih = [ready(dtype, (gates, rows, n), (1, 0), (gates, n, n), tf32) for n in every_inputs]
         self._vectors_laid = laid_out((len(self._read_vectors) * units,), self.problem.dtype)
         if self.norms is not None:
             self._norm_laid = laid_out((3 * gates,), self.problem.dtype)
@@ -157,6 +152,7 @@ class Plain(Places):
             self._unread = room.parts(directions, gates * element)
             (self._sums_of_norm,) = room.parts(1, self.norms.sums(rows))
         self._of_hh: list[OfSome] = []
+        ready = self._product.ready
         for is_apart, first, count, into in self._of_state():
             wide, step = count * units, apart if is_apart else gates
             over = ready(dtype, (wide, rows - batch, units), (1, 0), (step, directions * units, units), tf32)
@@ -200,7 +196,7 @@ class Plain(Places):
             *(one for some in self._of_hh for one in (some.over, some.start)),
             *(one.over for one in self._of_inner),
         ]
-        return [*self._of_x, *self._of_ih, *of_hh]
+        return [*self._input_products.of_backward(), *of_hh]
 
     def _weights(self, call: Call) -> tuple[Sequence[Tensor], list[int]]:
         """The weights as kernels read them, mostly themselves; and their addresses, behind which stands 0."""
@@ -276,7 +272,7 @@ class Plain(Places):
         for direction, gates in enumerate(kept.gates):
             own = (layer * self.form.directions + direction) * self._every
             into = base + (gates if self.norms is None else kept.projected[direction])
-            self._multiply_ahead(options, layer, direction, blas, entered, at[own], into)
+            self._input_products.ahead(options, layer, direction, blas, entered, at[own], into)
             if self.norms is not None:
                 vectors = self._of_norm(at, own, [*self.norms.gains, *self.norms.shifts])
                 moments = [base + place for place in kept.moments[direction]]
@@ -291,21 +287,6 @@ class Plain(Places):
         """Of a direction whose weights begin at `own`: x's bias, and some of the cell's vectors."""
         bias = at[own + 2] if self.form.bias else 0
         return [bias, *(at[own + self._to_vectors + place] for place in places)]
-
-    def _multiply_ahead(
-        self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
-    ) -> None:
-        """What enters a layer times the weights of every gate."""
-        self._of_gates[layer](blas, entered.data_ptr(), ih, out)
-
-    def _multiply_input(
-        self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
-        to_entered: Tensor | None, to_ih: int,
-    ) -> None:  # fmt: skip
-        """The gradients of what entered a layer, to which a second direction adds, and of the input weights."""
-        if to_entered is not None:
-            self._of_x[layer](blas, to_gates, ih, to_entered.data_ptr(), direction > 0)
-        self._of_ih[layer](blas, to_gates, entered.data_ptr(), to_ih)
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         (units, batch, time, directions), dtype, constants = self.sizes, self.problem.dtype, self.problem.constants
@@ -370,7 +351,7 @@ class Plain(Places):
                 own, of_gates = first + direction * self._every, to_gates[direction]
                 if self.norms is not None:
                     of_gates = self._norm_back(layer, direction, stream, at, base, here, of_gates, made)
-                self._multiply_input(
+                self._input_products.back(
                     options, layer, direction, blas, of_gates, entered, at[own], to_entered, into[own]
                 )  # fmt: skip
             if aside is not None and _space is not None:
