@@ -63,3 +63,8 @@ def odd_ends(x: Any, r: Any, s: Any) -> States:
 BUILT_IN = [library.lstm, library.gru, library.rnn_tanh, library.rnn_relu]
 USER = [layer_norm_lstm, gru_before, four_states, odd_ends]
 CELLS = {cell.name: cell for cell in BUILT_IN + USER}
+
+
+@whorl.cell(gates="a b", states="h")
+def of_a_constant(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    return dict(h=whorl.tanh(x.a + r.a + 0.5 * r.b(0.7)))

@@ -69,7 +69,8 @@ class Drawn:
 
     def __str__(self) -> str:
         sizes = f"{self.layers}x{self.directions} layers, {self.units} units, batch {self.batch}, time {self.time}"
-        return f"{self.kind} seed {self.seed}: {sizes}, {', '.join(sorted(self.on)) or 'plain'}"
+        words = [*sorted(self.on), *(f"{name}={value}" for name, value in self.arguments.items())]
+        return f"{self.kind} seed {self.seed}: {sizes}, {', '.join(words) or 'plain'}"
 
     def layer(self, device: str, dtype: torch.dtype) -> torch.nn.Module:
         torch.manual_seed(self.seed)

@@ -28,6 +28,12 @@ LAYERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "given masks held over all steps": ("LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="shared"), (1,)),
     "given masks by gate": ("GRU", dict(recurrent_dropout=0.3), (3,)),
     "reset before the product, no bias": ("GRU", dict(reset_after=False, bias=False), ()),
+    "reset before the product, given masks by gate": ("GRU", dict(reset_after=False, recurrent_dropout=0.3), (3,)),
+    "reset before the product, masks by step that are drawn": (
+        "GRU",
+        dict(reset_after=False, recurrent_dropout=0.3, recurrent_dropout_mode="step"),
+        (),
+    ),
     "layer norm inside the step": ("LSTM", dict(layer_norm="r c"), ()),
     "x behind masks that are drawn": ("LSTM", dict(input_dropout=0.3), ()),
 }
@@ -49,6 +55,7 @@ def gradients(name: str, layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
 WITH_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "zoneout": ("LSTM", dict(zoneout=0.2)),
     "masks by gate that are drawn": ("GRU", dict(recurrent_dropout=0.3)),
+    "the same, reset before the product": ("GRU", dict(recurrent_dropout=0.3, reset_after=False)),
     "masks of each step, two layers, both directions": (
         "LSTM", dict(recurrent_dropout=0.3, recurrent_dropout_mode="step", num_layers=2, bidirectional=True)
     ),

@@ -111,6 +111,31 @@ def test_masks_of_products_inside_the_step(
     ways(layer, Marked, counted, monkeypatch, True, False, TIME, **MARKS[marks])
 
 
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("mode, shape", [("gate", (3, BATCH, UNITS)), ("shared", (BATCH, UNITS))])
+def test_given_masks_of_products_inside_the_step(
+    mode: str, shape: tuple[int, ...], marks: str, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    more: dict[str, Any] = dict(dtype=torch.bfloat16, engine="persistent", recurrent_dropout_mode=mode)
+    layer = whorl.GRU(INPUTS, UNITS, bidirectional=True, reset_after=False, **more)
+    masks = {"recurrent_dropout": [torch.rand(shape) for _ in range(2)]}
+    ways(layer, Marked, counted, monkeypatch, True, False, TIME, dropout_masks=masks, **MARKS[marks])
+
+
+@pytest.mark.parametrize("mode", ["gate", "shared"])
+def test_products_inside_the_step_alone(mode: str, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    @whorl.cell(gates="a b", states="h")
+    def inside(x: Any, r: Any, s: Any) -> dict[str, Any]:
+        return dict(h=whorl.tanh(x.a + r.a(0.5 * s.h) + r.b(s.h * x.b)))
+
+    torch.manual_seed(1)
+    more: dict[str, Any] = dict(dtype=torch.bfloat16, engine="persistent", recurrent_dropout=0.4)
+    layer = whorl.Recurrent(inside, INPUTS, UNITS, recurrent_dropout_mode=mode, **more)
+    for time in (1, TIME):
+        ways(layer, Marked, counted, monkeypatch, True, False, time)
+
+
 @pytest.mark.parametrize("option", ["by gate, zoneout", "step"])
 def test_gradients_of_gradients_draw_the_same(option: str, counted: list[int]) -> None:
     layer, x = made("LSTM", option, "one layer", torch.float32), torch.randn(TIME, BATCH, INPUTS, requires_grad=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import whorl
-from cells_for_tests import layer_norm_lstm
+from cells_for_tests import layer_norm_lstm, of_a_constant
 from whorl import compiler
 from whorl.cells import library
 from whorl.cells.wrappers import layer_norm
@@ -62,6 +62,16 @@ LIMITS: list[tuple[str, dict[str, Any], str]] = [
         "persistent",
         {"form": replace(MEAN, units=1)},
         "the step of layer_norm_lstm has means over 1 unit, these kernels take 2 units or more there",
+    ),
+    (
+        "persistent",
+        {
+            "form": replace(LSTM, cell=of_a_constant.graph, recurrent_dropout_mode="shared"),
+            "extras": ("dropout_masks",),
+            "gradient": True,
+        },
+        "what enters a product inside the step of of_a_constant has no gradient, these kernels then make none of masks "
+        "of recurrent dropout",
     ),
     ("persistent", {"batch": 0}, "the batch is 0, these kernels take 1 or more"),
     (

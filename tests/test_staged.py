@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import whorl
+from cells_for_tests import of_a_constant
 from comparison import error
+from emulation import H200 as GPU
 from emulation import emulated
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
@@ -25,10 +27,12 @@ from whorl.cells.graphs import Evaluator, at_once
 from whorl.cells.lower import CUDA, stages
 from whorl.engines.cuda import grid, source, spreading
 from whorl.engines.cuda.compile import cubin
+from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import spreadable, staged, steps
 from whorl.engines.cuda.tiling import Chip, Size
+from whorl.problem import Form, Problem
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -39,10 +43,29 @@ def together(x: Any, r: Any, s: Any) -> dict[str, Any]:
     return dict(h=whorl.tanh(x.a + r.a(0.5 * s.h) + r.b(s.h * x.b) * whorl.mean(s.h)))
 
 
+@whorl.cell(gates="a b", states="h")
+def several_of_a_gate(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """One gate's weights times the state and two operands, of which one has the gradient of another gate's."""
+    f = whorl.sigmoid(x.a + r.a)
+    return dict(h=whorl.tanh(x.b + r.a(f * s.h) - 0.5 * r.a(s.h * s.h + 0.1) + r.b(f)))
+
+
+@whorl.cell(gates="a", states="h")
+def one_gradient(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Two products of a gate with the same gradient, one of a constant; none with the first state."""
+    return dict(h=whorl.tanh(x.a + r.a(0.5 * s.h) + r.a(0.3)))
+
+
+@whorl.cell(gates="n", states="h")
+def of_a_condition(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    return dict(h=whorl.tanh(x.n + r.n(whorl.where(s.h > 0, 1.0, -1.0))))
+
+
 STAGED = {name: graph for name, graph in {**CELLS, **WRAPPED}.items() if staged(graph)}
 STAGED["all of LSTM's layer norm"] = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("x", "r"))[0]
 STAGED["layer norm of r and c"] = wrappers.layer_norm(library.make_lstm(layer_norm=True).graph, ("r",))[0]
 STAGED["together"] = together.graph
+STAGED |= {cell.name: cell.graph for cell in (several_of_a_gate, one_gradient)}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -373,7 +396,7 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
 
 
 DROPS = [form for form in FORMS if "recurrent" in form or form.startswith("given") or form == "all dropped"]
-WITH_PRODUCTS = ["gru_before", "mgu", "together", "layer norm and a product"]
+WITH_PRODUCTS = ["gru_before", "mgu", "together", "layer norm and a product", "several_of_a_gate", "one_gradient"]
 
 
 @needs_compiler
@@ -384,3 +407,18 @@ def test_recurrent_dropout_of_a_cell_with_products(name: str, form: str, folder:
     case = replace(FORMS[form], time=4, batch=9, units=37)
     with emulated(folder):
         assert_agrees("persistent", STAGED[name], case, DTYPES[(len(form) + len(name)) % 3])
+
+
+@pytest.mark.parametrize("cell", [of_a_condition, of_a_constant])
+def test_masks_of_a_product_of_what_has_no_gradient(cell: Any) -> None:
+    """The kernels make a mask's gradient of a product's operand where they make that of the operand."""
+    held = Form(cell.graph, 5, 11, recurrent_dropout_mode="shared")
+    given = Problem(held, GPU, torch.bfloat16, 4, 9, gradient=True, extras=("dropout_masks",))
+    (reason,) = Persistent().obstacles(given)
+    assert f"inside the step of {cell.name} has no gradient" in reason
+    for other in (
+        replace(given, constants=("noise",)), replace(given, extras=()),
+        replace(given, form=replace(held, cell=several_of_a_gate.graph)),
+        replace(given, form=replace(held, cell=one_gradient.graph)),
+    ):  # fmt: skip
+        assert Persistent().obstacles(other) == []

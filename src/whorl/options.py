@@ -41,7 +41,8 @@ class Options:
         metadata=_is(
             "0 to 1",
             "In training, what enters the recurrent product is multiplied with a mask: 0 with this probability, else "
-            "1 / (1 - it). The state itself and the output are not (Gal and Ghahramani 2016).",
+            "1 / (1 - it); a in a product r.n(a) too. The state itself and the output are not (Gal and Ghahramani "
+            "2016).",
         ),
     )
     recurrent_dropout_mode: str = field(

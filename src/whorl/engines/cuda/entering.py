@@ -79,20 +79,21 @@ class ByGate:
     Args:
         mask: float32 [recurrent gates, batch, units].
         rows: the first state before each step, [rows, units], then what entered each round of products inside the step.
-        links: the results of products; none where they are one of each gate with the first state.
+        links: the results of products; empty: one of each gate with the first state.
     """
 
     def __init__(self, mask: Tensor, rows: Sequence[Tensor], links: Sequence[Link], options: Options) -> None:
-        self._mask, self._rows, self._links, self._options = mask, rows, links, options
+        self._mask, self._rows, self._at_once, self._options = mask, rows, not links, options
+        self._links = links or [Link(gate, 0) for gate in range(len(mask))]
 
-    def __getitem__(self, place: int | slice) -> Any:
-        """Of a gate, or of a link where there are such: [rows, units], of several gates one axis more."""
-        return self._entered[place]
+    def __getitem__(self, link: int | slice) -> Any:
+        """[rows, units] in the layer's dtype; of several, where each gate has one, [gates, rows, units]."""
+        return self._entered[link]
 
     @cached_property
     def _entered(self) -> Tensor | list[Tensor]:
         """The same of all."""
-        if not self._links:
+        if self._at_once:
             return self._options.masked(self._rows[0], self._mask)
         return [self._options.masked(self._rows[link.round], self._mask[link.gate]) for link in self._links]
 
@@ -104,11 +105,11 @@ class ByGate:
         """Of the mask.
 
         Args:
-            parts: gradients of r of each recurrent gate, or of each link, [rows, units].
+            parts: gradients of the result of each link, [rows, units].
             weight: [recurrent gates x units, units].
         """
         found, each = torch.zeros_like(self._mask), weight.split(self._options.form.units)
-        for link, part in zip(self._links or [Link(gate, 0) for gate in range(len(parts))], parts, strict=True):
+        for link, part in zip(self._links, parts, strict=True):
             to_operand = product(part, each[link.gate], wide=True)
             found[link.gate] += _by_sequence(to_operand * self._rows[link.round], self._options)
         return found

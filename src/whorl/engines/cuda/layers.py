@@ -208,6 +208,7 @@ class Layers:
             sums = [x.new_empty(back.sums, columns, dtype=torch.float32) if columns else None for _ in weights]
             out = plain(out)
             entered: Sequence[Tensor | ByGate] = ()
+            operands_inside = [self._operands(spaces, rows, direction) for direction in range(directions)]
             extra: list[int | float] = []
             if found is not None and options is not None:
                 entered = before = self._before(spaces, rows, features)
@@ -215,8 +216,7 @@ class Layers:
                 if operands:
                     entered = operands
                 if features.noise >= BY_GATE:
-                    inside = [self._operands(spaces, rows, direction) for direction in range(directions)]
-                    entered = self._by_gate(layer, before, inside, options)
+                    entered = self._by_gate(layer, before, operands_inside, options)
                 if source.has_options(cell, features):
                     extra = found.argument(layer, back.together, features, before, operands, grad_sequences)
             back(
@@ -263,7 +263,7 @@ class Layers:
                 with _on(aside):
                     to_hh = self._recurrent_gradients(
                         own, operand, bool(entered), start, to_gates[direction], to_apart[direction], direction == 1,
-                        self._operands(spaces, rows, direction),
+                        operands_inside[direction],
                     )  # fmt: skip
                 of_biases = summed_here.bias_ih, summed_here.bias_hh
                 grad_weights[index] = LayerWeights(to_ih, to_hh, *of_biases, None, summed_here.vectors)
@@ -292,13 +292,11 @@ class Layers:
         return x.reshape(call.x.shape[0] if self.problem.packed else -1, x.shape[-1])
 
     def _by_gate(
-        self, layer: int, before: Sequence[Tensor], inside: Sequence[Sequence[Tensor]], options: Options
+        self, layer: int, before: Sequence[Tensor], operands: Sequence[Sequence[Tensor]], options: Options
     ) -> list[ByGate]:
         scale, (_, masks) = options.noise_scale(layer), options.noise(layer)
-        rows = zip(masks, before, inside, strict=True)
-        return [
-            ByGate(mask * scale, (h, *operands), self.links, options) for mask, h, operands in rows if mask is not None
-        ]
+        rows = zip(masks, before, operands, strict=True)
+        return [ByGate(mask * scale, (h, *inside), self.links, options) for mask, h, inside in rows if mask is not None]
 
     def _of_gate(self, to_gates: Tensor, to_apart: Tensor, block: tuple[bool, int, int, int]) -> Tensor:
         """The part of the gradients of gates that a block of `blocks_of` names."""
@@ -336,7 +334,7 @@ class Layers:
 
         Args:
             hidden: the output, which entered the product of the step after it; `whole`: what entered each product.
-            operands: what entered each product inside the step; not where masks are by gate.
+            operands: what entered each product inside the step; `hidden` has it where masks are by gate.
         """
         units, batch, time, _ = self.sizes
         rest, at = (time - 1) * batch, 0 if reverse else batch  # the rows of all steps but the first to be computed

@@ -19,7 +19,7 @@ from whorl.engines.cuda.input_products import InputProducts, MaskedInputProducts
 from whorl.engines.cuda.layers import Layers, exact
 from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
 from whorl.engines.cuda.places import Kept, Room
-from whorl.engines.cuda.plain import Plain, is_plain_cell
+from whorl.engines.cuda.plain import Entered, Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options
 from whorl.engines.cuda.tape import Tape
@@ -197,7 +197,8 @@ class Marked(Plain):
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
         at_once = at_once and not self.links and better_together(units, rows, element)
         self._of_whole: list[OfWhole] = []
-        for is_apart, first, count, into in self._each_gate() if self._gatewise and not at_once else self._of_state():
+        by_gate = self._gatewise and not at_once and not self.links  # of links each has one gate as it is
+        for is_apart, first, count, into in self.gates if by_gate else self._of_state():
             wide, step = count * units, units * len(self.saving.apart if is_apart else self.cell.gates)
             if at_once:  # one gate's product is too small for a whole GPU
                 apart = units, rows * units, units * units
@@ -208,34 +209,26 @@ class Marked(Plain):
             places = first * units * element, into * units * units * element
             self._of_whole.append(OfWhole(is_apart, *places, over))
 
-    def _each_gate(self) -> list[tuple[bool, int, int, int]]:
-        """`_of_state`, but each gate on its own."""
-        return self._of_state() if self.links else self.gates
-
     def _products_back(self) -> list[Made | Each]:
         return [*super()._products_back(), *(some.over for some in self._of_whole)]
 
-    def _whole(
-        self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
-    ) -> tuple[list[Tensor], Sequence[int], Sequence[Sequence[int]]]:
+    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]) -> Entered:
         assert options is not None, "the problem has some"
         base, before = room.data_ptr(), self._kept[layer].before
-        inside = self._inside_of(layer, base)
-        if not self._features.before:
-            return [], (), inside
         if not self._gatewise:
-            return [], buffers or [base + place for place in before], inside
+            state = buffers or [base + place for place in before]
+            return Entered(state if self._features.before else (), self._inside_of(layer, base))
+        leaves = len(self._of_state()) if self.links else len(self.gates)  # the first gates
+        of_state, of_inner = list[Tensor](), list[list[Tensor]]()
         masks = options.scaled_by_gate(layer)
-        masked = [options.masked(self._rows_at(room, at), mask) for at, mask in zip(before, masks, strict=True)]
-        behind = [
-            [
-                options.masked(self._rows_at(room, at), mask[some.gate])
-                for at, some in zip(row, self._of_inner, strict=True)
-            ]
-            for row, mask in zip(self._inside_of(layer, 0), masks, strict=True)
-        ]
-        alive = [*masked, *(tensor for row in behind for tensor in row)]
-        return alive, [one.data_ptr() for one in masked], [[one.data_ptr() for one in row] for row in behind]
+        for mask, at, places in zip(masks, before, self._inside_of(layer, 0), strict=True):
+            if leaves:
+                of_state.append(options.masked(self._rows_at(room, at), mask[:leaves]))
+            both = zip(places, self._of_inner, strict=True)
+            of_inner.append([options.masked(self._rows_at(room, place), mask[some.gate]) for place, some in both])
+        alive = [*of_state, *(tensor for row in of_inner for tensor in row)]
+        inside = [[tensor.data_ptr() for tensor in row] for row in of_inner]
+        return Entered([tensor.data_ptr() for tensor in of_state], inside, alive)
 
     def _rows_at(self, room: Tensor, first: int) -> Tensor:
         """What of every step and sequence lies there, [rows, units]."""

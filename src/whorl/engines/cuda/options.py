@@ -155,7 +155,7 @@ class Options:
     # --- masks --------------------------------------------------------------------------------------------------------
 
     def noise(self, layer: int) -> tuple[int, list[Tensor | None]]:
-        """What the operand of the recurrent product is multiplied with: its kind, and the masks of each direction."""
+        """What the operand of each recurrent product is multiplied with: its kind, and the masks of each direction."""
         return self._noises[layer]
 
     def noise_scale(self, layer: int) -> float:
@@ -382,7 +382,7 @@ class Gradients:
         Args:
             parts: as there.
             before: the first state before each step, in each direction.
-            entered: where the operands of the recurrent product go.
+            entered: where the first state goes as it entered its product.
             sequences: gradients of the states of each step of the last layer, or none.
         """
         options, form = self._options, self._form

@@ -35,7 +35,7 @@ from whorl.engines.cuda.prepare import (
 )
 from whorl.engines.cuda.projected import Projected
 from whorl.engines.cuda.source import Features
-from whorl.engines.cuda.staged import spreadable, staged
+from whorl.engines.cuda.staged import have_gradients, spreadable, staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
@@ -69,6 +69,9 @@ class Persistent(Engine):
         if problem.virtual:
             found.append(VIRTUAL)
         features = expected(problem)
+        if features.noise_gradient and features.noise in (source.HELD, source.GIVEN) and not have_gradients(cell):
+            what = f"what enters a product inside the step of {cell.name} has no gradient"
+            found.append(f"{what}, these kernels then make none of masks of recurrent dropout")
         if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
             found.append(f"the step of {cell.name} has means over 1 unit, these kernels take 2 units or more there")
         if not found and not fits(problem):

@@ -60,6 +60,17 @@ class OfInner(NamedTuple):
     over: Made
 
 
+class Entered(NamedTuple):
+    """Where that lies, of every step, which entered the recurrent products of a layer: for each direction."""
+
+    state: Sequence[int]
+    """Of those with the first state; nothing where it is the output of the step before."""
+    inside: Sequence[Sequence[int]]
+    """Of each of `Plain._of_inner`."""
+    alive: Sequence[Tensor] = ()
+    """What holds it, beside what forward left."""
+
+
 def is_plain(problem: Problem) -> bool:
     """No options, and of the cell what `is_plain_cell` says."""
     return not (problem.additions or problem.packed) and is_plain_cell(problem.form.cell)
@@ -316,7 +327,7 @@ class Plain(Places):
             reads, first = self._reads[layer], layer * directions * self._every
             extra = self._argument(options, layer, base, buffers)
             self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
-            _alive, whole, inside = self._whole(options, layer, room, buffers)
+            whole = self._whole(options, layer, room, buffers)
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
                 own = first + direction * self._every
@@ -359,12 +370,12 @@ class Plain(Places):
             for direction in range(directions):
                 recurrent = first + direction * self._every + 1
                 both = to_gates[direction], to_apart[direction]
-                if whole:
-                    self._multiply_whole(blas, *both, whole[direction], into[recurrent])
+                if whole.state:
+                    self._multiply_whole(blas, *both, whole.state[direction], into[recurrent])
                 else:
                     start = starts[0].data_ptr() + far[layer] if starts else 0
                     self._multiply_recurrent(blas, direction, *both, output, start, made[recurrent])
-                for some, operand in zip(self._of_inner, inside[direction], strict=True):
+                for some, operand in zip(self._of_inner, whole.inside[direction], strict=True):
                     gradients = (to_apart if some.apart else to_gates)[direction] + some.first
                     some.over(blas, gradients, operand, into[recurrent] + some.into)
             if aside is not None:
@@ -405,15 +416,9 @@ class Plain(Places):
                 made[vectors + place] = part
         return to_projected
 
-    def _whole(
-        self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]
-    ) -> tuple[list[Tensor], Sequence[int], Sequence[Sequence[int]]]:
-        """Where what entered the recurrent products at every step lies, for each direction, and tensors that hold it.
-
-        Of the product with the first state nothing where it is the output of the step before; then of those of
-        `_of_inner`.
-        """
-        return [], (), self._inside_of(layer, room.data_ptr())
+    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]) -> Entered:
+        """What entered the recurrent products."""
+        return Entered((), self._inside_of(layer, room.data_ptr()))
 
     def _inside_of(self, layer: int, base: int) -> list[list[int]]:
         """Where what entered each product inside the step lies as the kernel left it, for each direction."""

@@ -23,7 +23,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "t
 
 
 HELD, GIVEN, DRAWN, BY_GATE, GIVEN_BY_GATE = 1, 2, 3, 4, 5
-"""Kinds of noise in the recurrent product, as kernels/options.cu numbers them."""
+"""Kinds of noise in recurrent products, as kernels/options.cu numbers them."""
 BY_SHARE, AT_RANDOM, BY_MASK = 1, 2, 3
 """Kinds of zoneout there."""
 
@@ -69,10 +69,12 @@ def registers(graph: Graph, features: Features) -> tuple[int, int]:
     states, given = len(graph.states), sum(kind == BY_MASK for kind in features.zoneout)
     draws, marked = features.noise == DRAWN or AT_RANDOM in features.zoneout, features.lengths or features.mask
     one = 2 + draws + 2 * features.order + features.reset + 2 * features.mask + marked + features.lengths
+    inside = bool(graph.products)  # what enters those is multiplied with the mask of the step, not of the next
     ahead = one + 2 * (given + len(graph.inputs) + (features.noise in (HELD, GIVEN)))
+    ahead += inside * (2 * (features.noise == GIVEN) + (features.noise == DRAWN))
     back = 2 * one + 4 * (given + 2 * len(graph.inputs) + features.mask + 3 * (0 < features.noise < BY_GATE))
     back += 4 * states * (features.reset_to + features.zoneout_gradient) + 2 * states * features.sequences
-    return ahead, back + 6 * features.noise_gradient
+    return ahead, back + (6 + 4 * len(graph.products)) * features.noise_gradient
 
 
 class Saving(NamedTuple):

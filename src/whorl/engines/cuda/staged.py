@@ -188,10 +188,9 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     arguments += "float* after"
     given = "d, q, there, dx, dr, ds, dv, de, after"
     ahead, first = _ahead(made[0], {identifier(f"d.{state}") for state in graph.states})
-    writes |= {name: f"k.entered_{place} = {{0}};" for place, name in enumerate(entered)}
-    parted = _Printer([first, *made[1:]], places, writes, arguments, given, levels).printed(rounds, ahead)
-    whole = _Printer(made, places, writes, arguments, given, levels).printed(rounds)
-    return replace(whole, text=_with_entered(whole.text, len(rounds)), parted=parted.text)
+    more = places, writes, arguments, given, levels, entered
+    parted = _Printer([first, *made[1:]], *more).printed(rounds, ahead)
+    return replace(_Printer(made, *more).printed(rounds), parted=parted.text)
 
 
 def _entering(named: dict[str, Expr], products: Sequence[Expr]) -> dict[str, Expr]:
@@ -210,13 +209,12 @@ def _entering(named: dict[str, Expr], products: Sequence[Expr]) -> dict[str, Exp
     return found
 
 
-def _with_entered(text: str, rounds: int) -> str:
-    """Stages that keep what entered the product of each round, and a function that gives it."""
-    members = "".join(f" real entered_{place};" for place in range(rounds))
-    values = "".join(f"round == {place} ? k.entered_{place} : " for place in range(rounds))
-    head, rest = text.split(" };", 1)
-    function = f"__device__ __forceinline__ real entered_in(const Values& k, int round) {{ return {values}0.f; }}"
-    return f"{head}{members} }};{rest}\n{function}"
+@lru_cache(maxsize=256)
+def have_gradients(graph: Graph) -> bool:
+    """Whether whatever enters a product inside the step has a gradient, as a constant has not."""
+    named = graph.backward.named()
+    pulls = {(node.args[0], node.args[1].digest) for node in topological(named.values()) if node.op == "pull"}
+    return all((node.args[0], named[f"dp.{i}"].digest) in pulls for i, node in enumerate(graph.products))
 
 
 def _ahead(first: Stage, gradients: set[str]) -> tuple[Stage, Stage]:
@@ -365,6 +363,7 @@ class _Printer:
         writes: how an output is written, by its name.
         arguments: of a stage's function, after those that both passes have; `given`: their names.
         first: the place of the first mean.
+        entered: backward, for each round inside the step the output that entered the product that it belongs to.
     """
 
     _COMMON = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* m, "
@@ -372,9 +371,12 @@ class _Printer:
 
     def __init__(
         self, made: Sequence[Stage], places: dict[str, str], writes: dict[str, str], arguments: str, given: str,
-        first: int,
+        first: int, entered: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self._first = first
+        self._entered = None if entered is None else [f"entered_{place}" for place in range(len(entered))]
+        keeps = zip(entered or (), self._entered or (), strict=True)
+        writes = writes | {output: f"k.{name} = {{0}};" for output, name in keeps}
         self._made, self._places, self._writes = made, places, writes
         self._arguments, self._given = f"{self._COMMON}Values& k, float* to, float* operand, {arguments}", given
 
@@ -433,6 +435,7 @@ class _Printer:
             functions.append(f"__device__ __forceinline__ void stage_{index}({self._arguments}) {{\n  {body}\n}}")
             live = {name for names in needs[index + 1 :] for name in names if name in kinds}
             kept = max(kept, len(live))
+        kinds |= dict.fromkeys(self._entered or (), "real")
         members = " ".join(f"{kind} {name};" for name, kind in kinds.items()) or "real none;"
         calls = " else ".join(
             f"if (index == {index}) stage_{index}({self._GIVEN}{self._given});" for index in range(len(self._made))
@@ -440,8 +443,16 @@ class _Printer:
         text = "\n".join([
             f"struct Values {{ {members} }};", *functions,
             f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
+            *self._entered_in(),
         ])  # fmt: skip
         return Pass(text, "", len(self._made), tuple(reductions), tuple(rounds), kept)
+
+    def _entered_in(self) -> list[str]:
+        """Backward a function that gives what entered the product that a round inside the step belongs to."""
+        if self._entered is None:
+            return []
+        values = "".join(f"round == {place} ? k.{name} : " for place, name in enumerate(self._entered))
+        return [f"__device__ __forceinline__ real entered_in(const Values& k, int round) {{ return {values}0.f; }}"]
 
     def _loaded(self, names: dict[str, bool]) -> list[str]:
         """Lines that read values, or conditions."""

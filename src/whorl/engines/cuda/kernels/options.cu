@@ -6,7 +6,7 @@
 //                  where it is not the output of the step before
 // ORDER            the sequences are in another order than the rows of the cluster, from the longest to the shortest
 // PACKED           each step has the rows of the sequences that last so long
-// NOISE            what the operand of the recurrent product is multiplied with; by gate the operand of each gate with a
+// NOISE            what the operand of each recurrent product is multiplied with; by gate the operand of each gate with a
 //                  mask of its own, held over all steps and kept in shared memory: as bits, or where masks are given in
 //                  the shape of the operand
 // zoneout(state)   how much of a state stays as it was
@@ -40,7 +40,7 @@ struct Options {
   const float* zoneout[2][STATES];       // [rows, UNITS]
   Element* before[2];                    // [rows, UNITS]: the first state before each step
   Element* sequences[STATES];            // [rows, directions x UNITS], or null: states after each step; their gradients
-  Element* entered[2];                   // [rows, UNITS]: the operand of the recurrent product, written by backward
+  Element* entered[2];                   // [rows, UNITS]: the first state as it entered its product, written by backward
   Element* reset_gradients[STATES];      // [directions, batch, UNITS]
   float* input_gradients[2][MOST(INPUTS)];  // [rows, UNITS]
   float* noise_gradients[2];                // as noise

@@ -402,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
           carried[j][0][b][u] += NOISE && !GATEWISE ? factor[j][b][u] * sums[b][u] : sums[b][u];
-          if constexpr (NOISE_GRADIENT) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
+          if constexpr (NOISE_GRADIENT && LEAVES > 0) noise_sums[j][b][u] += sums[b][u] * half_of(operand_before[j][b], u);
           if (RESET && was_cut[j][b])
 #pragma unroll
             for (int s = 0; s < STATES; ++s) {

@@ -16,8 +16,8 @@
 //   shared     operands of each product, partial sums, what means are made of, vectors, barriers, more weights
 //   global     as in forward.cu; for backward also means, and the operands of products inside the step
 //
-// A mask multiplies the operand of each product: of that with the first state the one of the step that it enters, inside
-// the step the one of that step.
+// The operand of each product is multiplied with a mask: the first state with that of the step that it enters, what enters
+// a product inside a step with that of the same step, and by gate each with that of the gate, as it is multiplied.
 //
 // What is exchanged lies in shared memory once where a step has several exchanges, twice where it has one: who sends at
 // step t + 1 has waited, in between, for what was sent after everything of step t was read.
@@ -195,8 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const long long begin = rows;
   int ends[OWN];  // steps of each item's sequence
   bool valid[OWN], cut[OWN];  // the step counts; no state comes into the next
-  unsigned drawn[OWN], enters[OWN];  // what is drawn for this step's zoneout (4 bits for each unit), for the next step's operand
-  float held[OWN][2], noise[OWN][2], noise_now[OWN][2], zones[OWN][STATES][2];
+  unsigned drawn[OWN], enters[OWN];  // what is drawn for this step (4 bits of zoneout for each unit), and for the next
+  float held[OWN][2], zones[OWN][STATES][2];
+  float noise_now[OWN][2], noise[OWN][2];  // the mask of this step, and of the next: of the state that enters it
   float2 inputs[OWN][MOST(INPUTS)];
   const auto within = [&](int j, int step) { return is_there(j) && (!LENGTHS || step < ends[j]); };
   const auto counts = [&](int j, int step, long long at) {
@@ -207,8 +208,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                             : within(j, step) && a.o.reset[at + sequence[j]]);
   };
   // of a step, and of the one after it what enters, where there is such a one
-  const auto draw = [&](int j, int step, bool goes_on, int later) {
-    if constexpr (ZONES_DRAWN || (NOISE == DRAWN && ROUNDS > 0)) drawn[j] = drawn_bits(a, unit, step, sequence[j], direction, is_there(j));
+  const auto draw = [&](int j, int step, bool begins, bool goes_on, int later) {
+    if constexpr (ZONES_DRAWN || (NOISE == DRAWN && ROUNDS > 0))
+      drawn[j] = NOISE == DRAWN && !begins ? enters[j] : drawn_bits(a, unit, step, sequence[j], direction, is_there(j));
     if constexpr (NOISE == DRAWN)
       enters[j] = drawn_bits(a, unit, later, sequence[j], direction, is_there(j) && goes_on);
   };
@@ -277,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         noise_now[j][0] = noise[j][0], noise_now[j][1] = noise[j][1];
         load_noise(j, next, next_rows);
       }
-      if constexpr (DRAWS) draw(j, first_step, next >= 0 && next < time, next);
+      if constexpr (DRAWS) draw(j, first_step, true, next >= 0 && next < time, next);
       if constexpr (BEFORE && SAVED) {
         const bool stored = PACKED ? read : first;
         store_pair(before_at + further(j) * UNITS, state[j][0][0], state[j][0][1], stored, stored && has_second);
@@ -653,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             load_options(j, next, next_rows);
             if constexpr (NOISE == GIVEN) noise_now[j][0] = noise[j][0], noise_now[j][1] = noise[j][1];
             if (NOISE == GIVEN && goes_on) load_noise(j, later, later_rows);
-            if constexpr (DRAWS) draw(j, next, goes_on, later);
+            if constexpr (DRAWS) draw(j, next, false, goes_on, later);
           }
         }
       }
