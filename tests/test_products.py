@@ -134,13 +134,17 @@ def test_several_products_in_one_launch(dtype: torch.dtype, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "units, rows, element, together",
-    [(256, 12800, 4, False), (512, 12800, 4, True), (1024, 12800, 4, True), (256, 12800, 2, True)],
-)
+    "gates, units, rows, element, together",
+    [
+        (4, 128, 3200, 4, False), (4, 256, 3200, 4, True), (4, 256, 12800, 4, False), (4, 512, 12800, 4, False),
+        (4, 1024, 12800, 4, True), (3, 128, 960, 4, True), (3, 256, 3200, 4, False), (3, 512, 3200, 4, True),
+        (3, 1024, 12800, 4, False), (4, 256, 12800, 2, True),
+    ],
+)  # fmt: skip
 def test_several_products_are_one_launch_where_that_was_faster(
-    units: int, rows: int, element: int, together: bool
+    gates: int, units: int, rows: int, element: int, together: bool
 ) -> None:
-    assert better_together(units, rows, element) is together
+    assert better_together(gates, units, rows, element) is together
 
 
 @gpu

@@ -77,13 +77,15 @@ class ByGate:
     """What entered the recurrent products of each gate, behind a mask of its own that is held over all steps.
 
     Args:
-        mask: float32 [recurrent gates, batch, units].
+        mask: float32 [recurrent gates, batch, units], which is multiplied with `scale`.
         rows: the first state before each step, [rows, units], then what entered each round of products inside the step.
         links: the results of products; empty: one of each gate with the first state.
     """
 
-    def __init__(self, mask: Tensor, rows: Sequence[Tensor], links: Sequence[Link], options: Options) -> None:
-        self._mask, self._rows, self._at_once, self._options = mask, rows, not links, options
+    def __init__(
+        self, mask: Tensor, scale: float, rows: Sequence[Tensor], links: Sequence[Link], options: Options
+    ) -> None:
+        self._mask, self._scale, self._rows, self._at_once, self._options = mask, scale, rows, not links, options
         self._links = links or [Link(gate, 0) for gate in range(len(mask))]
 
     def __getitem__(self, link: int | slice) -> Any:
@@ -94,8 +96,9 @@ class ByGate:
     def _entered(self) -> Tensor | list[Tensor]:
         """The same of all."""
         if self._at_once:
-            return self._options.masked(self._rows[0], self._mask)
-        return [self._options.masked(self._rows[link.round], self._mask[link.gate]) for link in self._links]
+            return self._options.masked(self._rows[0], self._mask, self._scale)
+        pairs = [(self._rows[link.round], self._mask[link.gate]) for link in self._links]
+        return [self._options.masked(rows, mask, self._scale) for rows, mask in pairs]
 
     def enter(self) -> None:
         """Make that on the current stream, for products on others."""

@@ -1,6 +1,5 @@
 """The products of what enters a layer with its input weights, by addresses: forward and backward."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,11 @@ from whorl.engines.cuda.options import Options
 from whorl.problem import Problem
 
 
-class OfLayer(NamedTuple):
-    """Of all gates, or of one of as many as have masks of their own."""
+class Back(NamedTuple):
+    """Of a layer, with all gates, or with one of as many as have masks of their own."""
 
-    ahead: Made
-    to_ih: Made
     to_entered: Made
+    to_ih: Made
 
 
 class InputProducts:
@@ -29,48 +27,44 @@ class InputProducts:
 
     def __init__(self, problem: Problem, product: Products, projected: torch.dtype) -> None:
         gates = len(problem.form.cell.gates) * problem.form.units
-        self._of_layers = _of_layers(problem, product, gates, projected, problem.dtype)
+        self._make_ready(problem, product, gates, projected, problem.dtype)
+
+    def _make_ready(
+        self, problem: Problem, product: Products, wide: int, projected: torch.dtype, back: torch.dtype
+    ) -> None:
+        """
+        Args:
+            wide: rows of the weights in one product.
+            back: the dtype of the gradient of what entered.
+        """
+        form, dtype, tf32, rows = problem.form, problem.dtype, problem.tf32, problem.time * problem.batch
+        inputs, step = [form.layer_inputs(layer) for layer in range(form.layers)], len(form.cell.gates) * form.units
+        ready = product.ready
+        self._ahead = [ready(dtype, (rows, n, wide), (0, 1), (n, n, step), tf32, projected) for n in inputs]
+        self._back: list[Back] = []
+        for n in inputs if problem.gradient else ():
+            to_entered = ready(dtype, (rows, wide, n), (0, 0), (step, n, n), tf32, back)
+            self._back.append(Back(to_entered, ready(dtype, (wide, rows, n), (1, 0), (step, n, n), tf32)))
 
     def ahead(
         self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
     ) -> None:
         """What enters a layer times the weights of every gate."""
-        self._of_layers[layer].ahead(blas, entered.data_ptr(), ih, out)
+        self._ahead[layer](blas, entered.data_ptr(), ih, out)
 
     def back(
         self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
         to_entered: Tensor | None, to_ih: int,
     ) -> None:  # fmt: skip
         """The gradients of what entered a layer, to which a second direction adds, and of the input weights."""
-        own = self._of_layers[layer]
+        own = self._back[layer]
         if to_entered is not None:
             own.to_entered(blas, to_gates, ih, to_entered.data_ptr(), direction > 0)
         own.to_ih(blas, to_gates, entered.data_ptr(), to_ih)
 
     def of_backward(self) -> list[Made]:
         """All that `back` multiplies with."""
-        return [one for own in self._of_layers for one in (own.to_entered, own.to_ih)]
-
-
-def _of_layers(
-    problem: Problem, product: Products, wide: int, projected: torch.dtype, back: torch.dtype
-) -> Sequence[OfLayer]:
-    """
-    Args:
-        wide: rows of the weights in one product.
-        back: the dtype of the gradient of what entered.
-    """
-    form, dtype, tf32, rows = problem.form, problem.dtype, problem.tf32, problem.time * problem.batch
-    made, step = [], len(form.cell.gates) * form.units
-    for n in map(form.layer_inputs, range(form.layers)):
-        made.append(
-            OfLayer(
-                product.ready(dtype, (rows, n, wide), (0, 1), (n, n, step), tf32, projected),
-                product.ready(dtype, (wide, rows, n), (1, 0), (step, n, n), tf32),
-                product.ready(dtype, (rows, wide, n), (0, 0), (step, n, n), tf32, back),
-            )
-        )
-    return made
+        return [one for own in self._back for one in own]
 
 
 class MaskedInputProducts(InputProducts):
@@ -86,7 +80,7 @@ class MaskedInputProducts(InputProducts):
         """Of the weights in one product."""
         self._dtype = torch.float32 if axes == 3 else problem.dtype
         """Of the gradient of what a mask leaves: of several masks it is summed."""
-        self._of_layers = _of_layers(problem, product, self._rows, projected, self._dtype)
+        self._make_ready(problem, product, self._rows, projected, self._dtype)
 
     def ahead(
         self, options: Options | None, layer: int, direction: int, blas: int, entered: Tensor, ih: int, out: int
@@ -94,14 +88,14 @@ class MaskedInputProducts(InputProducts):
         each = self._rows * self._form.layer_inputs(layer) * entered.element_size()
         for part, (_, masked) in enumerate(self._masked(options, layer, direction, entered)):
             into = out + part * self._rows * self._projected.itemsize
-            self._of_layers[layer].ahead(blas, masked.data_ptr(), ih + part * each, into)
+            self._ahead[layer](blas, masked.data_ptr(), ih + part * each, into)
 
     def back(
         self, options: Options | None, layer: int, direction: int, blas: int, to_gates: int, entered: Tensor, ih: int,
         to_entered: Tensor | None, to_ih: int,
     ) -> None:  # fmt: skip
         assert options is not None, "x goes behind masks"
-        own, element, total = self._of_layers[layer], entered.element_size(), list[Tensor]()
+        own, element, total = self._back[layer], entered.element_size(), list[Tensor]()
         each = self._rows * self._form.layer_inputs(layer) * element
         for part, (mask, masked) in enumerate(self._masked(options, layer, direction, entered)):
             grads = to_gates + part * self._rows * element

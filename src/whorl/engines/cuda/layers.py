@@ -296,7 +296,7 @@ class Layers:
     ) -> list[ByGate]:
         scale, (_, masks) = options.noise_scale(layer), options.noise(layer)
         rows = zip(masks, before, operands, strict=True)
-        return [ByGate(mask * scale, (h, *inside), self.links, options) for mask, h, inside in rows if mask is not None]
+        return [ByGate(mask, scale, (h, *inside), self.links, options) for mask, h, inside in rows if mask is not None]
 
     def _of_gate(self, to_gates: Tensor, to_apart: Tensor, block: tuple[bool, int, int, int]) -> Tensor:
         """The part of the gradients of gates that a block of `blocks_of` names."""
@@ -372,7 +372,7 @@ class Layers:
         else:
             by_gate, element = isinstance(hidden, ByGate), to_gates.element_size()
             at_once = by_gate and units * element % 16 == 0 and not exact(self.problem)
-            at_once = at_once and better_together(units, len(to_gates), element)
+            at_once = at_once and better_together(len(self.gates), units, len(to_gates), element)
             for block in self.gates if by_gate and not at_once else self.blocks:
                 part, (_, _, count, into) = self._of_gate(to_gates, to_apart, block), block
                 if isinstance(hidden, ByGate) and at_once:  # one gate's product is too small for a whole GPU

@@ -195,7 +195,7 @@ class Marked(Plain):
         element, self._gatewise = dtype.itemsize, noise >= BY_GATE
         self._entered = room.parts(directions, rows * units * element) if 0 < noise < BY_GATE else []
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
-        at_once = at_once and not self.links and better_together(units, rows, element)
+        at_once = at_once and not self.links and better_together(len(self.gates), units, rows, element)
         self._of_whole: list[OfWhole] = []
         by_gate = self._gatewise and not at_once and not self.links  # of links each has one gate as it is
         for is_apart, first, count, into in self.gates if by_gate else self._of_state():
@@ -212,7 +212,7 @@ class Marked(Plain):
     def _products_back(self) -> list[Made | Each]:
         return [*super()._products_back(), *(some.over for some in self._of_whole)]
 
-    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]) -> Entered:
+    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int], stream: int) -> Entered:
         assert options is not None, "the problem has some"
         base, before = room.data_ptr(), self._kept[layer].before
         if not self._gatewise:
@@ -220,12 +220,13 @@ class Marked(Plain):
             return Entered(state if self._features.before else (), self._inside_of(layer, base))
         leaves = len(self._of_state()) if self.links else len(self.gates)  # the first gates
         of_state, of_inner = list[Tensor](), list[list[Tensor]]()
-        masks = options.scaled_by_gate(layer)
+        (_, masks), how = options.noise(layer), (options.noise_scale(layer), stream)
         for mask, at, places in zip(masks, before, self._inside_of(layer, 0), strict=True):
+            assert mask is not None, "each direction has some"
             if leaves:
-                of_state.append(options.masked(self._rows_at(room, at), mask[:leaves]))
+                of_state.append(options.masked(self._rows_at(room, at), mask[:leaves], *how))
             both = zip(places, self._of_inner, strict=True)
-            of_inner.append([options.masked(self._rows_at(room, place), mask[some.gate]) for place, some in both])
+            of_inner.append([options.masked(self._rows_at(room, place), mask[some.gate], *how) for place, some in both])
         alive = [*of_state, *(tensor for row in of_inner for tensor in row)]
         inside = [[tensor.data_ptr() for tensor in row] for row in of_inner]
         return Entered([tensor.data_ptr() for tensor in of_state], inside, alive)

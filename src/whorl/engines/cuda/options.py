@@ -26,7 +26,7 @@ from whorl.noise import INPUT, RECURRENT, WORDS, ZONEOUT, Given, by_gate, given,
 from whorl.problem import Call, Form, Problem
 
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
-_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "2Q2q", "6Q4q"
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "2Q2q", "6Q4qd"
 _THREADS = 256
 _MASKING = 8  # blocks of masked.cu that run at once on a multiprocessor, or so
 _DRAWING = 4  # blocks of draw_bits.cu that run at once on a multiprocessor, as it says itself
@@ -163,14 +163,6 @@ class Options:
         drawn = all(self._given[index].recurrent is None for index in self._indices(layer))
         return _scale(self.form.recurrent_dropout) if drawn else 1.0
 
-    def scaled_by_gate(self, layer: int) -> list[Tensor]:
-        """The masks of `noise`, each with its scale: those of gates that are drawn are drawn again."""
-        kind, masks = self.noise(layer)
-        if kind == BY_GATE:
-            scale = self.noise_scale(layer)
-            return [self._draw_by_gate(layer, direction, scale) for direction in range(self.form.directions)]
-        return [mask for mask in masks if mask is not None]
-
     def zoneouts(self, layer: int) -> list[tuple[int, list[Tensor | None]]]:
         """The same of each state's zoneout."""
         return self._zoneouts[layer]
@@ -291,11 +283,13 @@ class Options:
         """Zero in the steps that do not count: there may be anything, and zero times infinite is not a number."""
         return x if self.all_count else self.masked(x)
 
-    def masked(self, x: Tensor, masks: Tensor | None = None) -> Tensor:
+    def masked(self, x: Tensor, masks: Tensor | None = None, scale: float = 1.0, stream: int | None = None) -> Tensor:
         """x [..., width] behind masks that are held over all steps, and zero in the steps that do not count.
 
         Args:
             masks: float32 [batch, width], or [count, batch, width] for as many results, [count, ..., width].
+            scale: what they are multiplied with.
+            stream: on which it is made; None: the call's.
         """
         x, width = x.contiguous(), x.shape[-1]
         masks = None if masks is None else masks.contiguous()
@@ -312,7 +306,8 @@ class Options:
         blocks = max(1, -(-self.batch * (width // vector) // _THREADS))
         parts = parts_of_steps(-(-self.count // max(1, self.batch)), blocks, _MASKING * self._chip.multiprocessors)
         numbers = prod(count), self.count, self.batch, width
-        kernel(self._stream, blocks, parts, *_addresses(tensors, 6), *numbers)
+        on = self._stream if stream is None else stream
+        kernel(on, blocks, parts, *_addresses(tensors, 6), *numbers, scale)
         return made
 
     def _drawn(self, layer: int) -> list[Tensor]:

@@ -327,7 +327,6 @@ class Plain(Places):
             reads, first = self._reads[layer], layer * directions * self._every
             extra = self._argument(options, layer, base, buffers)
             self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
-            whole = self._whole(options, layer, room, buffers)
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
                 own = first + direction * self._every
@@ -348,14 +347,16 @@ class Plain(Places):
                 grad_x = to_entered = empty(*self._input)
             _space = None  # the last layer's goes back before this one's is taken
             aside = branch if branch is not None and branch.fork() else None
+            beside = stream  # where products with recurrent weights are
             if aside is not None:
-                _space = aside.space()
+                _space, beside = aside.space(), aside.stream
+            whole = self._whole(options, layer, room, buffers, beside)
             if self._adding.columns:
                 of_x = [into[place] for place in reads[4:]]
                 if self.norms is not None:  # whose kernel gives it
                     of_x = [*pair([here + place for place in self._unread])]
                 self._adding.launch(
-                    stream if aside is None else aside.stream, directions, self._back.sums, *sums,
+                    beside, directions, self._back.sums, *sums,
                     *of_x, *[into[place] for place in reads[2:4]], *of_vectors,
                 )  # fmt: skip
             for direction in range(directions):
@@ -416,8 +417,8 @@ class Plain(Places):
                 made[vectors + place] = part
         return to_projected
 
-    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]) -> Entered:
-        """What entered the recurrent products."""
+    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int], stream: int) -> Entered:
+        """What entered the recurrent products, where a stream has come to them."""
         return Entered((), self._inside_of(layer, room.data_ptr()))
 
     def _inside_of(self, layer: int, base: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ struct Arguments {
   const bool* valid;           // [rows], or null
   const long long* sequences;  // [rows]: of a PackedSequence the sequence of each row, or null
   long long count, rows, batch, width;
+  double scale;  // of all masks
 };
 
 struct __align__(VECTOR * ELEMENT_BYTES) Some {
@@ -24,6 +25,7 @@ struct __align__(VECTOR * ELEMENT_BYTES) Some {
 
 extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
+  const float scale = (float)a.scale;
   const unsigned chunks = (unsigned)(a.width / VECTOR), i = blockIdx.x * 256u + threadIdx.x;
   if (i >= (unsigned)a.batch * chunks) return;
   const unsigned place = i / chunks, column = (i - place * chunks) * VECTOR;
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__
         for (int m = 0; m < GROUP; ++m)
 #pragma unroll
           for (int e = 0; e < VECTOR; ++e)
-            if (group + m < a.count) masks[m][e] = a.masks[((group + m) * a.batch + sequence) * a.width + column + e];
+            if (group + m < a.count) masks[m][e] = scale * a.masks[((group + m) * a.batch + sequence) * a.width + column + e];
         held = sequence;
       }
 #pragma unroll
