@@ -86,6 +86,7 @@ def test_inference_keeps_nothing_and_gives_the_same() -> None:
         torch.testing.assert_close(got, truth, rtol=0, atol=0)
     (_, training), (_, inference) = layers._prepared.values()
     assert inference._room.shape[0] < training._room.shape[0] / 2
+    assert (len(training._input_products.of_backward()), inference._input_products.of_backward()) == (8, [])
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5, 6), (1, 3, 1)])
