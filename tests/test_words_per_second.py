@@ -12,6 +12,9 @@ from whorl.bench.figures import Figures
 from whorl.text.streams import Streams
 
 PATH = Path(__file__).parents[1] / "benchmarks" / "words_per_second.py"
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bfloat16 for torch's LSTM"
+)
 SMALL = "--preset ptb-small --units 6 --vocabulary 20,30 --device cpu --contenders".split()
 
 
@@ -28,6 +31,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@needs_bfloat16
 def test_it_writes_what_it_measured(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["words", *SMALL, "torch-cells,torch,torch-graphed,whorl", "--figures", str(file)])
@@ -46,7 +50,15 @@ def test_it_writes_what_it_measured(program: ModuleType, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(
     "name",
-    ["torch-cells", "torch", "torch-graphed", "whorl", "recurrent-dropout", "recurrent-dropout-by-gate", "layer-norm"],
+    [
+        "torch-cells",
+        pytest.param("torch", marks=needs_bfloat16),
+        "torch-graphed",
+        "whorl",
+        "recurrent-dropout",
+        "recurrent-dropout-by-gate",
+        "layer-norm",
+    ],
 )
 def test_wrong_numbers_are_found(program: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = program.make_options("ptb-small", dict(units=6, embedding=6))

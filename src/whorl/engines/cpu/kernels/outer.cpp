@@ -147,7 +147,7 @@ static void outer_tile(
     each<N>([&](auto j) ALWAYS { w[j] = *(const loose*)(weights + j * LANES); });
     each<M>([&](auto i) ALWAYS {
       const vector x = a[i] - vector{};
-      each<N>([&](auto j) ALWAYS { sum[i][j] += x * w[j]; });
+      each<N>([&](auto j) ALWAYS { sum[i][j] = fused(x, w[j], sum[i][j]); });
     });
 #endif
   }
