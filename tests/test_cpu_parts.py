@@ -91,6 +91,17 @@ def test_rows_of_many_sequences(rows: int, inputs: int, outputs: int, dtype: tor
         assert torch.equal(products(1, dtype=dtype).rows(x[-1:], weight, bias)[0, :outputs], found[-1])
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="this processor has no x86-64")
+def test_a_row_alone_where_the_compiler_spares_fused_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD EPYC without AVX-512: where one sum waits for itself GCC would multiply and add, and round twice."""
+    monkeypatch.setattr(host, "_NATIVE", {platform.machine(): "-march=x86-64-v3 -mtune=znver3"})
+    monkeypatch.setattr(sweep, "_loop", sweep._loop.__wrapped__)
+    made = Products(kernel.__wrapped__(CELLS["lstm"], torch.float32), torch.float32, 1, FEW)
+    x, weight = torch.randn(17, 83), torch.randn(5, 83)
+    found = made.rows(x, weight)[:, :5]
+    assert torch.equal(torch.cat([made.rows(row, weight)[:, :5] for row in x.split(1)]), found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
