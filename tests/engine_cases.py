@@ -202,6 +202,9 @@ FORMS = {
     "given, by step, packed": Case({"recurrent_dropout_mode": "step"}, given=("recurrent", "zoneout"), packed=True),
 }
 
+DROPS = [form for form in FORMS if "recurrent" in form or form.startswith("given") or form == "all dropped"]
+"""Those with masks of recurrent dropout."""
+
 WRAPPED = {
     "layer norm": wrappers.layer_norm(library.lstm.graph, ("x", "r"))[0],
     "layer norm and a product": wrappers.layer_norm(CELLS["gru_before"], ("x", "r"))[0],

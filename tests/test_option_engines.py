@@ -130,7 +130,8 @@ def test_memory_recompute_saves_less_and_gives_the_same_bits_on_onednn(dropout: 
     assert all(torch.equal(a, b) for a, b in zip(again, inference, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(evaluated, inference, strict=True))
     for a, b in zip(training, again, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
+        apart = 0.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2e-7
+        torch.testing.assert_close(a, b, rtol=0, atol=apart)
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert saved[1] < saved[0] / 2
 

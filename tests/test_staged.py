@@ -18,7 +18,7 @@ from cells_for_tests import of_a_constant
 from comparison import error
 from emulation import H200 as GPU
 from emulation import emulated
-from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
+from engine_cases import CELLS, DROPS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
@@ -395,7 +395,6 @@ def test_nothing_is_spilled_or_fenced_in_the_time_loop(
     assert sum("MEMBAR" in line and "MEMBAR.ALL.CTA" not in line for line in loop) == rings
 
 
-DROPS = [form for form in FORMS if "recurrent" in form or form.startswith("given") or form == "all dropped"]
 WITH_PRODUCTS = ["gru_before", "mgu", "together", "layer norm and a product", "several_of_a_gate", "one_gradient"]
 
 

@@ -10,7 +10,7 @@ import torch
 import whorl
 from anew import made_anew
 from comparison import error, in_a_graph
-from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
+from engine_cases import CELLS, DROPS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
 from whorl.engines.cuda import grid, spreading
@@ -35,9 +35,6 @@ def true_float32() -> Any:
 @pytest.mark.parametrize("name", STAGED)
 def test_every_cell(name: str, dtype: torch.dtype) -> None:
     assert_agrees("persistent", STAGED[name], Case(time=9, batch=20, units=130), dtype, "cuda")
-
-
-DROPS = [form for form in FORMS if "recurrent" in form or form.startswith("given") or form == "all dropped"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -126,7 +126,8 @@ class Options:
         default="save",
         metadata=_is(
             '"save", "recompute"',
-            "Backward reads what forward saved, or runs forward again: less memory, more time, the same numbers.",
+            "Backward reads what forward saved, or runs forward again: less memory, more time, the same numbers (of "
+            "engine `onednn` without AVX-512 outputs are those of inference, a rounding away).",
         ),
     )
 

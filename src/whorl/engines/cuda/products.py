@@ -178,7 +178,7 @@ def better_together(count: int, rows: int, depth: int, element: int) -> bool:
     gradients of the four gates of LSTM in TF32, of 3,200 and 12,800 rows, took 28 and 47 us one by one with 128 units,
     38 and 77 with 256, 73 and 179 with 512, 191 and 523 with 1,024; in one launch 33 and 133, 33 and 119, 50 and 175,
     116 and 426.  Of three gates 22 and 33, 29 and 58, 54 and 134, 145 and 393; 33 and 133, 32 and 119, 49 and 174, 114
-    and 421 (H100, 2026-11-25; the same order in float32).  In bfloat16 one launch was faster with each (H200).
+    and 421 (H100, 2026-11-25).  In bfloat16 one launch was faster with each (H200).
     """
     return element == 2 or depth < (25 if count > 3 else 12) * rows
 

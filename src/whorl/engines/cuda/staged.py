@@ -200,21 +200,25 @@ def _entering(named: dict[str, Expr], products: Sequence[Expr]) -> dict[str, Exp
         named: a pass backward, with what enters product i as "a.i", and the gradient of its result as "dp.i".
     """
     found: dict[str, Expr] = {}
-    for pull in topological(named.values()):
-        if pull.op == "pull":
-            gate, gradient = pull.args
-            mine = [named[f"a.{i}"] for i, node in enumerate(products)
-                    if node.args[0] == gate and named[f"dp.{i}"].digest == gradient.digest]  # fmt: skip
-            found[f"o.{pull.digest}"] = reduce(Expr.__add__, mine)
+    for pull, its in _pulls(named, products):
+        found[f"o.{pull.digest}"] = reduce(Expr.__add__, [named[f"a.{i}"] for i in its])
     return found
+
+
+def _pulls(named: dict[str, Expr], products: Sequence[Expr]) -> list[tuple[Expr, list[int]]]:
+    """The products with transposed weights of a pass backward, and of each the products that it is the gradient of."""
+    found: dict[tuple[str, str], list[int]] = {}  # by gate and the digest of the gradient
+    for i, node in enumerate(products):
+        found.setdefault((node.args[0], named[f"dp.{i}"].digest), []).append(i)
+    pulls = [node for node in topological(named.values()) if node.op == "pull"]
+    return [(pull, found[pull.args[0], pull.args[1].digest]) for pull in pulls]
 
 
 @lru_cache(maxsize=256)
 def have_gradients(graph: Graph) -> bool:
     """Whether whatever enters a product inside the step has a gradient, as a constant has not."""
-    named = graph.backward.named()
-    pulls = {(node.args[0], node.args[1].digest) for node in topological(named.values()) if node.op == "pull"}
-    return all((node.args[0], named[f"dp.{i}"].digest) in pulls for i, node in enumerate(graph.products))
+    reached = {i for _, its in _pulls(graph.backward.named(), graph.products) for i in its}
+    return len(reached) == len(graph.products)
 
 
 def _ahead(first: Stage, gradients: set[str]) -> tuple[Stage, Stage]:
