@@ -224,8 +224,9 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
         put(overlapped, "Streams", Streams)
         put(torch.cuda, "set_stream", lambda stream: None)
         library = SimpleNamespace(
-            cublasGemmEx=multiply, cublasGemmStridedBatchedEx=multiply_each, cublasSetMathMode=lambda handle, mode: 0
-        )
+            cublasGemmEx=multiply, cublasGemmStridedBatchedEx=multiply_each, cublasSetMathMode=lambda handle, mode: 0,
+            cublasSetWorkspace_v2=lambda handle, at, size: 0,
+        )  # fmt: skip
         put(products, "cublas", lambda: library)
         put(torch, "mm", mm)
         put(torch, "addmm", addmm)

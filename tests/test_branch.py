@@ -253,12 +253,17 @@ def test_there_is_none_where_torch_gives_cublas_another_workspace(
 
 def test_what_cublas_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a workspace of its own two products at once would write to the same."""
-    library = SimpleNamespace(cublasSetStream_v2=lambda *given: 0, cublasSetWorkspace_v2=lambda *given: 7)
-    monkeypatch.setattr(branches, "cublas", lambda: library)
+    refusals = dict(cublasSetStream_v2=0, cublasSetWorkspace_v2=7)
+    library = SimpleNamespace(**{name: lambda *given, name=name: refusals[name] for name in refusals})
+    for module in (branches, products):
+        monkeypatch.setattr(module, "cublas", lambda: library)
     monkeypatch.setattr(branches, "handle", lambda dtype: 1)
     one = object.__new__(branches.Branch)
     one.stream = 5
-    with pytest.raises(whorl.KernelError, match=r"a stream of its own in a CUDA graph \(7\)"):
+    with pytest.raises(whorl.KernelError, match=r"a workspace of its own in a CUDA graph \(7\)"):
+        one.handle(torch.float32, torch.empty(1))
+    refusals["cublasSetStream_v2"] = 8
+    with pytest.raises(whorl.KernelError, match=r"a stream of its own in a CUDA graph \(8\)"):
         one.handle(torch.float32, torch.empty(1))
 
 
@@ -362,3 +367,40 @@ def test_a_graph_has_two_branches() -> None:
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
     assert any(after[0] < before[1] and "gemm" in after[2] for before, after in pairwise(spans))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "float32"])
+@pytest.mark.parametrize("kind, shape", [("GRU", (2, 20, 35, 650)), ("LSTM", (2, 32, 100, 128))])
+def test_a_graph_is_replayed_beside_calls_on_the_stream_that_captured_it(
+    kind: str, shape: tuple[int, ...], precision: str
+) -> None:
+    """torch has one workspace of cuBLAS for a stream: graph and calls wrote to it at once, and half of these calls,
+    whose stream torch gives a graph by chance, were wrong."""
+    count, batch, time, units = shape
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):
+        layer = getattr(whorl, kind)(units, units, num_layers=count, device="cuda", dtype=dtype)
+        x = torch.randn(time, batch, units, device="cuda", dtype=dtype, requires_grad=True)
+
+        def step() -> list[Tensor]:
+            y = layer(x)[0]
+            return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            wanted = step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            captured = step()
+        graph.replay()
+        alone = [one.clone() for one in captured]  # layers beside each other may have other bits than one by one
+        for _ in range(30):
+            for _ in range(5):
+                graph.replay()
+            with torch.cuda.stream(side):
+                calls = [step() for _ in range(3)]
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, captured, alone))
+            assert all(all(map(torch.equal, one, wanted)) for one in calls)

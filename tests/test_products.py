@@ -67,6 +67,39 @@ def test_a_product_is_right_however_matrices_lie(a: str, b: str, dtype: torch.dt
         assert error(wide, true) <= EPS[torch.float32]
 
 
+def test_a_graphs_products_write_to_a_workspace_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's is that of the stream which captures it, on which calls go on while the graph is replayed on another."""
+    given: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(products, "_spaces", {})
+    with emulated(folder) as patch:
+        products.cublas().cublasSetWorkspace_v2 = lambda *place: given.append(place) or 0
+        handle(torch.bfloat16)
+        assert not given
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+        for made in (3, 4, 3):  # of two threads
+            patch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda made=made: made)
+            assert handle(torch.bfloat16) == made
+            assert given[-1] == (made, products._spaces[made].data_ptr(), 32 << 20)
+    assert [one for one, *_ in given] == [3, 4, 3]
+    assert given[1][1] != given[2][1]
+    assert len(products._spaces) == 2
+
+
+@pytest.mark.parametrize("major, asked, size", [
+    (9, None, 32 << 20), (8, None, 8320 << 10), (9, ":16:8", 128 << 10), (9, ":4096:2:16:8", 8320 << 10),
+    (9, ":0:0", 0),
+])  # fmt: skip
+def test_a_workspace_is_as_large_as_torchs(
+    major: int, asked: str | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else cuBLAS might choose another kernel in a graph, whose results have other bits."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=major))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", asked)
+    assert products.workspace.__wrapped__(0).shape == (size,)
+
+
 @gpu
 @pytest.mark.parametrize("allowed", [False, True])
 def test_float32_is_as_precise_as_asked_whatever_torchs_switch_of_products_says(allowed: bool) -> None:

@@ -12,13 +12,11 @@ from threading import Lock
 import torch
 
 from whorl.engines.cuda.launch import check, driver
-from whorl.engines.cuda.memory import empty, laid_out
-from whorl.engines.cuda.products import cublas, handle
+from whorl.engines.cuda.memory import empty
+from whorl.engines.cuda.products import cublas, give_space, handle, workspace
 from whorl.errors import KernelError
 
 _NON_BLOCKING = 1  # CUstream_flags
-_WORKSPACE = laid_out((32 << 20,), torch.uint8)
-"""As much as torch gives cuBLAS on its own streams (of a compute capability of 9.0), so that it chooses alike."""
 
 
 class Branch:
@@ -51,7 +49,7 @@ class Branch:
 
     def space(self) -> torch.Tensor:
         """What cuBLAS writes to meanwhile: asked for as it forks, since what is freed later may be in use."""
-        return empty(*_WORKSPACE)
+        return empty(*workspace(self._index))
 
     def handle(self, dtype: torch.dtype, space: torch.Tensor) -> int:
         """`products.handle` for products of this branch, until it is asked for again.
@@ -62,11 +60,10 @@ class Branch:
         Raises:
             KernelError: cuBLAS refuses.
         """
-        made, library = handle(dtype), cublas()
-        status = library.cublasSetStream_v2(made, self.stream)
-        status = status or library.cublasSetWorkspace_v2(made, space.data_ptr(), space.numel())
-        if status:
+        made = handle(dtype)
+        if status := cublas().cublasSetStream_v2(made, self.stream):
             raise KernelError(f"cuBLAS does not take a stream of its own in a CUDA graph ({status}).")
+        give_space(made, space)
         return made
 
     def join(self) -> None:

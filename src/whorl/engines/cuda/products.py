@@ -1,10 +1,12 @@
 """Products of whole matrices by the cuBLAS that torch brings, in the precision that a plan says.
 
 `torch.mm` asks another switch (`torch.backends.cuda.matmul`) than recurrent layers do, and takes longer to launch.
-cuBLAS is given torch's own handle, which has torch's stream and workspace, so that a product can be captured too.
+cuBLAS is given torch's own handle, which has torch's stream and workspace; in a CUDA graph a workspace of its own.
 """
 
 import ctypes
+import os
+import re
 import sys
 from functools import cache
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.engines.cuda.memory import Laid, empty, laid_out
 from whorl.engines.cuda.tape import writing
 from whorl.errors import KernelError
 
@@ -112,11 +115,47 @@ def _longest(rows: int, depth: int, columns: int) -> int | None:
 
 
 def handle(dtype: torch.dtype) -> int:
-    """torch's own handle of cuBLAS for products of a dtype on the current device and torch's current stream."""
+    """torch's own handle of cuBLAS for products of a dtype on the current device and torch's current stream.
+
+    In a capture it is so until it is asked for again.
+
+    Raises:
+        KernelError: cuBLAS refuses.
+    """
     made = torch._C._cuda_getCurrentBlasHandle()
     if dtype is torch.float32:  # torch's switch has set it; torch sets it anew whenever it takes the handle
         cublas().cublasSetMathMode(made, _DEFAULT_MATH)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        _spaces.pop(made, None)  # before the next is taken, which is then the same in the same graph
+        give_space(made, _spaces.setdefault(made, empty(*workspace(torch._C._cuda_getDevice()))))
     return made
+
+
+_spaces: dict[int, Tensor] = {}
+"""What the products of a graph write to meanwhile, by the handle.  torch's is that of the stream it is captured on:
+replayed on another while that stream goes on, both would write to it (a graph of GRU and calls on the stream of its
+capture, at once: one gradient in six was wrong)."""
+
+
+def give_space(handle: int, space: Tensor) -> None:
+    """Have a handle write to a tensor meanwhile.
+
+    Args:
+        space: lives until the handle is asked for again.
+
+    Raises:
+        KernelError: cuBLAS refuses.
+    """
+    if status := cublas().cublasSetWorkspace_v2(handle, space.data_ptr(), space.numel()):
+        raise KernelError(f"cuBLAS does not take a workspace of its own in a CUDA graph ({status}).")
+
+
+@cache
+def workspace(index: int) -> Laid:
+    """As much as torch gives cuBLAS on a device's own streams, so that it chooses alike."""
+    usual = ":4096:8" if torch.cuda.get_device_properties(index).major >= 9 else ":4096:2:16:8"
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", usual))  # KiB, and how many of them
+    return laid_out((sum(int(size) * int(count) for size, count in pairs) << 10,), torch.uint8)
 
 
 def each_product(a: Tensor, b: Tensor, out: Tensor, tf32: bool = False) -> None:
