@@ -43,6 +43,7 @@ MARKS: dict[str, dict[str, Tensor]] = {
         "lengths": torch.tensor([4, 2, 3]),
     },
 }
+PAIRS = [(form, marks) for form in FORMS for marks in MARKS if marks or not FORMS[form]]
 
 
 def made(kind: str, option: str, form: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -51,8 +52,7 @@ def made(kind: str, option: str, form: str, dtype: torch.dtype = torch.bfloat16)
     return getattr(whorl, kind)(INPUTS, UNITS, **options, dtype=dtype, engine="persistent")
 
 
-@pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, marks", PAIRS)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_it_is_what_layers_gives(
@@ -97,8 +97,7 @@ def test_many_gates_have_masks_of_two_words(counted: list[int], monkeypatch: pyt
     ways(layer, Marked, counted, monkeypatch, True, False, TIME)
 
 
-@pytest.mark.parametrize("marks", MARKS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, marks", PAIRS)
 @pytest.mark.parametrize("option", [option for option in OPTIONS if "layer norm" not in option])
 def test_masks_of_products_inside_the_step(
     option: str, form: str, marks: str, counted: list[int], monkeypatch: pytest.MonkeyPatch

@@ -138,7 +138,7 @@ __forceinline__ void add(
       if ((i * 32 + lane) * EACH < depth)
 #pragma unroll
         for (int g = 0; g < COUNT; ++g) multiply(sums[g][0], ahead.pieces[i][g], entering.pieces[i]);
-#pragma unroll 4
+#pragma unroll(ROWS == 1 ? 4 : 1)
     for (int64_t k = (USED * 32 + lane) * EACH; k < depth; k += 32 * EACH) {
       Piece weight[MOST(COUNT)];
 #pragma unroll
