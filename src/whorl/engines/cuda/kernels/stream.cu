@@ -132,35 +132,47 @@ __forceinline__ void add(
   const int lane = threadIdx.x % 32;
   if (COUNT == 0) return;
   constexpr int USED = ROWS == 1 ? AHEAD : 0;  // of more streams the sums take the registers
-  if (whole) {
+  const auto turn = [&](int64_t k) {
+    Piece weight[MOST(COUNT)];
+#pragma unroll
+    for (int g = 0; g < COUNT; ++g) weight[g] = piece(weights + g * apart + k);
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (r >= rows) break;
+      const Piece value = odd ? piece_by_element(operands + r * depth + k) : fresh_piece(operands + r * depth + k);
+#pragma unroll
+      for (int g = 0; g < COUNT; ++g) multiply(sums[g][r], weight[g], value);
+    }
+  };
+  // All lanes take as many turns: of a warp whose lanes are apart each shuffle that follows takes hundreds of cycles.
+  if (!whole) {
+    for (int64_t begins = 0; begins < depth; begins += 32) {
+      const int64_t k = begins + lane;
+      if (k < depth)
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          if (r >= rows) break;
+          const real value = widened(operands[r * depth + k]);
+#pragma unroll
+          for (int g = 0; g < COUNT; ++g) sums[g][r] += widened(weights[g * apart + k]) * value;
+        }
+    }
+    return;
+  }
+  int64_t begins = USED * 32 * EACH;
+  if constexpr (ROWS == 1) {
 #pragma unroll
     for (int i = 0; i < USED; ++i)
       if ((i * 32 + lane) * EACH < depth)
 #pragma unroll
         for (int g = 0; g < COUNT; ++g) multiply(sums[g][0], ahead.pieces[i][g], entering.pieces[i]);
-#pragma unroll(ROWS == 1 ? 4 : 1)
-    for (int64_t k = (USED * 32 + lane) * EACH; k < depth; k += 32 * EACH) {
-      Piece weight[MOST(COUNT)];
-#pragma unroll
-      for (int g = 0; g < COUNT; ++g) weight[g] = piece(weights + g * apart + k);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        if (r >= rows) break;
-        const Piece value = odd ? piece_by_element(operands + r * depth + k) : fresh_piece(operands + r * depth + k);
-#pragma unroll
-        for (int g = 0; g < COUNT; ++g) multiply(sums[g][r], weight[g], value);
-      }
-    }
-    return;
+#pragma unroll 4
+    for (; begins + 32 * EACH <= depth; begins += 32 * EACH) turn(begins + lane * EACH);
+  } else {
+#pragma unroll 1
+    for (; begins + 32 * EACH <= depth; begins += 32 * EACH) turn(begins + lane * EACH);
   }
-  for (int64_t k = lane; k < depth; k += 32)
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      if (r >= rows) break;
-      const real value = widened(operands[r * depth + k]);
-#pragma unroll
-      for (int g = 0; g < COUNT; ++g) sums[g][r] += widened(weights[g * apart + k]) * value;
-    }
+  if (begins + lane * EACH < depth) turn(begins + lane * EACH);
 }
 
 // The sum of every lane, in the lane of the row that it is of.
