@@ -253,6 +253,45 @@ def test_it_compiles_into_one_graph() -> None:
     assert all(torch.equal(one, other) for one, other in zip(eager, compiled, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, dict(return_states=True)], ids=["plain", "every step"])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_initial_states_of_another_dtype(dtype: torch.dtype, kind: str, options: dict[str, bool]) -> None:
+    """Under autocast, float32 beside bfloat16 weights: gradients of recurrent weights were of other memory."""
+    made = []
+    for engine in ("reference", "cpu"):
+        torch.manual_seed(1)
+        layer = getattr(whorl, kind)(4, 5, 2, bidirectional=True, engine=engine)
+        states = [torch.randn(4, 3, 5).to(dtype).requires_grad_() for _ in layer._widths]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(torch.randn(6, 3, 4), tuple(states) if kind == "LSTM" else states[0], **options)[0]
+        made.append([y, *torch.autograd.grad(y.float().square().sum(), [*states, *layer.parameters()])])
+    for one, other in zip(*made, strict=True):
+        assert one.dtype == other.dtype
+        assert (one.double() - other.double()).norm() <= 2e-2 * other.double().norm()
+
+
+@pytest.mark.parametrize("options", [{}, dict(input_dropout=0.3), dict(proj_size=3)], ids=str)
+def test_backward_inside_a_compiled_function(options: dict[str, float]) -> None:
+    """torch's compiler would trace the engine there: what calls it is in the same thread."""
+
+    def train(loss: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        loss.backward()
+        return loss.detach()
+
+    x, grads = torch.randn(5, 3, 4), []
+    for run in (train, torch.compile(train, backend="eager")):
+        torch.manual_seed(2)
+        layer = whorl.LSTM(4, 5, engine="cpu", **options)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run(layer(x)[0].square().mean())
+        grads.append([weight.grad for weight in layer.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 4  # of `train` alone
+
+
 def test_recomputed_is_the_same() -> None:
     layer, x = whorl.GRU(3, 4, 2, zoneout=0.2, engine="cpu"), torch.randn(5, 2, 3)
     found = []

@@ -125,7 +125,7 @@ def test_an_unknown_option_is_torchs_own_error(kind: str) -> None:
 
 # --- options of a call ------------------------------------------------------------------------------------------------
 
-THREE = "LSTM takes 3 integers, one for each sequence: a list of int, or torch.tensor of them."
+THREE = "LSTM takes 3 integers, one for each sequence: a list of int, or torch.as_tensor of them."
 ONE = THREE.replace("3", "1")
 STEPS = "LSTM takes [time, batch] = [4, 3] for this x."
 CALLS: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -135,8 +135,8 @@ CALLS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"lengths": torch.ones(3, 1, dtype=torch.int64)}, f"lengths is torch.int64 of shape [3, 1], {THREE}"),
         ({"lengths": [1, 2]}, f"lengths is torch.int64 of shape [2], {THREE}"),
         ({"lengths": []}, f"lengths is torch.int64 of shape [0], {THREE}"),
-        ({"lengths": [1.0, 2, 3]}, f"lengths is of type list, {THREE}"),
-        ({"lengths": [True, False, True]}, f"lengths is of type list, {THREE}"),
+        ({"lengths": [1.0, 2, 3]}, f"lengths is of type list with a float, {THREE}"),
+        ({"lengths": [True, False, True]}, f"lengths is of type list with a bool, {THREE}"),
         ({"lengths": np.array([1, 2, 3])}, f"lengths is of type ndarray, {THREE}"),
         ({"lengths": 3}, f"lengths is of type int, {THREE}"),
         ({"lengths": [1, 2, 5]}, "lengths go from 1 to 5 and x has 4 steps: each must be from 0 to 4."),

@@ -108,6 +108,24 @@ def test_reset_parameters(kind: str, name: str) -> None:
     assert all(a == b and torch.equal(one, other) for (a, one), (b, other) in pairs)
 
 
+def test_vectors_are_reset_where_another_parameter_makes_them_or_has_such_a_name() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return 2 * value
+
+        def right_inverse(self, value: torch.Tensor) -> torch.Tensor:
+            return value / 2
+
+    layer = whorl.LSTM(INPUTS, UNITS, layer_norm="r")
+    layer.vector_bias = torch.nn.Parameter(torch.full((UNITS,), 7.0))
+    torch.nn.utils.parametrize.register_parametrization(layer, "vector_r_gain_i_l0", Doubled())
+    with torch.no_grad():
+        layer.vector_r_gain_i_l0 = torch.full((UNITS,), 3.0)
+    layer.reset_parameters()
+    assert torch.equal(layer.vector_r_gain_i_l0, torch.ones(UNITS))
+    assert layer.vector_bias.abs().max() < 1  # drawn, as torch draws what is none of its own
+
+
 @pytest.mark.parametrize("kind, name", ROWS)
 def test_a_layer_on_meta_comes_to_life(kind: str, name: str) -> None:
     layer = make(kind, name, device="meta")

@@ -219,3 +219,17 @@ def test_a_layer_of_a_lambda_says_how_to_pickle_it() -> None:
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again(x)[0], layer(x)[0])
     assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("clip", [{"h": 1.0, "c": 2.0}, {"h": 1.0}, {"c": 2.0}, {"h": 1.5, "c": 1.5}], ids=str)
+def test_states_with_the_same_new_value_are_clipped_each_by_its_own_limit(clip: dict[str, float]) -> None:
+    @whorl.cell(gates="n", states="h c")
+    def alike(x: Any, r: Any, s: Any) -> dict[str, Any]:
+        new = 3 * torch.tanh(x.n + r.n + s.c)
+        return dict(h=new, c=new)
+
+    layer = whorl.Recurrent(alike, 4, 6, clip=clip, engine="reference")
+    states = layer(3 * torch.randn(5, 2, 4), return_states=True)[2]
+    for name in ("h", "c"):
+        most = float(states[name].abs().max())
+        assert most == pytest.approx(clip[name]) if name in clip else 2.5 < most <= 3

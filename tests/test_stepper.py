@@ -349,7 +349,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "features": (lambda s: s(torch.zeros(2, 5)), "x has 5 features in its last axis, this GRU was made for 4"),
     "dtype": (lambda s: s(torch.zeros(2, 4).double()), "x is torch.float64 and the weights of this GRU"),
     "reset": (lambda s: s(torch.zeros(2, 4), reset=torch.zeros(2)), r"write reset.bool\(\)"),
-    "reset's shape": (lambda s: s(torch.zeros(2, 4), reset=torch.zeros(3).bool()), "reset is"),
+    "reset's shape": (
+        lambda s: s(torch.zeros(2, 4), reset=torch.zeros(1, 2).bool()),
+        r"reset has shape \[1, 2\], the stepper of GRU takes that of one step, \[batch\] with batch 2",
+    ),
+    "inputs' shape": (
+        lambda s: s(torch.zeros(2, 4), inputs={"dt": torch.zeros(2)}),
+        r"inputs\['dt'\] has shape \[2\], the stepper of GRU takes that of one step, \[batch, units or 1\] with",
+    ),
     "inputs": (lambda s: s(torch.zeros(2, 4), inputs=torch.zeros(2, 1)), "this cell reads no extra inputs"),
     "state": (lambda s: setattr(s, "state", torch.zeros(1, 3, 6)), r"the state h has shape \(1, 3, 6\)"),
 }

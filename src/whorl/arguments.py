@@ -1,6 +1,7 @@
 """The options of a call: checked, and brought into the order of a Call."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -165,13 +166,15 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
     device = axes.input.device
     if axes.unbatched and (isinstance(value, int) or (isinstance(value, Tensor) and value.dim() == 0)):
         value = value.reshape(1) if isinstance(value, Tensor) else [value]
-    if isinstance(value, list | tuple) and all(type(length) is int for length in value):
-        value = torch.tensor(value, dtype=torch.int64)
+    if isinstance(value, list | tuple) and all(map(_whole, value)):
+        value = torch.tensor([int(one) for one in value], dtype=torch.int64)
     kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     if not isinstance(value, Tensor) or value.dtype not in kinds or value.shape != (batch,):
+        odd = [type(one).__name__ for one in value if not _whole(one)] if isinstance(value, list | tuple) else []
+        given = f"{_shown(value)} with a {odd[0]}" if odd else _shown(value)
         raise InputError(
-            f"lengths is {_shown(value)}, {axes.who} takes {batch} integers, one for each sequence: "
-            "a list of int, or torch.tensor of them."
+            f"lengths is {given}, {axes.who} takes {batch} integers, one for each sequence: "
+            "a list of int, or torch.as_tensor of them."
         )
     unseen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_virtual((value,))
     if not value.is_cpu or not batch or unseen:
@@ -288,6 +291,11 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {_listed(value.shape)}"
     return f"of type {type(value).__name__}"
+
+
+def _whole(value: Any) -> bool:
+    """Whether it is an integer, of NumPy too."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _listed(shape: Sequence[int | str]) -> str:

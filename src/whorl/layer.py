@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Proxy
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
@@ -129,12 +130,16 @@ class Layer(Recurrence, torch.nn.Module):
 
     def _fill(self, weights: bool) -> None:
         bound = 1 / math.sqrt(self.hidden_size) if self.hidden_size > 0 else 0.0
+        begins = {name: self._vectors[_vector(name)] for name in self._names if name.startswith("vector_")}
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if name.startswith("vector_"):
-                    parameter.fill_(self._vectors[_vector(name)])
+                if name in begins:
+                    parameter.fill_(begins[name])
                 elif weights:
                     parameter.uniform_(-bound, bound)
+            for name, value in begins.items():
+                if is_parametrized(self, name):  # whose parameter is another, and has another name
+                    setattr(self, name, torch.full_like(getattr(self, name), value))
 
     def flatten_parameters(self) -> None:
         """Lays the weights of a plain cell out for cuDNN, as torch does; nothing where cuDNN could not run it."""

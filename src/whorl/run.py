@@ -100,6 +100,7 @@ class _Eager(torch.autograd.Function):
         return outcome.outputs
 
     @staticmethod
+    @torch._disable_dynamo  # which on a CPU would trace what runs inside a compiled function's `backward()`
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, None, *_backward(ctx, grads))
 
@@ -132,6 +133,7 @@ class _Transformed(torch.autograd.Function):
         ctx.save_for_forward(*row)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = grads[: _count_outputs(ctx.structure[0])]
         return (None,) * (2 + _MARKS) + tuple(_backward(ctx, grads))
@@ -191,6 +193,7 @@ class _Backward(torch.autograd.Function):
         ctx.save_for_forward(*kept)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         made, layout = ctx.structure
         name, row = made.problem.form.cell.name, ctx.saved_tensors
@@ -274,6 +277,7 @@ class _Kept(NamedTuple):
     context: Context
 
 
+@torch._disable_dynamo
 def _by_python(made: Plan, grads: Row, row: Row) -> Row:
     """`_backward` of a plain call that an engine ran at once.
 

@@ -175,7 +175,13 @@ class Stepper:
     def _arranged(self, x: Tensor, reset: Any, inputs: Any) -> tuple[Tensor | None, tuple[Tensor, ...]]:
         """Both checked, in the words of a layer's call for one step."""
         layer = self._layer
-        axes = Axes(f"the stepper of {type(layer).__name__}", x[None], False)
+        who = f"the stepper of {type(layer).__name__}"
+        axes = Axes(who, x[None], False)
+        named = {f"inputs[{name!r}]": one for name, one in inputs.items()} if isinstance(inputs, Mapping) else {}
+        for name, value, rest in [("reset", reset, ()), *((name, one, ("units or 1",)) for name, one in named.items())]:
+            if isinstance(value, Tensor) and (value.dim() != 1 + len(rest) or value.shape[0] != self._batch):
+                wanted = f"[{', '.join(map(str, ('batch', *rest)))}] with batch {self._batch}"
+                raise InputError(f"{name} has shape {[*value.shape]}, {who} takes that of one step, {wanted}.")
 
         def step(value: Any) -> Any:
             return value[None] if isinstance(value, Tensor) else value

@@ -134,17 +134,21 @@ def _scaled(part: str, gate: str, value: Expr) -> Expr:
 
 def clipped(graph: Graph, limits: Mapping[str, float]) -> Graph:
     """The step with new states held between -limit and limit, also where it reads them to compute another state."""
+    known: dict[str, set[float | None]] = {}
+    for state, node in zip(graph.states, graph.outputs, strict=True):
+        known.setdefault(node.digest, set()).add(limits.get(state))
+    alike = {digest: limit for digest, (limit, *others) in known.items() if limit is not None and not others}
     ends = {
-        node.digest: limits[state]
-        for state, node in zip(graph.states, graph.outputs, strict=True)
-        if state in limits and node.op not in ("var", "const")
+        node.digest: alike[node.digest]
+        for node in graph.outputs
+        if node.op not in ("var", "const") and node.digest in alike
     }
 
     def change(node: Expr, made: Expr) -> Expr:
         return clip(made, -ends[node.digest], ends[node.digest]) if node.digest in ends else made
 
     outputs = [
-        clip(made, -limits[state], limits[state]) if state in limits and node.op in ("var", "const") else made
+        clip(made, -limits[state], limits[state]) if state in limits and node.digest not in ends else made
         for state, node, made in zip(graph.states, graph.outputs, rewritten(graph.outputs, change), strict=True)
     ]
     return replace(graph, name=f"clipped_{graph.name}", outputs=tuple(outputs))

@@ -160,7 +160,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     shape, rows = (problem.time, problem.batch), problem.time * problem.batch
     inner = saved[2 * count :] if made.reads_x else saved[count:]
     dfinals = [None if grad is None else grad.to(wide).contiguous() for grad in grads[1:]]
-    starts = [state.contiguous() for state in call.states[:1]]
+    starts = [state.to(dtype).contiguous() for state in call.states[:1]]
     dstarts, dresets = (
         [torch.empty(count, problem.batch, units, dtype=wide) for _ in states]
         for states in (call.states, call.reset_to)
