@@ -97,7 +97,7 @@ def test_it_compiles_without_a_gpu(dtype: torch.dtype, architecture: str) -> Non
 @needs_tools
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_lanes_of_a_warp_stay_together(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Where the compiler thinks that they may be apart each shuffle gathers them anew: 44 us a step and not 7 (96 units,
+    """Where the compiler takes them to be apart each shuffle gathers them anew: 44 us a step and not 7 (96 units,
     8 streams)."""
     code = cubin(stepwise_source.stream(CELLS["lstm"].graph, dtype).text, "stream", "sm_90a", steps.OPTIONS)
     lines = listed(code, tmp_path / "stream.cubin")
