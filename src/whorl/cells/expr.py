@@ -56,6 +56,12 @@ class Expr:
     def __len__(self, *index: Any) -> NoReturn:
         raise CellError(f"{self} is one value for each unit: it has no length, and cannot be indexed or unpacked.")
 
+    def __floordiv__(self, *other: Any) -> NoReturn:
+        raise CellError(
+            f"a step has no //, %, @, ^, << or >>, divmod or round of {self}: write it with {', '.join(_FUNCTIONS)}, "
+            "arithmetic and comparisons (and `&`, `|`, `~` between conditions)."
+        )
+
     def __getattr__(self, name: str) -> Callable[..., "Expr"]:
         """A tensor's method: `x.n.tanh()` is `torch.tanh(x.n)`."""
         method = None if name.startswith("_") else getattr(Tensor, name, None)
@@ -66,6 +72,8 @@ class Expr:
     __array_ufunc__ = None  # numpy then leaves `array * expression` to us, and lift refuses the array
     __int__ = __index__ = __float__
     __iter__ = __getitem__ = __len__
+    __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __matmul__ = __rmatmul__ = __floordiv__
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = __floordiv__
 
     def __add__(self, other: Any) -> "Expr": return add(self, other)
     def __radd__(self, other: Any) -> "Expr": return add(other, self)

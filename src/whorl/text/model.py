@@ -103,8 +103,8 @@ class Architecture:
             )
         except (TypeError, ValueError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-            why = str(error).rstrip(".")
-            raise InputError(f"{self.cell} cannot be made with the options {given}: {why}.") from error
+            with_them = f" with the options {given}" if given else ""
+            raise InputError(f"{self.cell} cannot be made{with_them}: {str(error).rstrip('.')}.") from error
 
 
 class LanguageModel(nn.Module):

@@ -78,8 +78,9 @@ class Recipe:
                 raise InputError(f"{name} is {value!r}: write a number above 0.")
         for name in ("clip", "weight_decay", "hold", "seed"):
             value = getattr(self, name)
-            if not 0 <= value < 2**63 or (name in ("hold", "seed") and type(value) is not int):
-                raise InputError(f"{name} is {value!r}: write a number from 0 on, a whole one for hold and seed.")
+            whole = name in ("hold", "seed")
+            if not 0 <= value < 2**63 or (whole and type(value) is not int):
+                raise InputError(f"{name} is {value!r}: write a {'whole ' * whole}number from 0 on.")
         for name in ("warmup", "beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:

@@ -145,21 +145,22 @@ __forceinline__ void add(
     }
   };
   // All lanes take as many turns: of a warp whose lanes are apart each shuffle that follows takes hundreds of cycles.
+  int64_t begins = 0;
   if (!whole) {
-    for (int64_t begins = 0; begins < depth; begins += 32) {
-      const int64_t k = begins + lane;
-      if (k < depth)
+    const auto one = [&](int64_t k) {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-          if (r >= rows) break;
-          const real value = widened(operands[r * depth + k]);
+      for (int r = 0; r < ROWS; ++r) {
+        if (r >= rows) break;
+        const real value = widened(operands[r * depth + k]);
 #pragma unroll
-          for (int g = 0; g < COUNT; ++g) sums[g][r] += widened(weights[g * apart + k]) * value;
-        }
-    }
+        for (int g = 0; g < COUNT; ++g) sums[g][r] += widened(weights[g * apart + k]) * value;
+      }
+    };
+    for (; begins + 32 <= depth; begins += 32) one(begins + lane);
+    if (begins + lane < depth) one(begins + lane);
     return;
   }
-  int64_t begins = USED * 32 * EACH;
+  begins = USED * 32 * EACH;
   if constexpr (ROWS == 1) {
 #pragma unroll
     for (int i = 0; i < USED; ++i)
