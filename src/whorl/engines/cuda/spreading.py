@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 
-from whorl.engines.cuda.staged import spreadable, steps
+from whorl.engines.cuda.staged import by_rounds, spreadable, steps
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
@@ -110,10 +110,12 @@ def forward(
     halves = scaled(size, "forward")
     planes = 1 + (halves and size.exact)
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // operand(size, "forward")
-    if (size.bits or size.masks) and units % 8:  # a strip of the product's rows would have more than two gates
+    rounds = _rounds(size, "forward")
+    if (size.bits or size.masks) and units % (16 if rounds else 8):  # a strip would have rows of more than two gates, or one
         return None
-    strips, depths = -(-size.recurrent * units // 16), -(-size.units // (8 * words * splits))
-    share = -(-strips // groups)
+    if wide and rounds:
+        return None
+    (strips, share), depths = _strips(size, units, groups), -(-size.units // (8 * words * splits))
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
     across, down = -(-size.units // (128 * words)), -(-rows // warps) * planes
     # Of exact products, which end in runs, it takes longer: LSTM with 1,500 units at batch 20 43.2 us a step of both
@@ -126,7 +128,7 @@ def forward(
         sums = share * tiles * 12
     late = planes > 1 and subs > 1  # a part's input is read while its own product is computed
     after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
-    live = max(sums + arriving * (beside and parts > 1), arriving + (after if subs > 1 else 0), after)
+    live = max(sums + arriving * (beside and parts > 1), arriving + (after if subs > 1 or rounds else 0), after)
     live += (1 if late else subs + 1) * own * size.gates * pair
     live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (size.recurrent + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
@@ -159,9 +161,11 @@ def backward(
     parts: int = 1, wide: bool = False, spilled: int = 0, collected: bool | None = None, aside: bool = False,
 ) -> Spread | None:  # fmt: skip
     """The backward kernel's numbers for blocks of so many units that multiply the gradients of `gathered` blocks."""
-    sources = -(-size.units // (units * gathered))
+    sources, rounds = -(-size.units // (units * gathered)), _rounds(size, "backward")
     halves, depth = scaled(size, "backward"), 32 // operand(size, "backward")  # elements of 8 words
-    if gathered * size.recurrent * units % depth or ((size.bits or size.masks) and units % depth):
+    if gathered * size.recurrent * units % depth or ((size.bits or size.masks or rounds) and units % depth):
+        return None
+    if wide and rounds:
         return None
     if halves and units & (units - 1):  # a block's gradients of a sequence have a scale, found by threads of one warp
         return None
@@ -197,7 +201,10 @@ def backward(
     if wide:
         gradients = (depths * 2 + _behind(scales) // 4) * (rows * 4 + 4)
     else:
-        gradients = rows * (depths * 8 + (_behind(scales) + 3) // 8 * 8 + 4)
+        slots, each = 1, depths * 8
+        if size.staged is not None and rounds:  # one gate after another
+            slots, each = max(1, steps(size.staged).leaves), gathered * units // depth * 8
+        gradients = rows * ((slots * (each + _behind(scales)) + 3) // 8 * 8 + 4)
     words = warps * (share * depths - resident) * 128 + 2 * gradients
     words += size.bits * strips * subs * tiles * 32
     words += aside * (-(-size.vectors // 2) * 2 * units + -(-summed // 2) * 2 * step * units)
@@ -221,6 +228,20 @@ def _collected(size: Size, kind: str, units: int, tiles: int, subs: int, asked: 
 def _taken(size: Size, kind: str, units: int, tiles: int) -> float:
     """KB that a block takes from blocks of so many units in one exchange of means, without `collected`."""
     return 8 * tiles * -(-size.units // units) * max(_given(size, kind)) / 256
+
+
+def _rounds(size: Size, kind: str) -> int:
+    """Products inside the step."""
+    return 0 if size.staged is None else len(getattr(steps(size.staged), kind).rounds)
+
+
+def _strips(size: Size, units: int, groups: int) -> tuple[int, int]:
+    """Of 16 rows of the product, forward, and how many of them a warp has."""
+    if size.staged is None or not _rounds(size, "forward"):
+        strips = -(-size.recurrent * units // 16)
+        return strips, -(-strips // groups)
+    share = sum(-(-len(gates) * units // (16 * groups)) for gates in by_rounds(steps(size.staged)).values())
+    return share * groups, share
 
 
 def _behind(scales: int) -> int:
@@ -271,6 +292,11 @@ def _given(size: Size, kind: str) -> list[int]:
     return [4 * -(-count // 4) if count > 2 else 2 * (count > 0) for count in numbers]
 
 
+def _given_any(size: Size) -> bool:
+    """Whether the step has means."""
+    return any(any(_given(size, kind)) for kind in ("forward", "backward"))
+
+
 def _means(size: Size, tile: Spread, kind: str) -> int:
     """Words of a sequence of what means are made of, as spread_means.cu lays them out."""
     members = -(-size.units // tile.slice) + tile.collected
@@ -280,12 +306,16 @@ def _means(size: Size, tile: Spread, kind: str) -> int:
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
     means, width = 2 * directions * batch * _means(size, tile, kind), 2 if tile.halves else size.element
+    rounds = _rounds(size, kind)
     if kind == "forward":
-        return directions * buffers(width) * batch * tile.planes * -(-size.units * width // 16) * 4 + means
-    ring = tile.blocks * size.recurrent * tile.slice * width // 4
-    ring += tile.sources * _behind(tile.gathered * tile.halves)
-    ring *= buffers(width) * (tile.gathered > 1)
-    return directions * batch * (ring + 2 * tile.sources * tile.blocks * tile.slice) + means
+        ring = buffers(width) * tile.planes * -(-size.units * width // 16) * 4
+        return (1 + rounds) * directions * batch * ring + means
+    slots, gates = 1, size.recurrent
+    if size.staged is not None and rounds:
+        slots, gates = steps(size.staged).leaves + rounds, 1
+    ring = tile.gathered * gates * tile.slice * width // 4 + _behind(tile.gathered * tile.halves)
+    ring *= tile.sources * slots * buffers(width) * (tile.gathered > 1)
+    return directions * batch * (ring + (1 + rounds) * 2 * tile.sources * tile.blocks * tile.slice) + means
 
 
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
@@ -369,6 +399,7 @@ def _two(size: Size, chip: Chip, slices: Sequence[int]) -> Iterator[Spread]:
 def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
     """Whether four warps may multiply together: forward not by gate, where each gate has states of its own."""
     of_all = not size.masks and (kind == "backward" or not size.bits) and (size.staged is None or size.element == 2)
+    of_all = of_all and not _rounds(size, kind)  # which multiplies few gates at a time
     return chip.capability == (9, 0) and operand(size, kind) == 2 and of_all
 
 
@@ -392,7 +423,7 @@ def _wide_ways_back(size: Size, tiles: int, subs: int) -> Sequence[tuple[int, in
 
 def _of(size: Size, slices: set[int]) -> list[int]:
     """Those with which a size may be cut: for means the threads of a warp have whole sequences."""
-    return sorted(units for units in slices if size.staged is None or units & (units - 1) == 0)
+    return sorted(units for units in slices if not _given_any(size) or units & (units - 1) == 0)
 
 
 def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
