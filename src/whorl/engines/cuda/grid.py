@@ -60,6 +60,8 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
 
 def _much(size: Size, kind: str, tile: Tile) -> float | None:
     """By how much longer a cluster has to take than what is spread, as estimated; None where it never does."""
+    if size.staged is not None and size.staged.products:
+        return None
     optional = bool(size.ahead or size.back) and size.recurrent > 3  # what was measured with options is LSTM
     if size.element == 2 and size.staged is None:
         if kind == "forward":

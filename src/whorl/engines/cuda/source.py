@@ -641,7 +641,7 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
             _table("link_round", (link.round for link in made.links), "of which product it is"),
         ]
         if _inside(kind, graph, tile):
-            lines += _kinds(made, len(graph.recurrent))
+            lines += _kinds(made, len(graph.recurrent), tile)
     else:
         lines.append(_table("pull_gate", (it.links[0] for it in own.rounds), "the gate of a transposed product"))
         leaves = [link.gate for link in made.links if link.round == 0]
@@ -652,15 +652,20 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
     return lines
 
 
-def _kinds(made: Steps, recurrent: int) -> list[str]:
+def _kinds(made: Steps, recurrent: int, tile: Tile | Spread) -> list[str]:
     """What spread_inside.cu is told of the gates of each product."""
     kinds = by_rounds(made)
     where = {gate: (kind, place) for kind, gates in enumerate(kinds.values()) for place, gate in enumerate(gates)}
     absent = -1, -1
     entered = (int(round in rounds) for round in range(1 + len(made.forward.rounds)) for rounds in kinds)
+    assert isinstance(tile, Spread), "in a cluster each warp has all gates of its units"
+    strips = [-(-len(gates) * tile.slice // (16 * tile.groups)) for gates in kinds.values()]
     padded = (gate for gates in kinds.values() for gate in (*gates, *[-1] * (recurrent - len(gates))))
     return [
-        f"constexpr int KINDS = {len(kinds)};",
+        f"constexpr int KINDS = {len(kinds)}, STRIPS_OF_WARP = {sum(strips)};",
+        _table("strips_of", strips, "of 16 rows that a warp has of a kind's gates"),
+        _table("first_strip", (sum(strips[:kind]) for kind in range(len(strips))), "of a kind, among a warp's"),
+        _table("kind_of_strip", (kind for kind, count in enumerate(strips) for _ in range(count)), "of a warp's strip"),
         _table("gates_of", map(len, kinds.values()), "recurrent gates of a kind"),
         _table("gate_of_kind", padded, "which they are"),
         _table("kind_of", (where.get(gate, absent)[0] for gate in range(recurrent)), "of a recurrent gate"),

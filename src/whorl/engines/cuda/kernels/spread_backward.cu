@@ -726,7 +726,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
   // The gradients of a round's gates, of two units of a sequence, to where they are multiplied, or gathered before that.
-  const auto hand_on = [&](int t, int turn, int j, int round, const auto& of) {
+  const auto hand_on = [&](int t, int turn, int j, int round, const float(&of)[2][RESULTS]) {
     const int count = INSIDE ? slots_of(round) : RECURRENT;
     const bool row_there = is_row(turn, j), in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
     unsigned* const given_to = given + ring_at + first_slot(round) * SLOT_WORDS + (turn * COMPUTED + j * PASS) * PITCH;
@@ -856,7 +856,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int j = 0; j < OWN; ++j) {
             if (!computes) break;
-            const float of[2][1] = {{operands[j][0][asked]}, {operands[j][1][asked]}};
+            const float of[2][RESULTS] = {{operands[j][0][asked]}, {operands[j][1][asked]}};
             hand_on(t, turn, j, round, of);
           }
           asked = asked + 1 < INSIDE ? asked + 1 : asked;

@@ -36,7 +36,7 @@
 constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, SPLITS = WARPS / GROUPS;
 constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
 #if INSIDE
-constexpr int RESULTS = LINKS, SHARE = first_strip(KINDS), STRIPS = GROUPS * SHARE, FEWEST = fewest_strips();
+constexpr int RESULTS = LINKS, SHARE = STRIPS_OF_WARP, STRIPS = GROUPS * SHARE, FEWEST = fewest_strips();
 #else
 constexpr int RESULTS = RECURRENT, STRIPS = (RECURRENT * SLICE + 15) / 16, SHARE = (STRIPS + GROUPS - 1) / GROUPS;
 constexpr int FEWEST = SHARE;  // strips of a warp that are multiplied together
@@ -395,12 +395,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 
 #if INSIDE
-  // The gates of a round times its operand, which lies in shared memory; `meanwhile` is done beside it.
-  const auto multiply_round = [&](int round, int sub, const auto& meanwhile) {
+  // the gates of a round times its operand, which lies in shared memory
+  const auto multiply_round = [&](int round, int sub) {
     float sums[CHAINS][SHARE][TILES][4] = {};
 #pragma unroll
     for (int d = 0; d < DEPTHS; d += 2) {
-      if (d == DEPTHS / 4 / 2 * 2) meanwhile();
       uint4 b[TILES];
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
@@ -416,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int n = 0; n < TILES; ++n) right[n] = right_of(words_of(n).x, words_of(n).y);
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
-          if (!is_in(round, kind_of_strip(s))) continue;
+          if (!is_in(round, s)) continue;
           if constexpr (GATEWISE)
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
@@ -431,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int s = 0; s < SHARE; ++s) {
-      if (!is_in(round, kind_of_strip(s))) continue;
+      if (!is_in(round, s)) continue;
 #if HALVES
       const float2 its = weight_scales[(warp * SHARE + s) * 8 + lane / 4];
 #else
@@ -538,8 +537,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
       };
 #if INSIDE
-      const auto nothing = [] {};
-      if constexpr (FIRST) multiply_round(0, sub, nothing);
+      if constexpr (FIRST) multiply_round(0, sub);
 #else
       {
 #if WARPGROUPS && HALVES && EXACT
@@ -835,10 +833,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int part = 0; part < PARTS; ++part)
             inside.settle(states + arrived_at, from, rows_left(sub), lane, phase, part);
           __syncthreads();
-          if (round < INSIDE)
-            multiply_round(round, sub, nothing);
-          else
-            multiply_round(round, sub, read_on);
+          if (round == INSIDE) read_on();
+          multiply_round(round, sub);
           __syncthreads();
           if (own_row < PASS) take_results(round, sub, t == 0, r);
         }

@@ -7,25 +7,12 @@
 #if FORWARD
 // Gates that are in the same rounds are of one kind.  The product's rows are those of a kind after those of another, from a
 // whole strip of each group of warps on: gate by gate the block's units.
-__device__ constexpr int strips_of(int kind) {  // of a warp
-  return (gates_of(kind) * SLICE + 16 * GROUPS - 1) / (16 * GROUPS);
-}
-__device__ constexpr int first_strip(int kind) {
-  int first = 0;
-  for (int i = 0; i < kind; ++i) first += strips_of(i);
-  return first;
-}
-__device__ constexpr int kind_of_strip(int s) {
-  int kind = 0;
-  while (s >= first_strip(kind + 1)) ++kind;
-  return kind;
-}
-__device__ constexpr bool is_in(int round, int kind) { return kind_enters(round * KINDS + kind) == 1; }
+__device__ constexpr bool is_in(int round, int strip) { return kind_enters(round * KINDS + kind_of_strip(strip)) == 1; }
 __device__ constexpr int fewest_strips() {  // of a warp in one round
-  int fewest = first_strip(KINDS);
+  int fewest = STRIPS_OF_WARP;
   for (int round = 0; round <= INSIDE; ++round) {
     int count = 0;
-    for (int kind = 0; kind < KINDS; ++kind) count += is_in(round, kind) ? strips_of(kind) : 0;
+    for (int strip = 0; strip < STRIPS_OF_WARP; ++strip) count += is_in(round, strip);
     fewest = count > 0 && count < fewest ? count : fewest;
   }
   return fewest;
@@ -49,8 +36,8 @@ __device__ __forceinline__ int gate_of_strip(int group, int s) {
 }
 // Of row m, as the groups' strips follow each other, the gate and the unit of the block; RECURRENT where there is none.
 __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
-  const int s = m / 16 % first_strip(KINDS), kind = kind_of_strip(s);
-  const int row = strip_in_kind(m / (16 * first_strip(KINDS)), s) * 16 + m % 16, place = row / SLICE;
+  const int s = m / 16 % STRIPS_OF_WARP, kind = kind_of_strip(s);
+  const int row = strip_in_kind(m / (16 * STRIPS_OF_WARP), s) * 16 + m % 16, place = row / SLICE;
   gate = place < gates_of(kind) ? gate_of_kind(kind * RECURRENT + place) : RECURRENT;
   unit = row % SLICE;
 }
