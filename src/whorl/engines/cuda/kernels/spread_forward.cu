@@ -725,7 +725,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
       };
-      if (own_row < PASS) {
+      const auto begin_step = [&] {
 #if INSIDE
         if constexpr (FIRST) take_results(0, sub, t == 0, r);
 #endif
@@ -773,75 +773,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias_of(g).y;
           }
         }
-      }
+      };
 #if STAGED
       Values values[OWN][2];
       float m[OWN][MOST(MEANS)], entered[OWN][2][MOST(INSIDE)];
       unsigned* const means = means_at;
       const auto row_there = [&](int j) { return batch - row0 - own_row > sub * ROWS + j * PASS; };
+      const auto run_cells = [&](int stage) {
 #pragma unroll
-      for (int stage = 0; stage < STAGES; ++stage) {
-        if (own_row < PASS) {
+        for (int j = 0; j < OWN; ++j) {  // what all exchange travels at once
+          if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+          float to[2][MOST(VALUES)], operand[2][MOST(ROUNDS)];
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {  // what all exchange travels at once
-            if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
-            float to[2][MOST(VALUES)], operand[2][MOST(ROUNDS)];
-#pragma unroll
-            for (int u = 0; u < 2; ++u) {
-              float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-              read_unit(j, u, v, e, before);
-              run_stage(stage, given[j][u], r[j][u], before, v, e, m[j], values[j][u], to[u], operand[u], after[j][u]);
-            }
+          for (int u = 0; u < 2; ++u) {
+            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+            read_unit(j, u, v, e, before);
+            run_stage(stage, given[j][u], r[j][u], before, v, e, m[j], values[j][u], to[u], operand[u], after[j][u]);
+          }
 #if INSIDE
-            int asked = 0;
+          int asked = 0;
 #pragma unroll
-            for (int round = 1; round <= INSIDE; ++round) {
-              if (round_stage(round) != stage) continue;
-              float scale = 1.f;
+          for (int round = 1; round <= INSIDE; ++round) {
+            if (round_stage(round) != stage) continue;
+            float scale = 1.f;
 #if HALVES
-              scale = scale_of(unscale_inside(sub, j, t == 0));
+            scale = scale_of(unscale_inside(sub, j, t == 0));
 #endif
 #pragma unroll
-              for (int u = 0; u < 2; ++u)
-                entered[j][u][round - 1] = stepper.inside(items[sub][j], u) * operand[u][asked < INSIDE ? asked : 0];
-              ++asked;
-              if (is_there(sub, j))
-                give(sent + round * round_pitch + sent_at + (sub * ROWS + j * PASS) * PITCH, PLANE_PITCH,
-                     entered[j][0][round - 1] * scale, has_second ? entered[j][1][round - 1] * scale : 0.f, phase);
-            }
-#endif
-            if (numbers(stage) == 0) continue;
-            float data[4 * MOST(PACKS)] = {};
-            summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
-            if (pair == 0 && row_there(j)) give_means(stage, data, means + (sub * ROWS + j * PASS) * MEAN_WORDS, rank, t / 2 % 2);
+            for (int u = 0; u < 2; ++u)
+              entered[j][u][round - 1] = stepper.inside(items[sub][j], u) * operand[u][asked < INSIDE ? asked : 0];
+            ++asked;
+            if (is_there(sub, j))
+              give(sent + round * round_pitch + sent_at + (sub * ROWS + j * PASS) * PITCH, PLANE_PITCH,
+                   entered[j][0][round - 1] * scale, has_second ? entered[j][1][round - 1] * scale : 0.f, phase);
           }
-#pragma unroll
-          for (int j = 0; j < OWN; ++j) {
-            if (numbers(stage) == 0 || (ROWS % PASS != 0 && own_row + j * PASS >= ROWS)) break;
-            const int at = sub * ROWS + j * PASS;
-            take_means(stage, means + at * MEAN_WORDS, t / 2 % 2, row_there(j), own_row + at, rank, lane, m[j]);
-          }
-        }
-#if INSIDE
-#pragma unroll
-        for (int round = 1; round <= INSIDE; ++round) {
-          if (round_stage(round) != stage) continue;
-          States inside;
-          const unsigned* const from = first_seen + round * round_pitch + sent_at + sub * ROWS * PITCH;
-          inside.look_at(from, rows_left(sub), lane, phase);
-#pragma unroll
-          for (int part = 0; part < PARTS; ++part)
-            inside.settle(states + arrived_at, from, rows_left(sub), lane, phase, part);
-          __syncthreads();
-          if (round == INSIDE) read_on();
-          multiply_round(round, sub);
-          __syncthreads();
-          if (own_row < PASS) take_results(round, sub, t == 0, r);
-        }
 #endif
-      }
+          if (numbers(stage) == 0) continue;
+          float data[4 * MOST(PACKS)] = {};
+          summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
+          if (pair == 0 && row_there(j)) give_means(stage, data, means + (sub * ROWS + j * PASS) * MEAN_WORDS, rank, t / 2 % 2);
+        }
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+          if (numbers(stage) == 0 || (ROWS % PASS != 0 && own_row + j * PASS >= ROWS)) break;
+          const int at = sub * ROWS + j * PASS;
+          take_means(stage, means + at * MEAN_WORDS, t / 2 % 2, row_there(j), own_row + at, rank, lane, m[j]);
+        }
+      };
 #endif
-      if (own_row < PASS) {
+      const auto end_step = [&] {
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
@@ -869,8 +849,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                  phase);
           }
         }
+      };
+#if INSIDE
+      if (own_row < PASS) begin_step();
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage) {
+        if (own_row < PASS) run_cells(stage);
+#pragma unroll
+        for (int round = 1; round <= INSIDE; ++round) {
+          if (round_stage(round) != stage) continue;
+          States inside;
+          const unsigned* const from = first_seen + round * round_pitch + sent_at + sub * ROWS * PITCH;
+          inside.look_at(from, rows_left(sub), lane, phase);
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part)
+            inside.settle(states + arrived_at, from, rows_left(sub), lane, phase, part);
+          __syncthreads();
+          if (round == INSIDE) read_on();
+          multiply_round(round, sub);
+          __syncthreads();
+          if (own_row < PASS) take_results(round, sub, t == 0, r);
+        }
       }
-      if (INSIDE) look_at_next_part();
+      if (own_row < PASS) end_step();
+      look_at_next_part();
+#else
+      if (own_row < PASS) {
+        begin_step();
+#if STAGED
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) run_cells(stage);
+#endif
+        end_step();
+      }
+#endif
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
