@@ -163,16 +163,18 @@ def test_random_steps_with_products_where_blocks_exchange_through_l2(
     """Of any size, in tiles of any kind: several rounds, launches, parts in turn, threads of several sequences."""
     draw = random.Random(seed)
     name, dtype = draw.choice(WITH_PRODUCTS), draw.choice(DTYPES)
-    size = size_of(STAGED[name], draw.randint(1, 90), dtype.itemsize, exact=dtype == torch.float32)
-    found = {}
-    for kind in ("forward", "backward"):
-        fitting = [tile for tile in spreading.candidates(size, H200, kind) if tile.rows <= 32]
-        found[kind] = draw.choice(fitting)
-    monkeypatch.setattr(grid, "choose", lambda *where: found[where[4]])
-    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     form = dict(directions=draw.choice((1, 2)), layers=draw.choice((1, 1, 2)), bias=draw.random() < 0.8)
-    case = Case(form, time=draw.randint(1, 6), batch=draw.randint(1, 40), units=size.units, initial=draw.random() < 0.6)
-    print(name, dtype, case, found)
+    sizes = dict(time=draw.randint(1, 6), batch=draw.randint(1, 40), units=draw.randint(2, 90))
+    case = Case(form, initial=draw.random() < 0.6, **sizes)
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Spread:
+        fitting = [tile for tile in spreading.candidates(size, chip, kind) if tile.rows <= 32]
+        tile = random.Random(f"{seed} {kind}").choice(fitting)
+        print(name, dtype, case, kind, tile)
+        return tile
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     with emulated(folder):
         assert_agrees("persistent", STAGED[name], case, dtype)
 

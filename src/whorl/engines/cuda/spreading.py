@@ -127,10 +127,10 @@ def forward(
     if planes > 1:
         sums = share * tiles * 12
     late = planes > 1 and subs > 1  # a part's input is read while its own product is computed
-    after = own * (2 * size.recurrent + 2 * size.gates + 4 * size.states)
+    after = own * (2 * _results(size) + 2 * size.gates + 4 * size.states)
     live = max(sums + arriving * (beside and parts > 1), arriving + (after if subs > 1 or rounds else 0), after)
     live += (1 if late else subs + 1) * own * size.gates * pair
-    live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (size.recurrent + size.vectors)
+    live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (_results(size) + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
     live += (8 if own == 1 else 4 * (not halves)) * bool(rounds)  # of few tiles a few words are spilled all the same
@@ -144,7 +144,7 @@ def forward(
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     scales = (warps * share * 16 + rows * subs) * halves
-    fixed = aside * (size.recurrent + size.gates + size.vectors) * units
+    fixed = aside * (_results(size) + size.gates + size.vectors) * units
     together = min(4, strips) if wide and planes > 1 and groups == 4 else 4  # strips of four warps in shared memory
     streamed = warps * (planes * share * depths - resident) * 32 * together
     shared = 4 * (streamed + states + partial + masks + scales + fixed)
@@ -185,7 +185,7 @@ def backward(
     arriving = 4 * -(-(-(-rows // warps) * across) // parts) if gathered > 1 else 0
     sums = chunk * tiles * 4 * (2 if chunk * tiles < 4 and not wide else 1) + 4 * tiles * (not wide)
     sums += arriving if subs > 1 else 0
-    before = max(2 * min(sources, 32), 2 * size.gates + 4 * size.recurrent + 4 * size.states)
+    before = max(2 * min(sources, 32), 2 * size.gates + 4 * _results(size) + 4 * size.states)
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     # aside: what compiles without spills (LSTM with layer norm of r and c)
     live += 32 * (units < 32 or (halves and tiles * subs > 1)) if aside else 2 * (summed + size.vectors)
@@ -234,6 +234,11 @@ def _taken(size: Size, kind: str, units: int, tiles: int) -> float:
 def _rounds(size: Size, kind: str) -> int:
     """Products inside the step."""
     return 0 if size.staged is None else len(getattr(steps(size.staged), kind).rounds)
+
+
+def _results(size: Size) -> int:
+    """Of the recurrent weights in a step: several of a gate whose weights are in several products."""
+    return size.recurrent if size.staged is None or not size.staged.products else len(steps(size.staged).links)
 
 
 def _strips(size: Size, units: int, groups: int) -> tuple[int, int]:

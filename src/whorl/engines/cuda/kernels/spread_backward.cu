@@ -717,9 +717,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                 lane, phase_of(t), part);
         level(to + slot * SLOT_WORDS);
       }
-      if (sub + 1 < first + count) look_at(sub + 1);
       show_gradients();
       __syncthreads();
+      if (sub + 1 < first + count) look_at(sub + 1);  // not before: what shows gradients would wait for the words
       product(t, sub, round);
       place_now = 1 - place_now;
     }
