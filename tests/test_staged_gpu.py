@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import whorl
 import test_spread
+import whorl
 from anew import made_anew
 from comparison import error, in_a_graph
 from engine_cases import CELLS, DROPS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
@@ -167,7 +167,7 @@ def test_tf32_through_l2(spread: None, units: int, batch: int, time: int, form: 
 
 def assert_near_in_tf32(name: str, case: Case) -> None:
     form, call = case.build(STAGED[name])
-    small = min(1.0, (130 / case.units) ** 0.5)  # else what a step of many units makes of a rounding grows without norms
+    small = min(1.0, (130 / case.units) ** 0.5)  # else in many units, without norms, a rounding grows from step to step
     call = in_dtype(call._replace(weights=tuple(small * weight for weight in call.weights)), torch.float32)
     truth = results(form, in_dtype(call, torch.float64), "reference", False)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):

@@ -111,9 +111,8 @@ def forward(
     planes = 1 + (halves and size.exact)
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // operand(size, "forward")
     rounds = _rounds(size, "forward")
-    if (size.bits or size.masks) and units % (16 if rounds else 8):  # a strip would have rows of more than two gates, or one
-        return None
-    if wide and rounds:
+    whole = 16 if rounds else 8  # else a strip of the product's rows would have more than one gate, or more than two
+    if ((size.bits or size.masks) and units % whole) or (wide and rounds):
         return None
     (strips, share), depths = _strips(size, units, groups), -(-size.units // (8 * words * splits))
     own = -(-rows // min(rows, 32 * warps // (units // 2)))
@@ -133,7 +132,8 @@ def forward(
     live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (_results(size) + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
-    live += (8 if own == 1 else 4 * (not halves)) * bool(rounds)  # of few tiles a few words are spilled all the same
+    if rounds and operand(size, "forward") == 2:
+        live += 8 if own == 1 else 4 * (not halves)  # else the compiler spills a few words
     if size.exact and subs > 1 and not halves:
         live += 12  # else the compiler spills 300 words of GRU, 1,024 units at batch 128
     if aside and own > 1:  # what a thread reads again for each of its sequences brings nothing
@@ -336,8 +336,8 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     ways = [(parts, 0) for parts in ((1, 2, 4) if width == 4 else (1, 2) if size.staged else (1,))]
     if size.staged and width == 4:
         ways += [(4, spilled) for spilled in (2, 4, 8)]
-    shapes = _SHAPES
-    if _rounds(size, kind):
+    shapes: tuple[tuple[int, int], ...] = _SHAPES
+    if _rounds(size, kind):  # 32 sequences at a time: parts that are taken in turn wait for each product
         shapes, ways = (*_SHAPES, (4, 1)), [*ways, (4, 0)] if width == 2 else ways
     if width < size.element:
         ways += [(1, spilled) for spilled in ((2, 4, 8, 12) if size.staged else (2, 4, 8))]
