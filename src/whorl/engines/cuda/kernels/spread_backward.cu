@@ -782,6 +782,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #endif
 
+  const auto begin_unit = [&](int turn, int j, int u, Unit& of) {  // what the cell's gradient reads of a unit
+    const Item& read = item[turn][j];
+    values(read, u, of.x, of.r, of.before, of.v, of.e);
+    const float output = half_of(wide_pair(read.y_gradient), u);
+    stepper.begin(read.step, kept[turn][j], u, output, carried[turn][j], of.d, of.stayed, of.to_z);
+  };
   // the cell's gradients for the thread's units
   constexpr int BESIDE = INSIDE ? OWN : 1;  // sequences of a thread that go through the stages side by side
   const auto compute = [&](int t, int turn, const Known(&ahead)[OWN][2]) {
@@ -798,12 +804,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < BESIDE; ++i) {
         if (!computes) break;
         const Item& read = item[turn][j0 + i];
-        const float2 output = wide_pair(read.y_gradient);
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
-          Unit& of = all_units[i][u];
-          values(read, u, of.x, of.r, of.before, of.v, of.e);
-          stepper.begin(read.step, kept[turn][j0 + i], u, half_of(output, u), carried[turn][j0 + i], of.d, of.stayed, of.to_z);
+          begin_unit(turn, j0 + i, u, all_units[i][u]);
           if (ROOMY) between[i][u] = ahead[j0 + i][u];
         }
 #pragma unroll
@@ -890,16 +893,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         float2 to_inputs[MOST(INPUTS)], to_zones[STATES];
         const bool row_there = is_row(turn, j), first = has_first && row_there, second = first && has_second;
         const bool valid = !MARKED || read.step.valid;
-        const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
+        const float2 h = wide_pair(read.before);
         float sums_now[MOST(SUMMED) + 1][2] = {};  // of this step, with ASIDE
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
 #if STAGED
           const Unit& of = all_units[i][u];
 #else
-          Unit of;  // what the cell's gradient reads of a unit
-          values(read, u, of.x, of.r, of.before, of.v, of.e);
-          stepper.begin(read.step, own, u, half_of(output, u), carried[turn][j], of.d, of.stayed, of.to_z);
+          Unit of;
+          begin_unit(turn, j, u, of);
 #if ZONEOUT_GRADIENT
           float after[STATES];
           step(of.x, of.r, of.before, of.v, of.e, after);
