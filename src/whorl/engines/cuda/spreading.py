@@ -132,8 +132,8 @@ def forward(
     live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (_results(size) + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
-    if rounds and operand(size, "forward") == 2:
-        live += 8 if own == 1 else 4 * (not halves)  # else the compiler spills a few words
+    if rounds:  # else the compiler spills a few words, in true float32 a hundred
+        live += (8 if operand(size, "forward") == 2 else 4) if own == 1 else 4 * (not halves)
     if size.exact and subs > 1 and not halves:
         live += 12  # else the compiler spills 300 words of GRU, 1,024 units at batch 128
     if aside and own > 1:  # what a thread reads again for each of its sequences brings nothing
