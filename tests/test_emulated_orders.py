@@ -27,7 +27,12 @@ from test_emulated import (  # noqa: F401  # collected here too
     test_sequences_of_many_lengths_in_sub_tiles,
     test_sub_tiles_that_travel_while_others_are_computed,
 )
-from test_staged import test_a_step_of_several_stages  # noqa: F401
+from test_staged import (  # noqa: F401
+    test_a_step_of_several_stages,
+    test_a_step_of_several_stages_where_blocks_exchange_through_l2,
+    test_random_steps_with_products_where_blocks_exchange_through_l2,
+    test_words_come_round_in_their_places,
+)
 
 RESULTS: list[tuple[Any, str, Callable[..., str]]] = [
     (test_emulated, "outcome", lambda layer, x, dtype, engine, *rest: engine),
@@ -73,6 +78,13 @@ def of_clusters(folder: Path, patch: pytest.MonkeyPatch) -> None:
     test_sequences_of_many_lengths_in_sub_tiles("LSTM", 40, 45, 2, torch.float16, *tiles, options, 1, 1, folder, patch)
 
 
+def of_products_in(place: int, name: str = "several_of_a_gate") -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        test_words_come_round_in_their_places(place, name, folder, patch)
+
+    return run
+
+
 FAULTS = {
     "a part of the states is multiplied before all threads have brought it": (
         "show_products();\n              __syncthreads();", "show_products();", of_four_warps,
@@ -82,6 +94,28 @@ FAULTS = {
     ),
     "a warp waits for which nobody waits, and a barrier passes it by": (
         "if (goes_on(sub) && has_strips) {", "if (goes_on(sub)) {", of_clusters,
+    ),
+    "a product inside the step begins before all warps have brought what enters it": (
+        "phase, part);\n          __syncthreads();\n", "phase, part);\n", of_products_in(1),
+    ),
+    "what enters the next product takes the place of what is still multiplied": (
+        "multiply_round(round, sub);\n          __syncthreads();\n", "multiply_round(round, sub);\n", of_products_in(1),
+    ),
+    "two products have one ring": ("first_seen + round * round_pitch", "first_seen + round_pitch", of_products_in(0)),
+    "of what entered a product, a place in the ring is never made free": (
+        "i < PERIOD * INSIDE; ++i", "i < PERIOD * (INSIDE - 1); ++i", of_products_in(0, "gru_before"),
+    ),
+    "parts of the batch have one place in the ring": (
+        "round * round_pitch + sent_at + sub * ROWS * PITCH", "round * round_pitch + sent_at", of_products_in(3),
+    ),
+    "gradients of two gates are gathered from one place": (
+        "round == 0 ? 0 : LEAVES + round - 1", "round == 0 ? 0 : LEAVES", of_products_in(1),
+    ),
+    "gradients are multiplied where others are written": (
+        "product(t, turn, round);\n      place_now = 1 - place_now;", "product(t, turn, round);", of_products_in(0),
+    ),
+    "sums of two products have one place": (
+        "arriving + round * round_plane", "arriving + round_plane", of_products_in(0),
     ),
 }  # fmt: skip
 

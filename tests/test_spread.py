@@ -260,12 +260,14 @@ def test_a_gpu_that_is_busy_with_something_else(blocks: int, spread: None) -> No
 SLOWED = [
     ("for (int t = 0; t < time; ++t) {", "for (int t = 0; t < time; ++t) {\n    delay();"),
     ("      __syncthreads();\n", "      delay();\n      __syncthreads();\n"),
-    ("        __syncthreads();\n        product", "        delay();\n        __syncthreads();\n        product"),
+    ("      product(t, sub, round);", "      delay();\n      product(t, sub, round);"),
     (
-        "          if (t + 1 < time && is_there(sub, j))",
-        "          delay();\n          if (t + 1 < time && is_there(sub, j))",
+        "          if (t + 1 < time && FIRST && is_there(sub, j))",
+        "          delay();\n          if (t + 1 < time && FIRST && is_there(sub, j))",
     ),
-    ("      compute(t, sub);", "      delay();\n      compute(t, sub);"),
+    ("      compute(t, turn, ahead);", "      delay();\n      compute(t, turn, ahead);"),
+    ("          States inside;", "          delay();\n          States inside;"),
+    ("          float sums[OWN][2];", "          delay();\n          float sums[OWN][2];"),
 ]
 
 
@@ -277,7 +279,7 @@ def slowed(write: Callable) -> Callable:
         changed = test_persistent.DELAY + text  # functions before the kernel wait too
         for place, instead in SLOWED:
             changed = changed.replace(place, instead)
-        assert changed.count("delay();") >= 3
+        assert changed.count("delay();") >= 4
         return changed
 
     return written

@@ -1,5 +1,6 @@
 """Steps with means and products inside on engine `persistent`, on an NVIDIA GPU: the error rule, in every form."""
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import test_spread
 import whorl
 from anew import made_anew
 from comparison import error, in_a_graph
 from engine_cases import CELLS, DROPS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
-from whorl.engines.cuda import grid, spreading
+from whorl.engines.cuda import grid, launch, source, spreading
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import spreadable, staged
@@ -66,17 +68,23 @@ SMOOTH = STAGED | {"every option of LSTM": library.make_lstm(torch.tanh, torch.s
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in SMOOTH if spreadable(SMOOTH[name])])
-def test_every_cell_with_means_through_l2(spread: None, name: str, dtype: torch.dtype) -> None:
-    """Over 20 steps: from there to 37 the error of float32 itself grows fivefold in the cell with every option."""
-    assert_agrees("persistent", SMOOTH[name], Case(dict(directions=2), time=20, batch=20, units=130), dtype, "cuda")
+def test_every_cell_through_l2(spread: None, name: str, dtype: torch.dtype) -> None:
+    """Over 20 steps: from there to 37 the error of float32 itself grows fivefold in the cell with every option.
+
+    The step of `odd_ends` jumps where two values are equal: in 20 steps some are, to a rounding.
+    """
+    time = 5 if name == "odd_ends" else 20
+    assert_agrees("persistent", SMOOTH[name], Case(dict(directions=2), time=time, batch=20, units=130), dtype, "cuda")
 
 
+@pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
 @pytest.mark.parametrize("units, batch, time", [(2, 1, 1), (16, 8, 3), (97, 131, 5), (512, 300, 4), (512, 24, 40)])
-def test_sizes_through_l2(spread: None, units: int, batch: int, time: int) -> None:
+def test_sizes_through_l2(spread: None, name: str, units: int, batch: int, time: int) -> None:
     case = Case(dict(layers=1 + (units < 100)), time=time, batch=batch, units=units)
-    assert_agrees("persistent", STAGED["all of LSTM's layer norm"], case, torch.bfloat16, "cuda")
+    assert_agrees("persistent", STAGED[name], case, torch.bfloat16, "cuda")
 
 
+@pytest.mark.parametrize("name", ["layer_norm_lstm", "reset before", "mgu"])
 @pytest.mark.parametrize(
     "units, batch, time, dtype",
     [
@@ -88,28 +96,28 @@ def test_sizes_through_l2(spread: None, units: int, batch: int, time: int) -> No
         (1024, 40, 4, torch.float32),
     ],
 )
-def test_large_layers(units: int, batch: int, time: int, dtype: torch.dtype) -> None:
+def test_large_layers(units: int, batch: int, time: int, dtype: torch.dtype, name: str) -> None:
     case = Case(time=time, batch=batch, units=units)
-    assert_agrees("persistent", STAGED["layer_norm_lstm"], case, dtype, "cuda")
+    assert_agrees("persistent", STAGED[name], case, dtype, "cuda")
 
 
-def tiles() -> list[tuple[str, Spread]]:
+def tiles() -> list[tuple[str, str, Spread]]:
     """One for each way in which candidates differ: sub-tiles, how warps share a product or blocks are gathered.
 
     Of few sub-tiles: eight are the same lines, which take the compiler up to half a minute.
     """
     found: dict[tuple[Any, ...], Spread] = {}
-    for kind in ("forward", "backward"):
-        every = [*spreading.candidates(size_of(STAGED["layer_norm_lstm"], 200, 2), Chip((9, 0), 132), kind)]
+    for name, kind in itertools.product(("layer_norm_lstm", "reset before"), ("forward", "backward")):
+        every = [*spreading.candidates(size_of(STAGED[name], 200, 2), Chip((9, 0), 132), kind)]
         for tile in random.Random(1).sample(every, len(every)):
             if tile.subs <= 3 and tile.rows <= 32:
-                key = kind, tile.subs > 1, tile.groups or min(tile.gathered, 4), tile.parts, tile.wide
+                key = name, kind, tile.subs > 1, tile.groups or min(tile.gathered, 4), tile.parts, tile.wide
                 found.setdefault(key, tile)
-    return [(key[0], tile) for key, tile in found.items()]
+    return [(key[0], key[1], tile) for key, tile in found.items()]
 
 
-@pytest.mark.parametrize("kind, tile", tiles(), ids=str)
-def test_every_tile_through_l2(kind: str, tile: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name, kind, tile", tiles(), ids=str)
+def test_every_tile_through_l2(name: str, kind: str, tile: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the estimate would choose: parts of the batch in turn, gathered blocks, several launches."""
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
@@ -118,7 +126,7 @@ def test_every_tile_through_l2(kind: str, tile: Spread, monkeypatch: pytest.Monk
     made_anew(monkeypatch)
     monkeypatch.setattr(grid, "choose", chosen)
     case = Case(dict(directions=2), time=11, batch=40, units=200)
-    assert_agrees("persistent", STAGED["layer_norm_lstm"], case, torch.bfloat16, "cuda")
+    assert_agrees("persistent", STAGED[name], case, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -148,17 +156,19 @@ def test_tf32(name: str) -> None:
     assert_near_in_tf32(name, Case(time=9, batch=20, units=130))
 
 
+@pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
 @pytest.mark.parametrize("form", ["plain", "mask and lengths", "reset to", "recurrent dropout by gate"])
 @pytest.mark.parametrize("units, batch, time", [(130, 20, 9), (512, 128, 5), (1024, 40, 4)])
-def test_tf32_through_l2(spread: None, units: int, batch: int, time: int, form: str) -> None:
+def test_tf32_through_l2(spread: None, units: int, batch: int, time: int, form: str, name: str) -> None:
     """Where it is multiplied as float16, scaled."""
     case = replace(FORMS[form], units=units, batch=batch, time=time)
-    assert_near_in_tf32("all of LSTM's layer norm", case)
+    assert_near_in_tf32(name, case)
 
 
 def assert_near_in_tf32(name: str, case: Case) -> None:
     form, call = case.build(STAGED[name])
-    call = in_dtype(call, torch.float32)
+    small = min(1.0, (130 / case.units) ** 0.5)  # else in many units, without norms, a rounding grows from step to step
+    call = in_dtype(call._replace(weights=tuple(small * weight for weight in call.weights)), torch.float32)
     truth = results(form, in_dtype(call, torch.float64), "reference", False)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         got = results(form, moved(call, "cuda"), "persistent", False)
@@ -184,9 +194,17 @@ def test_options_of_a_cell_with_products(form: str) -> None:
     assert_agrees("persistent", STAGED["reset before"], case, dtype, "cuda")
 
 
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "one of each"])
+def test_options_of_a_cell_with_products_through_l2(spread: None, form: str) -> None:
+    dtype = DTYPES[[*FORMS].index(form) % 3]
+    case = replace(FORMS[form], time=37, batch=20, units=130, form=dict(zoneout=(0.2,)) | FORMS[form].form)
+    assert_agrees("persistent", STAGED["gru_before"], case, dtype, "cuda")
+
+
 @pytest.mark.parametrize("units", [250, 1000])
-def test_two_runs_give_the_same_bits(units: int) -> None:
-    form, call = Case(time=30, batch=70, units=units).build(STAGED["all of LSTM's layer norm"])
+@pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
+def test_two_runs_give_the_same_bits(units: int, name: str) -> None:
+    form, call = Case(time=30, batch=70, units=units).build(STAGED[name])
     call = moved(in_dtype(call, torch.bfloat16), "cuda")
     first, second = (results(form, call, "persistent", False) for _ in range(2))
     assert {name: None for name in first if not torch.equal(first[name], second[name])} == {}
@@ -198,6 +216,7 @@ def test_two_runs_give_the_same_bits(units: int) -> None:
         ("LSTM", 130, dict(layer_norm=True)),
         ("LSTM", 800, dict(layer_norm=True)),
         ("GRU", 130, dict(reset_after=False)),
+        ("GRU", 1024, dict(reset_after=False)),
     ],
 )
 def test_a_graph_replays_with_new_input_and_weights(kind: str, units: int, arguments: dict[str, Any]) -> None:
@@ -216,3 +235,26 @@ def test_a_graph_replays_with_new_input_and_weights(kind: str, units: int, argum
                 weight.mul_(0.99)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "units, batch, dtype", [(1024, 48, torch.bfloat16), (130, 20, torch.float16), (1024, 48, torch.float32)]
+)
+def test_warps_that_sleep_at_random_change_nothing(
+    units: int, batch: int, dtype: torch.dtype, spread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More steps than the rings have buffers; blocks that exchange what enters products wait for the slowest."""
+    layer = whorl.GRU(24, units, device="cuda", dtype=dtype, engine="persistent", reset_after=False)
+    x = torch.randn(37, batch, 24, device="cuda", dtype=dtype)
+
+    def step() -> list[torch.Tensor]:
+        y, _ = layer(x)
+        return [y, *torch.autograd.grad(y.float().square().sum(), list(layer.parameters()))]
+
+    wanted = step()
+    made_anew(monkeypatch, loaded=True)
+    monkeypatch.setattr(source, "forward", test_spread.slowed(source.forward))
+    monkeypatch.setattr(source, "backward", test_spread.slowed(source.backward))
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(step(), wanted, strict=True))
+    assert launch._loaded, "kernels whose warps sleep"

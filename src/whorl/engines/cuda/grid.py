@@ -35,8 +35,8 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
 def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
     """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
 
-    In two bytes, and in float32 forward or, with TF32 products, of a step with means, a layer that a cluster holds is
-    spread too where its steps are estimated to take less time so.
+    In two bytes, and in float32 forward or, with TF32 products, of a step of several stages, a layer that a cluster
+    holds is spread too where its steps are estimated to take less time so.
     Not, where a cluster holds them, layers whose masks by gate are given: where blocks exchange through L2, they are
     read from there at each step.
     """
@@ -67,6 +67,8 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
         if _measured(size):
             return _MUCH_BACK_FEW if size.recurrent < 4 and size.units >= 576 else 1.0
         return _MUCH_BACK_OPTIONS if optional else _MUCH_BACK[size.recurrent > 3]
+    if size.staged is not None and size.staged.products:
+        return _MUCH_PRODUCTS[size.element, kind] if size.element == 2 or spreading.scaled(size, kind) else None
     if size.element == 2:
         return _MUCH_STAGED_STREAMED if kind == "backward" and tile.shared > 200 << 10 else 1.0
     if not spreading.scaled(size, kind):
@@ -133,6 +135,13 @@ estimated.  On an H200, LSTM with layer norm in bfloat16, such a step of backwar
 spread with 512 units at batch 128, 6.2 and 4.7 with 650 at 20.  Else the estimates are good enough: 2.8 and 3.9 with
 512 at 32, 2.9 and 2.9 with 256 at 128; forward 5.0 and 3.9 with 512 at 128, 2.6 and 3.6 at 32, 2.1 and 3.2 with 256 at
 128."""
+
+_MUCH_PRODUCTS = {(2, "forward"): 1.5, (2, "backward"): 1.15, (4, "forward"): 1.5, (4, "backward"): 0.85}
+"""Of a step with products inside, by bytes of an element.  GRU with the reset before the product, 40 steps on an H100,
+in a cluster and spread: 512 units at batch 128 forward 3.0 and 2.8 us in bfloat16, 9.1 and 3.6 with TF32 products,
+backward 4.2 and 4.5, 6.0 and 5.0; 768 at 128 in bfloat16 9.1 and 5.2, 9.9 and 10.6; 768 at 32 2.4 and 3.0 forward; 512
+at 32 1.6 and 2.6, 2.0 and 4.6, with TF32 products 2.4 and 2.6, 2.2 and 5.0; 256 at 128 1.2 and 1.9, 1.6 and 2.8, with
+TF32 products 1.9 and 2.1, 2.2 and 3.3."""
 
 _MUCH_STAGED_TF32 = {"forward": 1.3, "backward": 0.9}
 """And with TF32 products, which in a cluster are of TF32 itself.  On an H200 such a step took 10.6 us forward and 11.8

@@ -39,7 +39,7 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     halves = element == 4 and features.noise != source.GIVEN_BY_GATE
     halves = halves and not (exact and (own is not None or source.has_options(cell, features)))
-    known = halves and not features.of_any_size
+    known = halves and not features.of_any_size and source.contained_inside(cell)
     scales = halves, known and source.bounded(cell), known and source.contained(cell)
     ahead = source.registers(cell, features)
     given = features.noise in (source.GIVEN, source.GIVEN_BY_GATE) or source.BY_MASK in features.zoneout

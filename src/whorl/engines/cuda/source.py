@@ -13,7 +13,7 @@ from whorl.cells.expr import Expr, topological
 from whorl.cells.lower import CUDA, Stage, identifier, stages
 from whorl.cells.wrappers import EPS
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.staged import Pass, Steps, most, part, staged, steps
+from whorl.engines.cuda.staged import Pass, Steps, by_rounds, most, part, staged, steps
 from whorl.engines.cuda.tiling import Tile
 
 _KERNELS = Path(__file__).parent / "kernels"
@@ -131,6 +131,31 @@ def bounded(graph: Graph) -> bool:
     """
     low, high = _intervals(graph)[graph.outputs[0].digest]
     return -1 <= low and high <= 1
+
+
+@lru_cache(maxsize=256)
+def contained_inside(graph: Graph) -> bool:
+    """Whether what enters each product inside the step is never larger than 1, or than the first state before the step.
+
+    It is in [-1, 1], or that state times such numbers.
+    """
+    within = _intervals(graph)
+
+    def small(node: Expr) -> bool:
+        low, high = within[node.digest]
+        return -1 <= low and high <= 1
+
+    def is_in(node: Expr) -> bool:
+        if small(node) or (node.op == "var" and node.args[0] == f"s.{graph.states[0]}"):
+            return True
+        if node.op == "neg":
+            return is_in(node.args[0])
+        if node.op != "mul":
+            return False
+        first, second = node.args
+        return (small(first) and is_in(second)) or (small(second) and is_in(first))
+
+    return all(is_in(node.args[1]) for node in graph.products)
 
 
 @lru_cache(maxsize=256)
@@ -542,6 +567,7 @@ def _source(
         f"#define STAGED {int(staged(graph))}",
         f"#define HALVES {int(tile.halves)}",
         f"#define SPREAD {int(isinstance(tile, Spread))}",
+        f"#define INSIDE {_inside(kind, graph, tile)}",
         f"#define BOUNDED {int(bounded(graph))}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define CARRIED {int(carried)}",
@@ -559,11 +585,19 @@ def _source(
         *([_text("columns.cu")] if kind == "forward" and isinstance(tile, Tile) else []),
         *map(_text, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *(map(_text, ("means.cu", f"{beside}_means.cu")) if inside else []),
+        *([_text("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
     ]
     way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
     return _kernel(f"{way}{kind}.cu", words)
+
+
+def _inside(kind: str, graph: Graph, tile: Tile | Spread) -> int:
+    """Products inside the step, of a kernel whose blocks exchange what enters them through L2."""
+    if not isinstance(tile, Spread) or not staged(graph):
+        return 0
+    return len(getattr(steps(graph), kind).rounds)
 
 
 def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
@@ -604,7 +638,10 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
             _table("width_of", map(len, table), "results of a round"),
             _table("link_at", (link for row in table for link in (*row, *[-1] * (wide - len(row)))), "which they are"),
             _table("link_gate", (link.gate for link in made.links), "the recurrent gate of a result"),
+            _table("link_round", (link.round for link in made.links), "of which product it is"),
         ]
+        if _inside(kind, graph, tile):
+            lines += _kinds(made, len(graph.recurrent), tile)
     else:
         lines.append(_table("pull_gate", (it.links[0] for it in own.rounds), "the gate of a transposed product"))
         leaves = [link.gate for link in made.links if link.round == 0]
@@ -613,6 +650,28 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
         of = (leaves.index(gate) if gate in leaves else -1 for gate in gates)
         lines.append(_table("leaf_of", of, "which of these a recurrent gate has; -1: none"))
     return lines
+
+
+def _kinds(made: Steps, recurrent: int, tile: Tile | Spread) -> list[str]:
+    """What spread_inside.cu is told of the gates of each product."""
+    kinds = by_rounds(made)
+    where = {gate: (kind, place) for kind, gates in enumerate(kinds.values()) for place, gate in enumerate(gates)}
+    absent = -1, -1
+    entered = (int(round in rounds) for round in range(1 + len(made.forward.rounds)) for rounds in kinds)
+    assert isinstance(tile, Spread), "in a cluster each warp has all gates of its units"
+    strips = [-(-len(gates) * tile.slice // (16 * tile.groups)) for gates in kinds.values()]
+    padded = (gate for gates in kinds.values() for gate in (*gates, *[-1] * (recurrent - len(gates))))
+    return [
+        f"constexpr int KINDS = {len(kinds)}, STRIPS_OF_WARP = {sum(strips)};",
+        _table("strips_of", strips, "of 16 rows that a warp has of a kind's gates"),
+        _table("first_strip", (sum(strips[:kind]) for kind in range(len(strips))), "of a kind, among a warp's"),
+        _table("kind_of_strip", (kind for kind, count in enumerate(strips) for _ in range(count)), "of a warp's strip"),
+        _table("gates_of", map(len, kinds.values()), "recurrent gates of a kind"),
+        _table("gate_of_kind", padded, "which they are"),
+        _table("kind_of", (where.get(gate, absent)[0] for gate in range(recurrent)), "of a recurrent gate"),
+        _table("place_in_kind", (where.get(gate, absent)[1] for gate in range(recurrent)), "of a recurrent gate"),
+        _table("kind_enters", entered, "whether a round multiplies a kind's gates"),
+    ]
 
 
 def rounds_of(made: Steps) -> list[tuple[int, ...]]:

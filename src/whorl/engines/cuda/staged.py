@@ -353,10 +353,22 @@ def by_link(made: Steps, cell: Graph) -> list[Link]:
     return [] if [*made.links] == plain else [*made.links]
 
 
+def by_rounds(made: Steps) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """The recurrent gates that are in the same products, by these: 0 is that with the first state."""
+    rounds: dict[int, set[int]] = {}
+    for link in made.links:
+        rounds.setdefault(link.gate, set()).add(link.round)
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for gate in sorted(rounds, key=lambda gate: (min(rounds[gate]), gate)):
+        key = tuple(sorted(rounds[gate]))
+        found[key] = (*found.get(key, ()), gate)
+    return found
+
+
 @lru_cache(maxsize=256)
 def spreadable(cell: Graph) -> bool:
-    """Whether blocks that exchange through L2 can run the step: means are all that it has between its stages."""
-    return bool(cell.recurrent) and not cell.products and not by_link(steps(cell), cell)
+    """Whether blocks that exchange through L2 can run the step: it has recurrent weights for them to hold."""
+    return bool(cell.recurrent) and bool(steps(cell).links)
 
 
 class _Printer:

@@ -105,7 +105,7 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
     """Every tile of a kind ("forward" or "backward") that fits the chip."""
 
     def candidates() -> Iterator[Tile | None]:
-        for cluster in (1, 2, 4, 8, 16):
+        for cluster in chip.clusters:
             for tiles in range(1, 9):
                 if kind == "forward":
                     yield from (forward(graph, size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4, 8))

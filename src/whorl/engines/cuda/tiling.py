@@ -42,6 +42,11 @@ class Chip(NamedTuple):
         """Whether a kernel can begin while the launch ahead of it ends."""
         return self.capability >= (9, 0)
 
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        """Sizes of clusters: a block alone where blocks reach no shared memory but their own, or few at a time."""
+        return (1, 2, 4, 8, 16) if self.capability[0] >= 9 and self.capability[0] != 12 else (1,)
+
     def resident(self, cluster: int) -> int:
         """Clusters of this size that run at once, with a whole multiprocessor for each block.
 
@@ -307,11 +312,10 @@ def slice_of(units: int, cluster: int) -> int:
 
 def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
     """Every tile of a kind ("forward" or "backward") that fits the chip."""
-    clusters = (1, 2, 4, 8, 16) if chip.capability[0] >= 9 and chip.capability[0] != 12 else (1,)
     # with TF32 products either may be the faster: LSTM backward at batch 32 took 1.18 us a step on an H200 as TF32 and
     # 1.53 as float16 with 128 units, 2.16 and 1.91 with 512
     ways = (size, size._replace(halves=False)) if size.scaled(kind) and not size.exact else (size,)
-    for way, cluster in itertools.product(ways, clusters):
+    for way, cluster in itertools.product(ways, chip.clusters):
         for tiles, subs in ((tiles, subs) for tiles in range(1, 9) for subs in (1, 2, 3, 4) if tiles % subs == 0):
             if kind == "backward":
                 each = [(warps, _sharers(way, cluster, tiles, warps, subs)) for warps in (4, 8, 12, 16)]

@@ -20,7 +20,13 @@ constexpr bool BEFORE = MARKED || RESET || NOISE;
 constexpr bool ZONES_DRAWN = zoneout(0) == AT_RANDOM || zoneout(1) == AT_RANDOM || zoneout(2) == AT_RANDOM ||
                              zoneout(3) == AT_RANDOM;
 constexpr bool DRAWS = NOISE == DRAWN || ZONES_DRAWN;
+constexpr bool READS_DRAWN = ZONES_DRAWN || (NOISE == DRAWN && INSIDE > 0);  // what is drawn for a step, within it
 constexpr int DRAWN_PAIRS = (UNITS + 1) / 2;
+#if STAGED
+constexpr bool FIRST = LEAVES > 0;  // the first state enters a product
+#else
+constexpr bool FIRST = true;
+#endif
 constexpr bool KEEPS_STATES = MARKED || RESET_TO || zoneout(0) > 0;  // such as were given, and may be of any size
 // Whether what enters the product is scaled by one number for each sequence and all its steps (`largest_operand`).
 constexpr bool SCALES_STAY = OPTIONS && HALVES && !EXACT && (!BOUNDED || KEEPS_STATES || (NOISE && !GATEWISE));
@@ -171,6 +177,7 @@ struct Ahead {
   unsigned valid, cut;     // the step counts; no state comes into the next: as they are loaded, to be awaited at their use
   unsigned drawn, enters;  // for this step's zoneout, and for the next step's operand
   float held[2], noise[2], zones[STATES][2];
+  float now[2];  // what multiplies the operands of products inside the step
   float2 inputs[MOST(INPUTS)];
 };
 
@@ -215,7 +222,7 @@ struct Forwards {
   }
   // of a step, and of the one after it what enters, where there is such a one
   __device__ __forceinline__ void draw(Ahead& i, int step, bool goes_on, int later) const {
-    if constexpr (ZONES_DRAWN) i.drawn = drawn_bits(a, unit, step, i.sequence, direction, i.there);
+    if constexpr (READS_DRAWN) i.drawn = drawn_bits(a, unit, step, i.sequence, direction, i.there);
     if constexpr (NOISE == DRAWN) i.enters = drawn_bits(a, unit, later, i.sequence, direction, i.there && goes_on);
   }
 
@@ -230,8 +237,20 @@ struct Forwards {
       for (int s = 0; s < STATES; ++s) state[s][0] = reset_state(i, s, 0), state[s][1] = reset_state(i, s, 1);
     load(i, step, at);
     if constexpr (NOISE == HELD) load_noise(i, step, 0);
+    if constexpr (NOISE == GIVEN && INSIDE > 0) {
+      load_noise(i, step, at);
+      i.now[0] = i.noise[0], i.now[1] = i.noise[1];
+    }
     if constexpr (NOISE == GIVEN) load_noise(i, next, next_at);
     if constexpr (DRAWS) draw(i, step, next >= 0 && next < time, next);
+  }
+
+  // what multiplies unit u of the operand of a product inside the step; masks by gate are in the product
+  __device__ __forceinline__ float inside(const Ahead& i, int u) const {
+    if constexpr (NOISE == HELD) return i.noise[u];
+    if constexpr (NOISE == GIVEN) return i.now[u];
+    if constexpr (NOISE == DRAWN) return i.drawn >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+    return 1.f;
   }
 
   // From what the cell made of a unit to its states after the step (`after`) and before the next (`state`), what is put
@@ -263,8 +282,9 @@ struct Forwards {
     if constexpr (MARKED) i.valid = counts(i, next, next_at);
     if constexpr (RESET) i.cut = goes_on ? is_cut(i, later, later_at, next_at) : 0;
     load(i, next, next_at);
+    if constexpr (NOISE == GIVEN && INSIDE > 0) i.now[0] = i.noise[0], i.now[1] = i.noise[1];
     if (NOISE == GIVEN && goes_on) load_noise(i, later, later_at);
-    if constexpr (ZONES_DRAWN && NOISE == DRAWN) {
+    if constexpr (READS_DRAWN && NOISE == DRAWN) {
       i.drawn = i.enters;  // both are of the next step
       i.enters = drawn_bits(a, unit, later, i.sequence, direction, i.there && goes_on);
     } else if constexpr (DRAWS) {
@@ -335,8 +355,8 @@ struct Backwards {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const float scale = GATEWISE ? a.o.noise_scale : own.factor[u];
-      carried[0][u] += NOISE ? scale * sums[u] : sums[u];
-      if constexpr (NOISE_GRADIENT) own.noise_sums[u] += sums[u] * half_of(own.operand_before, u);
+      if constexpr (FIRST) carried[0][u] += NOISE ? scale * sums[u] : sums[u];
+      if constexpr (FIRST && NOISE_GRADIENT) own.noise_sums[u] += sums[u] * half_of(own.operand_before, u);
       if (RESET && own.was_cut)
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
@@ -383,6 +403,12 @@ struct Backwards {
   __device__ __forceinline__ float factor(const Step& step, int u, bool valid) const {
     if constexpr (NOISE == DRAWN) return step.drawn >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
     return valid ? half_of(step.noise, u) : 0.f;
+  }
+  // the same of a product inside the step; masks by gate are in the product, but for their scale
+  __device__ __forceinline__ float inside(const Step& step, int u, bool valid) const {
+    if constexpr (GATEWISE) return a.o.noise_scale;
+    if constexpr (NOISE > 0) return factor(step, u, valid);
+    return 1.f;
   }
 
   // gradients of a step, whose rows begin at `at`, where they are `shown`

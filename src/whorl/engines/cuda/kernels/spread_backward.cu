@@ -21,7 +21,9 @@
 //   global     gates, saved states, y and its gradient in; gradients of the gates out; the ring of gradients, and sums
 //
 // What options add stands in options.cu; a kernel without them has none of it.  Of a cell with means over the units
-// (STAGED) the threads of a sequence make those of its gradients too, as spread_means.cu says.
+// (STAGED) the threads of a sequence make those of its gradients too, as spread_means.cu says.  Of one with products inside
+// the step (INSIDE) the gradients of each of their gates are gathered and multiplied, and their sums come back, between two
+// stages; gate by gate, in places of their own, where those of other gates come later (spread_inside.cu).
 //
 // A block waits for all others that own the same sequences, so the launch must be cooperative.
 
@@ -39,8 +41,17 @@ constexpr int PASS = THREADS / PAIRS < COMPUTED ? THREADS / PAIRS : COMPUTED, OW
 constexpr int STRIPS = (UNITS + 16 * GATHERED - 1) / (16 * GATHERED), SHARE = (STRIPS + WARPS - 1) / WARPS;
 constexpr int DEPTHS = GATHERED * RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 constexpr int SCALES = HALVES ? GATHERED : 0, SCALE_WORDS = (SCALES + 3) / 4 * 4;  // of a sequence
+constexpr int GATE_WORDS = SLICE / WORD_ELEMENTS, GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
+#if INSIDE
+constexpr int RESULTS = LINKS, SLOTS = LEAVES + INSIDE, MOST_SLOTS = MOST(LEAVES);  // of a step, of a round
+constexpr int SLOT_DEPTHS = GATHERED * GATE_DEPTHS, OWN_WORDS = GATE_WORDS;
+#else
+constexpr int RESULTS = RECURRENT, SLOTS = 1, MOST_SLOTS = 1;
+constexpr int SLOT_DEPTHS = DEPTHS, OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a block's gradients of a sequence
+#endif
+constexpr int FACTOR_AT = SLOT_DEPTHS * 8, SLOT_WORDS = FACTOR_AT + SCALE_WORDS;
 // of a sequence's gradients, and scales behind them: 8 rows of 16 bytes are in 32 different banks
-constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : DEPTHS * 8 + (SCALE_WORDS + 3) / 8 * 8 + 4;
+constexpr int STRIDE = WARPGROUPS ? ROWS * 4 + 4 : (MOST_SLOTS * SLOT_WORDS + 3) / 8 * 8 + 4;
 // where a word of a sequence's gradients lies: with WARPGROUPS 16 bytes of all sequences beside each other
 __device__ constexpr int gradient_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
@@ -54,20 +65,28 @@ constexpr bool ROOMY = (TILES < 3 || COLLECTED) && ELEMENT_BYTES == 2;
 constexpr bool ROOMY = TILES < 3 && ELEMENT_BYTES == 2;  // else registers are short
 #endif
 constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
-constexpr int OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS, GATE_WORDS = SLICE / WORD_ELEMENTS;  // of a sequence's gradients
-constexpr int GATHERED_WORDS = GATHERED * OWN_WORDS + SCALE_WORDS, CHUNKS = GATHERED_WORDS / 4;
-constexpr int PITCH = SOURCES * GATHERED_WORDS, SUM_PITCH = BLOCKS * SLICE;          // words of a sequence in L2
+constexpr int CHUNKS = SLOT_WORDS / 4, GATE_APART = INSIDE ? SLOT_WORDS : GATE_WORDS;  // from one gate's words to the next's
+constexpr int GATHERED_WORDS = SLOTS * SLOT_WORDS;                            // of one source
+constexpr int PITCH = SOURCES * GATHERED_WORDS, SUM_PITCH = BLOCKS * SLICE;  // words of a sequence in L2
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-constexpr int GATE_DEPTHS = DEPTHS / (GATHERED * RECURRENT);
+constexpr int EVEN_DEPTHS = (SLOT_DEPTHS + 1) / 2 * 2;
 // depths of one gate that are multiplied one after another: with masks by gate those of all blocks, where they are taken
 // two at a time, or all at once
-constexpr bool BY_TURNS = GATEWISE && (WARPGROUPS || GATE_DEPTHS % 2 == 0);
+constexpr bool BY_TURNS = GATEWISE && (WARPGROUPS || INSIDE || GATE_DEPTHS % 2 == 0);
 constexpr int GATE_RUN = BY_TURNS ? GATHERED * GATE_DEPTHS : GATE_DEPTHS;
 __device__ constexpr int depth_at(int turn) {
   const int gate = turn / GATE_RUN, block = turn % GATE_RUN / GATE_DEPTHS;
   return BY_TURNS ? (block * RECURRENT + gate) * GATE_DEPTHS + turn % GATE_DEPTHS : turn;
 }
+#if INSIDE
+__device__ constexpr int depth_in(int round, int slot, int turn) {  // of the weights
+  return (turn / GATE_DEPTHS * RECURRENT + gate_in(round, slot)) * GATE_DEPTHS + turn % GATE_DEPTHS;
+}
+#else
+__device__ constexpr int slots_of(int) { return 1; }
+__device__ constexpr int first_slot(int) { return 0; }
+#endif
 // masks by gate: 4 bits for each gate, for two units of two sequences as a thread has its sums, for [strip, part and
 // tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? STRIPS * SUBS * TILES * 32 : 0;
@@ -78,13 +97,13 @@ constexpr int SUM_WORDS = ASIDE ? (GATES + APART + VECTORS + 1) / 2 * 4 * PASS *
 constexpr int AT_THE_END = PASS * (GATES + APART + VECTORS) * SLICE;
 constexpr int WORDS = WEIGHT_WORDS + 2 * GRADIENT_WORDS + MASK_WORDS + FIXED_WORDS + SUM_WORDS;
 static_assert(4 * (WORDS > AT_THE_END ? WORDS : AT_THE_END) == SHARED, "tiling and kernel disagree");
-static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!GATEWISE || GATE_WORDS % 8 == 0), "depths are not whole");
+static_assert(GATHERED * OWN_WORDS % 8 == 0 && (!(GATEWISE || INSIDE) || GATE_WORDS % 8 == 0), "depths are not whole");
 static_assert(!HALVES || (32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && !EXACT), "no scales of these");
 // A block without units waits for its neighbours; were all of them without, it would run ahead and write over sums that
 // nobody has read yet.
 static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNITS, "the tile does not cover the layer");
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
-static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && NOISE != GIVEN_BY_GATE), "no products of four warps");
+static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && NOISE != GIVEN_BY_GATE && !INSIDE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
                 gradient_at(0, 128), PARTS, SUBS == 1, 0, 0> Gathered;
 
@@ -115,8 +134,8 @@ struct Arguments {
 #else
   static constexpr Options o = {};
 #endif
-  // ones: [directions, RING, batch, PITCH] if GATHERED > 1, [directions, 2, SOURCES, batch, SUM_PITCH], and for means
-  // [directions, 2, batch, MEAN_WORDS]
+  // ones: [directions, RING, batch, PITCH] if GATHERED > 1, [1 + INSIDE, directions, 2, SOURCES, batch, SUM_PITCH], and for
+  // means [directions, 2, batch, MEAN_WORDS]
   unsigned* ring;
   long long first_row, first_direction, directions;
 };
@@ -136,7 +155,7 @@ struct Item {  // what one thread reads of a sequence at a step: two units
 };
 
 struct Unit {  // of one unit of a sequence: what the cell's gradient reads, and what it makes
-  float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)], d[STATES];
+  float x[GATES], r[RESULTS] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)], d[STATES];
   float to_s[STATES], to_v[MOST(VECTORS)] = {}, to_e[MOST(INPUTS)], stayed[STATES], to_z[STATES];
 };
 
@@ -334,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                              direction * 2 * SOURCES * plane + (long long)row0 * SUM_PITCH;
 #if STAGED
   const long long mean_plane = (long long)batch * MEAN_WORDS;
-  unsigned* means_at = a.ring + a.directions * ((GATHERED > 1 ? RING : 0) * buffer + 2 * SOURCES * plane) +
+  unsigned* means_at = a.ring + a.directions * ((GATHERED > 1 ? RING : 0) * buffer + (1 + INSIDE) * 2 * SOURCES * plane) +
                        direction * 2 * mean_plane + (long long)(row0 + own_row) * MEAN_WORDS;
   keep(means_at);
 #endif
@@ -342,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* given = ring + own_row * (long long)PITCH + source * GATHERED_WORDS + place * OWN_WORDS + pair_at;
   const unsigned* gathered = ring + warp * (long long)PITCH + source * GATHERED_WORDS + lane * 4;
   long long ring_at = 0;
+  const long long round_plane = a.directions * 2 * SOURCES * plane;  // from the sums of a round to those of the next
   const unsigned* arriving = sums_at + own_row * (long long)SUM_PITCH + unit;
   unsigned* putting = sums_at + source * plane + lane % 4 * 2 * (long long)SUM_PITCH +
                             (place * STRIPS + warp * SHARE) * 16 + lane / 4 * 2;
@@ -355,9 +375,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return ROWS % WARPS == 0 ? left - sub * ROWS : min(left - sub * ROWS, ROWS - warp);
   };
 
-  Gathered arrival;
+  Gathered arrivals[MOST_SLOTS];
+  int place_now = 0;  // of gradients in shared memory, where a step has several products
+  const auto place_for = [&](int t, int sub) { return (INSIDE ? place_now : (t * SUBS + sub) % 2) * GRADIENT_WORDS; };
 
-  // the sums of step t - 1, of which each word's last bit says whether it has come
+  // adds up the sums of all sources for two units of a sequence, of which each word's last bit says whether it has come
+  const auto add_sums = [&](const unsigned* from, unsigned phase, float(&to)[2]) {
+    constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
+#pragma unroll
+    for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
+      uint2 words[TOGETHER];
+#pragma unroll
+      for (int p = 0; p < TOGETHER; ++p)
+        if (p0 + p < SOURCES) words[p] = look_pair(from + (p0 + p) * plane);
+      for (;;) {
+        bool all = true;
+#pragma unroll
+        for (int p = 0; p < TOGETHER; ++p)
+          if (p0 + p < SOURCES && ((words[p].x ^ phase) | (words[p].y ^ phase)) & 1u) {
+            words[p] = look_pair(from + (p0 + p) * plane);
+            all = false;
+          }
+        if (all) break;
+      }
+#pragma unroll
+      for (int p = 0; p < TOGETHER; ++p)
+        if (p0 + p < SOURCES) {
+          to[0] += __uint_as_float(words[p].x & ~1u);
+          to[1] += __uint_as_float(words[p].y & ~1u);
+        }
+    }
+  };
+  // the sums of step t - 1
   const auto arrive = [&](int t, int turn) {
     const unsigned phase = (t - 1) / 2 % 2;
 #pragma unroll
@@ -367,37 +416,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           arriving + (t % 2 ? 0 : SOURCES * plane) + (turn * COMPUTED + j * PASS) * SUM_PITCH;
       float arrived[2] = {};
       float(&to)[2] = OPTIONS ? arrived : carried[turn][j][0];
-      constexpr int TOGETHER = SOURCES < 32 ? SOURCES : 32;
-#pragma unroll
-      for (int p0 = 0; p0 < SOURCES; p0 += TOGETHER) {
-        uint2 words[TOGETHER];
-#pragma unroll
-        for (int p = 0; p < TOGETHER; ++p)
-          if (p0 + p < SOURCES) words[p] = look_pair(from + (p0 + p) * plane);
-        for (;;) {
-          bool all = true;
-#pragma unroll
-          for (int p = 0; p < TOGETHER; ++p)
-            if (p0 + p < SOURCES && ((words[p].x ^ phase) | (words[p].y ^ phase)) & 1u) {
-              words[p] = look_pair(from + (p0 + p) * plane);
-              all = false;
-            }
-          if (all) break;
-        }
-#pragma unroll
-        for (int p = 0; p < TOGETHER; ++p)
-          if (p0 + p < SOURCES) {
-            to[0] += __uint_as_float(words[p].x & ~1u);
-            to[1] += __uint_as_float(words[p].y & ~1u);
-          }
-      }
+      if constexpr (FIRST) add_sums(from, phase, to);
       if constexpr (OPTIONS)
         stepper.arrive(kept[turn][j], carried[turn][j], arrived, step_of(t - 1), rows_before);
     }
   };
 
   // what one unit's step is computed from
-  const auto values = [&](const Item& read, int u, float(&x)[GATES], float(&r)[RECURRENT], float(&before)[STATES],
+  const auto values = [&](const Item& read, int u, float(&x)[GATES], float(&r)[RESULTS], float(&before)[STATES],
                           float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)]) {
 #pragma unroll
     for (int g = 0; g < GATES; ++g) x[g] = half_of(wide_gates(read.gates[g]), u);
@@ -417,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
+        float x[GATES], r[RESULTS] = {}, before[STATES], v[MOST(VECTORS)], e[MOST(INPUTS)];
         values(item[turn][j], u, x, r, before, v, e);
 #if STAGED
         run_ahead(x, r, before, v, e, item[turn][j].m, ahead[j][u]);
@@ -425,163 +451,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         ahead[j][u] = known(x, r, before, v, e);
 #endif
       }
-  };
-
-  // the cell's gradients for the thread's units
-  const auto compute = [&](int t, int turn, const Known(&ahead)[OWN][2]) {
-    if (own_row >= PASS) return;
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-      const Item& read = item[turn][j];
-      Back& own = kept[turn][j];
-      float dx[2][GATES], dr[2][RECURRENT];
-      float2 to_inputs[MOST(INPUTS)], to_zones[STATES];
-      const bool row_there = is_row(turn, j), first = has_first && row_there, second = first && has_second;
-      const bool valid = !MARKED || read.step.valid;
-      const float2 output = wide_pair(read.y_gradient), h = wide_pair(read.before);
-      const auto begin = [&](int u, Unit& of) {  // what the cell's gradient reads of a unit
-        values(read, u, of.x, of.r, of.before, of.v, of.e);
-        stepper.begin(read.step, own, u, half_of(output, u), carried[turn][j], of.d, of.stayed, of.to_z);
-      };
-#if STAGED
-      Unit units[2];
-      begin(0, units[0]), begin(1, units[1]);
-      Values values[2];
-      if (ROOMY) values[0] = ahead[j][0], values[1] = ahead[j][1];
-      float m[MOST(MEANS)];
-#pragma unroll
-      for (int i = 0; i < LEVELS; ++i) m[i] = read.m[i];
-      const int beyond = turn * COMPUTED + j * PASS;
-      unsigned* const means = means_at + beyond * MEAN_WORDS;
-      const bool member = row_there && rank < MEMBERS;
-#pragma unroll
-      for (int stage = 0; stage < STAGES; ++stage) {
-        float to[2][MOST(VALUES)], operand[MOST(ROUNDS)], q[MOST(ROUNDS)];
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          Unit& of = units[u];
-          const bool there = (u == 0 ? first : second) && valid;
-          float after[STATES];  // written by the first stage
-          if (!ROOMY && stage == 0) run_ahead(of.x, of.r, of.before, of.v, of.e, m, values[u]);
-          run_stage(stage, of.x, of.r, of.before, of.v, of.e, m, values[u], to[u], operand, of.d, q, there, dx[u], dr[u],
-                    of.to_s, of.to_v, of.to_e, after);
-#if ZONEOUT_GRADIENT
-          if (stage == 0)
-#pragma unroll
-            for (int s = 0; s < STATES; ++s) of.to_z[s] = valid ? of.to_z[s] * (of.before[s] - after[s]) : 0.f;
-#endif
-        }
-        if (numbers(stage) == 0) continue;
-        if (shared_out(stage)) {
-          give_sums(stage, to, unit < UNITS, unit + 1 < UNITS, means, rank, t / 2 % 2, member, lane);
-        } else {
-          float data[4 * MOST(PACKS)] = {};
-          summarise(stage, to, unit < UNITS, unit + 1 < UNITS, units_of(rank), lane, data);
-          if (pair == 0 && member) give_means(stage, data, means, rank, t / 2 % 2);
-        }
-        take_means(stage, means, t / 2 % 2, member, own_row + beyond, rank, lane, m);
-      }
-#endif
-      float sums_now[MOST(SUMMED) + 1][2] = {};  // of this step, with ASIDE
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-#if STAGED
-        const Unit& of = units[u];
-#else
-        Unit of;
-        begin(u, of);
-#if ZONEOUT_GRADIENT
-        float after[STATES];
-        step(of.x, of.r, of.before, of.v, of.e, after);
-#pragma unroll
-        for (int s = 0; s < STATES; ++s) of.to_z[s] = valid ? of.to_z[s] * (of.before[s] - after[s]) : 0.f;
-#endif
-        step_backward(ROOMY ? ahead[j][u] : known(of.x, of.r, of.before, of.v, of.e), of.x, of.r, of.before, of.v, of.e, of.d, dx[u],
-                      dr[u], of.to_s, of.to_v, of.to_e);
-#endif
-#pragma unroll
-        for (int s = 0; s < STATES; ++s) {
-          if (valid) carried[turn][j][s][u] = OPTIONS ? of.to_s[s] + of.stayed[s] : of.to_s[s];
-          (u == 0 ? to_zones[s].x : to_zones[s].y) = of.to_z[s];
-        }
-        if constexpr (MARKED)
-#pragma unroll
-          for (int g = 0; g < GATES; ++g) dx[u][g] = valid ? dx[u][g] : 0.f;
-#pragma unroll
-        for (int i = 0; i < INPUTS; ++i) (u == 0 ? to_inputs[i].x : to_inputs[i].y) = valid ? of.to_e[i] : 0.f;
-        if constexpr (NOISE && !GATEWISE) own.factor[u] = stepper.factor(read.step, u, valid);
-        const bool there = (u == 0 ? first : second) && valid;  // a sum never takes what the cell makes of nothing
-        const auto sum_up = [&](int i, float value) { (ASIDE ? sums_now : summed)[i][u] += there ? value : 0.f; };
-#pragma unroll
-        for (int g = 0; g < GATES; ++g)
-          if constexpr (BIAS) sum_up(g, dx[u][g]);
-#pragma unroll
-        for (int i = 0; i < APART; ++i)
-          if constexpr (BIAS) sum_up(GATES + i, dr[u][apart(i)]);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) sum_up(SUMMED - VECTORS + i, of.to_v[i]);
-#pragma unroll
-        for (int g = 0; g < RECURRENT; ++g) dr[u][g] = there ? dr[u][g] : 0.f;
-      }
-      if constexpr (RESET) own.was_cut = read.step.cut;
-      if constexpr (NOISE && !GATEWISE) own.operand_before = h;
-      unsigned* const given_to = given + ring_at + (turn * COMPUTED + j * PASS) * PITCH;
-      unsigned* const put_to = gradients + (t * SUBS + turn) % 2 * GRADIENT_WORDS;
-      const bool in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
-      float scale = 1.f;
-#if HALVES
-      float most = LEAST_SCALED;
-#pragma unroll
-      for (int g = 0; g < RECURRENT; ++g) most = fmaxf(most, fmaxf(fabsf(dr[0][g]), fabsf(dr[1][g])));
-#pragma unroll
-      for (int far = 1; far < PAIRS; far *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, far));
-      const float unscaled = unscale_of(most);
-      const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
-      scale = scale_of(unscaled);
-      if (pair == 0) {
-        if (GATHERED == 1 && in_shared) put_to[gradient_at(own_row + j * PASS, DEPTHS * 8)] = factor;
-        if (GATHERED > 1 && row_there) put(given_to + scale_at, factor);
-      }
-#endif
-#pragma unroll
-      for (int g = 0; g < RECURRENT; ++g) {
-        if constexpr (GATHERED > 1) {
-          if (row_there) give(given_to + g * GATE_WORDS, 0, dr[0][g] * scale, dr[1][g] * scale, phase_of(t));
-        } else if (in_shared) {
-          unsigned* const to = put_to + gradient_at(own_row + j * PASS, pair_at + g * GATE_WORDS);
-#if ELEMENT_BYTES == 2 || HALVES
-          *to = operand_pair(dr[0][g] * scale, dr[1][g] * scale);
-#else
-          *(uint2*)to = {operand(dr[0][g]), operand(dr[1][g])};
-#endif
-        }
-      }
-      const auto further = further_on(turn, j);
-      const bool shown = first && (!PACKED || step_of(t) < own.ends), also = shown && has_second;
-#pragma unroll
-      for (int g = 0; g < GATES; ++g)
-        store_pair(gate_gradients_at + (further * GATES + g) * UNITS, dx[0][g], dx[1][g], shown, also);
-#pragma unroll
-      for (int i = 0; i < APART; ++i)
-        store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], shown, also);
-      if constexpr (OPTIONS) stepper.store(own, h, rows, to_zones, to_inputs, shown);
-      if constexpr (ASIDE)
-#pragma unroll
-        for (int i = 0; i < SUMMED; i += 2) {
-          float4& both = aside[i / 2 * PASS * PAIRS];
-          const float4 before = both;
-          both = {before.x + sums_now[i][0], before.y + sums_now[i][1], before.z + sums_now[i + 1][0],
-                  before.w + sums_now[i + 1][1]};
-        }
-      if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
-#pragma unroll
-        for (int back = 0; back < PERIOD; ++back) {
-          unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (turn * COMPUTED + j * PASS) * PITCH;
-#pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) put(old + g * GATE_WORDS, NOTHING);
-          if (HALVES && pair == 0) put(old + scale_at, NOTHING);
-        }
-    }
   };
 
   // Loads answer in order: what the next step reads would keep the gradients waiting if it were asked for before.
@@ -631,26 +500,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     if (putting_left > at + 1) put_pair(there + SUM_PITCH, word(1), word(3));
   };
   // of scaled gradients and weights, as they have to be
-  const auto unscaled = [&](int t, int sub, int strip, int n, float(&sum)[4]) {
+  const auto unscaled = [&](int place, int strip, int n, float(&sum)[4]) {
 #if HALVES
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const unsigned factor = gradients[(t * SUBS + sub) % 2 * GRADIENT_WORDS + gradient_at(n * 8 + lane % 4 * 2 + e % 2, DEPTHS * 8)];
+      const unsigned factor = gradients[place + gradient_at(n * 8 + lane % 4 * 2 + e % 2, FACTOR_AT)];
       sum[e] = sum[e] * __uint_as_float(factor) * (unscale[min(strip, SHARE - 1)][e / 2] * (1.f / SUM_SHARE));
     }
 #endif
   };
-  const auto sums_of = [&](int t, int strip) { return putting + (t % 2 ? SOURCES * plane : 0) + strip * 16; };
+  const auto sums_of = [&](int t, int round, int strip) {
+    return putting + round * round_plane + (t % 2 ? SOURCES * plane : 0) + strip * 16;
+  };
   const auto has_units = [&](int strip) { return (place * STRIPS + warp * SHARE + strip) * 16 + lane / 4 * 2 < UNITS; };
 
-  const auto product = [&](int t, int sub) {
+  const auto product = [&](int t, int sub, int round) {
+    const int place_in = place_for(t, sub);
+    const bool reads_on = round == 0 && sub + 1 == SUBS;
 #if WARPGROUPS
     // by gate those of a gate while the one before it goes behind its mask
     float sums[GATEWISE ? 2 : 1][SHARE][TILES][4], all[SHARE][TILES][4] = {};
     // found anew at each step, or the compiler would find all that follow before the first, and spill them
     const unsigned rows_at = operand_at(shared_address(memory) + of_warp(warp / 4) * STREAMED * 2048, 1024);
     const unsigned columns_at =
-        operand_at(shared_address(gradients) + of_warp((t * SUBS + sub) % 2) * GRADIENT_WORDS * 4, STRIDE * 4);
+        operand_at(shared_address(gradients) + of_warp(place_in) * 4, STRIDE * 4);
     const auto begin = [&](float(&to)[SHARE][TILES][4], int first, int count) {  // of so many depths, by their turns
       begin_products();
 #pragma unroll
@@ -675,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int gate = 0; gate <= RECURRENT; ++gate) {
         if (gate < RECURRENT) begin(sums[gate % 2], gate * GATE_RUN, GATE_RUN);
         if (gate == 0) {
-          if (sub + 1 == SUBS) read_on(t);
+          if (reads_on) read_on(t);
           continue;
         }
         if (gate < RECURRENT)
@@ -695,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     } else {
       begin(sums[0], 0, DEPTHS);
-      if (sub + 1 == SUBS) read_on(t);
+      if (reads_on) read_on(t);
       multiplied();
       have(sums[0]);
     }
@@ -706,47 +579,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int n = 0; n < TILES; ++n) {
         const int at = sub * ROWS + n * 8;
         float(&sum)[4] = GATEWISE ? all[strip][n] : sums[0][strip][n];
-        unscaled(t, sub, strip, n, sum);
-        if (has_units(strip)) put_sums(sums_of(t, strip) + at * SUM_PITCH, at, sum, t / 2 % 2);
+        unscaled(place_in, strip, n, sum);
+        if (has_units(strip)) put_sums(sums_of(t, round, strip) + at * SUM_PITCH, at, sum, t / 2 % 2);
       }
     }
 #else
     if (warp * SHARE >= STRIPS) {  // the same for the whole warp
-      if (sub + 1 == SUBS) read_on(t);
+      if (reads_on) read_on(t);
       return;
     }
-    const unsigned columns = shared_address(gradients) + ((t * SUBS + sub) % 2 * GRADIENT_WORDS + columns_at) * 4;
+    const unsigned columns = shared_address(gradients) + (place_in + columns_at) * 4;
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
       float sums[CHAINS][CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
       if (i0 > 0 && warp * SHARE + i0 >= STRIPS) break;
 #pragma unroll
-      for (int turn = 0; turn < DEPTHS; turn += 2) {
-        const int d = depth_at(turn);
-        if (sub + 1 == SUBS && i0 == 0 && turn == DEPTHS / 4 / 2 * 2) read_on(t);
+      for (int all_turns = 0; all_turns < slots_of(round) * EVEN_DEPTHS; all_turns += 2) {
+        const int slot = all_turns / EVEN_DEPTHS, turn = all_turns % EVEN_DEPTHS;
+#if INSIDE
+        const int first = turn;  // depth of the slot's gradients
+#else
+        const int first = depth_at(turn);
+#endif
+        if (reads_on && i0 == 0 && slot == 0 && turn == SLOT_DEPTHS / 4 / 2 * 2) read_on(t);
         uint4 b[TILES];
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-          const unsigned at = columns + (n * 8 * STRIDE + d * 8) * 4;
-          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+          const unsigned at = columns + (n * 8 * STRIDE + slot * SLOT_WORDS + first * 8) * 4;
+          b[n] = first + 1 < SLOT_DEPTHS ? load_columns(at) : load_half_columns(at);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          if (d + half < DEPTHS) {
+          if (first + half < SLOT_DEPTHS) {
+#if INSIDE
+            const int d = depth_in(round, slot, turn + half), gate = gate_in(round, slot);
+#else
+            const int d = first + half, gate = (turn + half) / GATE_RUN % RECURRENT;
+#endif
             Right right[TILES];
 #pragma unroll
             for (int n = 0; n < TILES; ++n) right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #pragma unroll
             for (int c = 0; c < CHUNK; ++c)
               if (i0 + c < SHARE) {
-                const int i = i0 * DEPTHS + (d + half) * min(CHUNK, SHARE - i0) + c;
+                const int i = i0 * DEPTHS + d * min(CHUNK, SHARE - i0) + c;
                 const Left weight = left_of(Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
                                                                  : resident[Weights::resident(i)]);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][c][n], weight, right[n]);
                 if constexpr (GATEWISE)  // the sums of a gate go behind its mask
                   if ((turn + half + 1) % GATE_RUN == 0) {
-                    const int gate = (turn + half) / GATE_RUN % RECURRENT, strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+                    const int strip = min(warp * SHARE + i0 + c, STRIPS - 1);
 #pragma unroll
                     for (int n = 0; n < TILES; ++n) {
                       float(&sum)[4] = sums[0][c][n];
@@ -773,9 +656,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int n = 0; n < TILES; ++n) {
           float(&sum)[4] = GATEWISE ? all[c][n] : sums[0][c][n];
           if constexpr (CHAINS == 2 && !GATEWISE) add(sum, sums[CHAINS - 1][c][n]);
-          unscaled(t, sub, i0 + c, n, sum);
+          unscaled(place_in, i0 + c, n, sum);
           const int at = sub * ROWS + n * 8;
-          if (has_units(i0 + c)) put_sums(sums_of(t, i0 + c) + at * SUM_PITCH, at, sum, t / 2 % 2);
+          if (has_units(i0 + c)) put_sums(sums_of(t, round, i0 + c) + at * SUM_PITCH, at, sum, t / 2 % 2);
         }
       }
     }
@@ -793,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int j = 0; j < ACROSS; ++j) {
         const int block = (j * 32 + lane) / (OWN_WORDS / 4);
-        factors[j] = block < GATHERED ? part[gradient_at(row, DEPTHS * 8 + block)] : 0;
+        factors[j] = block < GATHERED ? part[gradient_at(row, FACTOR_AT + block)] : 0;
         most = max(most, factors[j]);
       }
       most = __reduce_max_sync(0xffffffffu, most);  // of powers of two as numbers
@@ -805,7 +688,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const unsigned both = half_pair(ratio, ratio);
         words = {times_pair(words.x, both), times_pair(words.y, both), times_pair(words.z, both), times_pair(words.w, both)};
       }
-      if (lane == 0) part[gradient_at(row, DEPTHS * 8)] = most;
+      if (lane == 0) part[gradient_at(row, FACTOR_AT)] = most;
     }
 #endif
   };
@@ -814,6 +697,278 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     show_products();
 #endif
   };
+  // The gradients of a round's gates of some parts of the sequences, gathered, and their product.
+  const auto gather = [&](int t, int first, int count, int round) {
+    const unsigned* const from = gathered + ring_at + first_slot(round) * SLOT_WORDS;
+    const auto look_at = [&](int sub) {
+#pragma unroll
+      for (int slot = 0; slot < slots_of(round); ++slot)
+        arrivals[slot].look_at(from + slot * SLOT_WORDS + sub * ROWS * PITCH, rows_left(sub), lane, phase_of(t));
+    };
+    look_at(first);
+#pragma unroll
+    for (int sub = first; sub < first + count; ++sub) {
+      unsigned* const to = gradients + place_for(t, sub);
+#pragma unroll
+      for (int slot = 0; slot < slots_of(round); ++slot) {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+          arrivals[slot].settle(to + slot * SLOT_WORDS + arrived_at, from + slot * SLOT_WORDS + sub * ROWS * PITCH, rows_left(sub),
+                                lane, phase_of(t), part);
+        level(to + slot * SLOT_WORDS);
+      }
+      show_gradients();
+      __syncthreads();
+      if (sub + 1 < first + count) look_at(sub + 1);  // not before: what shows gradients would wait for the words
+      product(t, sub, round);
+      place_now = 1 - place_now;
+    }
+  };
+
+  // The gradients of a round's gates, of two units of a sequence, to where they are multiplied, or gathered before that.
+  const auto hand_on = [&](int t, int turn, int j, int round, const float(&of)[2][RESULTS]) {
+    const int count = INSIDE ? slots_of(round) : RECURRENT;
+    const bool row_there = is_row(turn, j), in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
+    unsigned* const given_to = given + ring_at + first_slot(round) * SLOT_WORDS + (turn * COMPUTED + j * PASS) * PITCH;
+    unsigned* const put_to = gradients + place_for(t, turn);
+    float scale = 1.f;
+#if HALVES
+    float most = LEAST_SCALED;
+#pragma unroll
+    for (int g = 0; g < count; ++g) most = fmaxf(most, fmaxf(fabsf(of[0][g]), fabsf(of[1][g])));
+#pragma unroll
+    for (int far = 1; far < PAIRS; far *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, far));
+    const float unscaled = unscale_of(most);
+    const unsigned factor = __float_as_uint(unscaled * SUM_SHARE);
+    scale = scale_of(unscaled);
+    if (pair == 0) {
+      if (GATHERED == 1 && in_shared) put_to[gradient_at(own_row + j * PASS, FACTOR_AT)] = factor;
+#pragma unroll
+      for (int slot = 0; slot < slots_of(round); ++slot)
+        if (GATHERED > 1 && row_there) put(given_to + slot * SLOT_WORDS + scale_at, factor);
+    }
+#endif
+#pragma unroll
+    for (int g = 0; g < count; ++g) {
+      if constexpr (GATHERED > 1) {
+        if (row_there) give(given_to + g * GATE_APART, 0, of[0][g] * scale, of[1][g] * scale, phase_of(t));
+      } else if (in_shared) {
+        unsigned* const to = put_to + gradient_at(own_row + j * PASS, pair_at + g * GATE_APART);
+#if ELEMENT_BYTES == 2 || HALVES
+        *to = operand_pair(of[0][g] * scale, of[1][g] * scale);
+#else
+        *(uint2*)to = {operand(of[0][g]), operand(of[1][g])};
+#endif
+      }
+    }
+  };
+#if INSIDE
+  // What the product of a round inside the step makes of what has been handed on: its sums, for a thread's units.
+  const auto multiply_inside = [&](int t, int turn, int round, float(&sums)[OWN][2]) {
+    if constexpr (GATHERED > 1) {
+      gather(t, turn * (COMPUTED / ROWS), COMPUTED / ROWS, round);
+    } else {
+      __syncthreads();
+      product(t, turn, round);
+      place_now = 1 - place_now;
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      sums[j][0] = sums[j][1] = 0.f;
+      const unsigned* const from = arriving + round * round_plane + (t % 2 ? SOURCES * plane : 0);
+      if (has_first && is_row(turn, j)) add_sums(from + (turn * COMPUTED + j * PASS) * SUM_PITCH, t / 2 % 2, sums[j]);
+    }
+    __syncwarp();
+  };
+#endif
+
+  const auto begin_unit = [&](int turn, int j, int u, Unit& of) {  // what the cell's gradient reads of a unit
+    const Item& read = item[turn][j];
+    values(read, u, of.x, of.r, of.before, of.v, of.e);
+    const float output = half_of(wide_pair(read.y_gradient), u);
+    stepper.begin(read.step, kept[turn][j], u, output, carried[turn][j], of.d, of.stayed, of.to_z);
+  };
+  // the cell's gradients for the thread's units
+  constexpr int BESIDE = INSIDE ? OWN : 1;  // sequences of a thread that go through the stages side by side
+  const auto compute = [&](int t, int turn, const Known(&ahead)[OWN][2]) {
+    const bool computes = own_row < PASS;
+    if (!INSIDE && !computes) return;
+#pragma unroll
+    for (int j0 = 0; j0 < OWN; j0 += BESIDE) {
+      float all_dx[BESIDE][2][GATES], all_dr[BESIDE][2][RESULTS];
+#if STAGED
+      Unit all_units[BESIDE][2];
+      Values between[BESIDE][2];  // what stages keep
+      float m[BESIDE][MOST(MEANS)], q[BESIDE][2][MOST(INSIDE)];
+#pragma unroll
+      for (int i = 0; i < BESIDE; ++i) {
+        if (!computes) break;
+        const Item& read = item[turn][j0 + i];
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          begin_unit(turn, j0 + i, u, all_units[i][u]);
+          if (ROOMY) between[i][u] = ahead[j0 + i][u];
+        }
+#pragma unroll
+        for (int l = 0; l < LEVELS; ++l) m[i][l] = read.m[l];
+      }
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage) {
+        float operands[BESIDE][2][MOST(ROUNDS)];
+#pragma unroll
+        for (int i = 0; i < BESIDE; ++i) {
+          if (!computes) break;
+          const int j = j0 + i;
+          const bool row_there = is_row(turn, j), first = has_first && row_there, second = first && has_second;
+          const bool valid = !MARKED || item[turn][j].step.valid;
+          float to[2][MOST(VALUES)];
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            Unit& of = all_units[i][u];
+            const bool there = (u == 0 ? first : second) && valid;
+            float after[STATES];  // written by the first stage
+            if (!ROOMY && stage == 0) run_ahead(of.x, of.r, of.before, of.v, of.e, m[i], between[i][u]);
+            run_stage(stage, of.x, of.r, of.before, of.v, of.e, m[i], between[i][u], to[u], operands[i][u], of.d, q[i][u], there,
+                      all_dx[i][u], all_dr[i][u], of.to_s, of.to_v, of.to_e, after);
+#pragma unroll
+            for (int round = 0; round < INSIDE; ++round) operands[i][u][round] = there ? operands[i][u][round] : 0.f;
+#if ZONEOUT_GRADIENT
+            if (stage == 0)
+#pragma unroll
+              for (int s = 0; s < STATES; ++s) of.to_z[s] = valid ? of.to_z[s] * (of.before[s] - after[s]) : 0.f;
+#endif
+          }
+          if (numbers(stage) == 0) continue;
+          const int beyond = turn * COMPUTED + j * PASS;
+          unsigned* const means = means_at + beyond * MEAN_WORDS;
+          const bool member = row_there && rank < MEMBERS;
+          if (shared_out(stage)) {
+            give_sums(stage, to, unit < UNITS, unit + 1 < UNITS, means, rank, t / 2 % 2, member, lane);
+          } else {
+            float data[4 * MOST(PACKS)] = {};
+            summarise(stage, to, unit < UNITS, unit + 1 < UNITS, units_of(rank), lane, data);
+            if (pair == 0 && member) give_means(stage, data, means, rank, t / 2 % 2);
+          }
+          take_means(stage, means, t / 2 % 2, member, own_row + beyond, rank, lane, m[i]);
+        }
+#if INSIDE
+        int asked = 0;
+#pragma unroll
+        for (int round = 1; round <= INSIDE; ++round) {
+          if (round_stage(round) != stage) continue;
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            if (!computes) break;
+            const float of[2][RESULTS] = {{operands[j][0][asked]}, {operands[j][1][asked]}};
+            hand_on(t, turn, j, round, of);
+          }
+          asked = asked + 1 < INSIDE ? asked + 1 : asked;
+          float sums[OWN][2];
+          multiply_inside(t, turn, round, sums);
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            if (!computes) break;
+            Back& own = kept[turn][j];
+            const Step& marks = item[turn][j].step;
+            const bool valid = !MARKED || marks.valid, there = has_first && is_row(turn, j) && valid;
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+              q[j][u][round - 1] = stepper.inside(marks, u, valid) * sums[j][u];
+              if (NOISE_GRADIENT && there && (u == 0 || has_second))
+                own.noise_sums[u] += sums[j][u] * entered_in(between[j][u], round - 1);
+            }
+          }
+        }
+#endif
+      }
+#endif
+#pragma unroll
+      for (int i = 0; i < BESIDE; ++i) {
+        if (!computes) break;
+        const int j = j0 + i;
+        const Item& read = item[turn][j];
+        Back& own = kept[turn][j];
+        float(&dx)[2][GATES] = all_dx[i];
+        float(&dr)[2][RESULTS] = all_dr[i];
+        float2 to_inputs[MOST(INPUTS)], to_zones[STATES];
+        const bool row_there = is_row(turn, j), first = has_first && row_there, second = first && has_second;
+        const bool valid = !MARKED || read.step.valid;
+        const float2 h = wide_pair(read.before);
+        float sums_now[MOST(SUMMED) + 1][2] = {};  // of this step, with ASIDE
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+#if STAGED
+          const Unit& of = all_units[i][u];
+#else
+          Unit of;
+          begin_unit(turn, j, u, of);
+#if ZONEOUT_GRADIENT
+          float after[STATES];
+          step(of.x, of.r, of.before, of.v, of.e, after);
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) of.to_z[s] = valid ? of.to_z[s] * (of.before[s] - after[s]) : 0.f;
+#endif
+          step_backward(ROOMY ? ahead[j][u] : known(of.x, of.r, of.before, of.v, of.e), of.x, of.r, of.before, of.v, of.e, of.d, dx[u],
+                        dr[u], of.to_s, of.to_v, of.to_e);
+#endif
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) {
+            if (valid) carried[turn][j][s][u] = OPTIONS ? of.to_s[s] + of.stayed[s] : of.to_s[s];
+            (u == 0 ? to_zones[s].x : to_zones[s].y) = of.to_z[s];
+          }
+          if constexpr (MARKED)
+#pragma unroll
+            for (int g = 0; g < GATES; ++g) dx[u][g] = valid ? dx[u][g] : 0.f;
+#pragma unroll
+          for (int i = 0; i < INPUTS; ++i) (u == 0 ? to_inputs[i].x : to_inputs[i].y) = valid ? of.to_e[i] : 0.f;
+          if constexpr (NOISE && !GATEWISE) own.factor[u] = stepper.factor(read.step, u, valid);
+          const bool there = (u == 0 ? first : second) && valid;  // a sum never takes what the cell makes of nothing
+          const auto sum_up = [&](int i, float value) { (ASIDE ? sums_now : summed)[i][u] += there ? value : 0.f; };
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            if constexpr (BIAS) sum_up(g, dx[u][g]);
+#pragma unroll
+          for (int i = 0; i < APART; ++i)
+            if constexpr (BIAS) sum_up(GATES + i, dr[u][apart(i)]);
+#pragma unroll
+          for (int i = 0; i < VECTORS; ++i) sum_up(SUMMED - VECTORS + i, of.to_v[i]);
+#pragma unroll
+          for (int g = 0; g < RESULTS; ++g) dr[u][g] = there ? dr[u][g] : 0.f;
+        }
+        if constexpr (RESET) own.was_cut = read.step.cut;
+        if constexpr (NOISE && !GATEWISE) own.operand_before = h;
+        if constexpr (FIRST) hand_on(t, turn, j, 0, dr);
+        const auto further = further_on(turn, j);
+        const bool shown = first && (!PACKED || step_of(t) < own.ends), also = shown && has_second;
+#pragma unroll
+        for (int g = 0; g < GATES; ++g)
+          store_pair(gate_gradients_at + (further * GATES + g) * UNITS, dx[0][g], dx[1][g], shown, also);
+#pragma unroll
+        for (int i = 0; i < APART; ++i)
+          store_pair(apart_gradients_at + (further * APART + i) * UNITS, dr[0][apart(i)], dr[1][apart(i)], shown, also);
+        if constexpr (OPTIONS) stepper.store(own, h, rows, to_zones, to_inputs, shown);
+        if constexpr (ASIDE)
+#pragma unroll
+          for (int i = 0; i < SUMMED; i += 2) {
+            float4& both = aside[i / 2 * PASS * PAIRS];
+            const float4 before = both;
+            both = {before.x + sums_now[i][0], before.y + sums_now[i][1], before.z + sums_now[i + 1][0],
+                    before.w + sums_now[i + 1][1]};
+          }
+        if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
+#pragma unroll
+          for (int back = 0; back < PERIOD; ++back) {
+            unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (turn * COMPUTED + j * PASS) * PITCH;
+#pragma unroll
+            for (int g = 0; g < (INSIDE ? SLOTS : RECURRENT); ++g) put(old + g * GATE_APART, NOTHING);
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; ++slot)
+              if (HALVES && pair == 0) put(old + slot * SLOT_WORDS + scale_at, NOTHING);
+          }
+      }
+    }
+  };
+
   const bool wants_initial = a.initial_gradients[0] != nullptr || goes_on_before(a) || RESET_TO || NOISE_GRADIENT;
   for (int t = 0; t < time; ++t) {
     const bool goes_on = t + 1 < time || wants_initial;
@@ -828,28 +983,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         __syncwarp();
       }
       compute(t, turn, ahead);
-      if (GATHERED == 1 && (goes_on || turn + 1 < TURNS)) {
+      if (GATHERED == 1 && FIRST && (goes_on || turn + 1 < TURNS)) {
         show_gradients();
         __syncthreads();  // the last step's too: its next turn writes where a product of the step before may still read
       }
-      if (GATHERED == 1 && goes_on) product(t, turn);
-    }
-    if (GATHERED > 1 && goes_on) {
-      const auto place_for = [&](int sub) { return gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS + arrived_at; };
-      arrival.look_at(gathered + ring_at, rows_left(0), lane, phase_of(t));
-#pragma unroll
-      for (int sub = 0; sub < SUBS; ++sub) {
-        const unsigned* const from = gathered + ring_at + sub * ROWS * PITCH;
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part)
-          arrival.settle(place_for(sub), from, rows_left(sub), lane, phase_of(t), part);
-        level(gradients + (t * SUBS + sub) % 2 * GRADIENT_WORDS);
-        if (sub + 1 < SUBS) arrival.look_at(from + ROWS * PITCH, rows_left(sub + 1), lane, phase_of(t));
-        show_gradients();
-        __syncthreads();
-        product(t, sub);
+      if (GATHERED == 1 && FIRST && goes_on) {
+        product(t, turn, 0);
+        place_now = 1 - place_now;
       }
     }
+    if (GATHERED > 1 && goes_on && FIRST) gather(t, 0, SUBS, 0);
+    if (!FIRST) read_on(t);
     gate_gradients_at += row_step * GATES * UNITS;
     apart_gradients_at += row_step * APART * UNITS;
 #if STAGED

@@ -24,7 +24,9 @@
 //              states, final states; the ring of states
 //
 // What options add stands in options.cu; a kernel without them has none of it.  Of a cell with means over the units
-// (STAGED) the threads of a sequence make them between the stages of its step, as spread_means.cu says.
+// (STAGED) the threads of a sequence make them between the stages of its step, as spread_means.cu says.  What enters a
+// product inside the step (INSIDE) all blocks exchange as they do the states, and multiply it with the gates of that
+// product alone (spread_inside.cu).
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for all others that own the same sequences, so the launch must be cooperative.
@@ -33,7 +35,12 @@
 
 constexpr int ROWS = 8 * TILES, PAIRS = SLICE / 2, THREADS = 32 * WARPS, SPLITS = WARPS / GROUPS;
 constexpr int PASS = THREADS / PAIRS < ROWS ? THREADS / PAIRS : ROWS, OWN = (ROWS + PASS - 1) / PASS;
-constexpr int STRIPS = (RECURRENT * SLICE + 15) / 16, SHARE = (STRIPS + GROUPS - 1) / GROUPS;
+#if INSIDE
+constexpr int RESULTS = LINKS, SHARE = STRIPS_OF_WARP, STRIPS = GROUPS * SHARE, FEWEST = fewest_strips();
+#else
+constexpr int RESULTS = RECURRENT, STRIPS = (RECURRENT * SLICE + 15) / 16, SHARE = (STRIPS + GROUPS - 1) / GROUPS;
+constexpr int FEWEST = SHARE;  // strips of a warp that are multiplied together
+#endif
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
 // of a sequence's states, or of 16 bytes of all sequences': 8 times 16 bytes are in 32 different banks
 constexpr int STRIDE = WARPGROUPS ? PLANES * ROWS * 4 + 4 : WORDS + 4;
@@ -47,19 +54,19 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128 * TOGETHER / 4;
 constexpr int WEIGHT_SCALES = HALVES ? WARPS * SHARE * 16 : 0, SCALES = HALVES ? SUBS * ROWS : 0;
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
-constexpr int CHAINS = SHARE * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = FEWEST * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 // of a sequence in the ring: 16 bytes of a plane, its words, all words
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PLANE_PITCH = CHUNKS * 4, PITCH = PLANES * PLANE_PITCH;
 constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 // With means between the stages registers are short, and what is the same at all steps stays in shared memory.
-constexpr int FIXED = ASIDE ? RECURRENT + GATES + VECTORS : 0;
+constexpr int FIXED = ASIDE ? RESULTS + GATES + VECTORS : 0;
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALES + FIXED * SLICE) == SHARED,
               "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
-constexpr bool EVEN = APIECE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
+constexpr bool EVEN = APIECE && !INSIDE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
 static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of more than two gates");
 static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 #if HALVES && EXACT
@@ -77,7 +84,7 @@ __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
-                SUBS == 1, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
+                SUBS == 1 || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
 constexpr int PART_DEPTHS = BESIDE ? States::OF_PART * 16 : DEPTHS;  // steps of depth of a part
 static_assert(!BESIDE || (WARPGROUPS && PLANES == 1), "all states are there before the product");
 
@@ -94,7 +101,7 @@ struct Arguments {
   float* states[2];                // [STATES - 1, time, batch, UNITS]: every state but the first, after each step
 #if STAGED
   float* levels[2];      // [time, batch, MEANS]: means of each step
-  Element* operands[2];  // as staged_forward.cu has it: of nothing here
+  Element* operands[2];  // [INSIDE, time, batch, UNITS]: what entered the products inside the step
 #endif
   long long time, batch;
 #if CARRIED
@@ -106,10 +113,12 @@ struct Arguments {
 #else
   static constexpr Options o = {};
 #endif
-  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for means [directions, 2, batch, MEAN_WORDS]
+  // ones: [1 + INSIDE, directions, RING, batch, PITCH], and for means [directions, 2, batch, MEAN_WORDS]
+  unsigned* ring;
   long long first_row, first_direction, directions;
 };
 
+#if !INSIDE
 // of row m of the product, the gate, and the unit of the block: a thread that reads a sequence's sums finds its two
 // units' values of two gates side by side, and its neighbour's behind them, or those of one gate
 __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
@@ -122,6 +131,10 @@ __device__ __forceinline__ void place_of(int m, int& gate, int& unit) {
   gate = 2 * section + (two ? within % 4 / 2 : 0);
   unit = (two ? within / 4 : within / 2) * 2 + within % 2;
 }
+__device__ constexpr int result_gate(int result) { return result; }
+#endif
+// whether the product has row m, which is of a gate
+__device__ __forceinline__ bool is_row(int m, int gate) { return INSIDE ? gate < RECURRENT : m < RECURRENT * SLICE; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
@@ -148,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     int gate, unit;
     place_of(m, gate, unit);
     unit += rank * SLICE;
-    const bool there = s + lane / 16 < SHARE && m < RECURRENT * SLICE && unit < UNITS;
+    const bool there = s + lane / 16 < SHARE && is_row(m, gate) && unit < UNITS;
     unscale[s / 2] = there ? scales_behind(weights)[gate * UNITS + unit] : 0.f;
   }
 #endif
@@ -158,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     m += (group * SHARE + s % SHARE) * 16;
     place_of(m, gate, unit);
     unit += rank * SLICE;
-    const bool there = m < RECURRENT * SLICE && unit < UNITS;
+    const bool there = is_row(m, gate) && unit < UNITS;
     const Weight* const at = weights + ((long long)(s / SHARE * RECURRENT + gate) * UNITS + unit) * WEIGHT_PITCH;
     return WeightRow{at + first_column, there ? UNITS - first_column : 0};
   };
@@ -219,10 +232,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto is_there = [&](int sub, int j) {
     return own_left > sub * ROWS + j * PASS && (ROWS % PASS == 0 || own_row + j * PASS < ROWS);
   };
-  float bias[RECURRENT][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
+  float bias[RESULTS][2], x_bias[GATES][2], vectors[MOST(VECTORS)][2], state[SUBS][OWN][STATES][2];
 #pragma unroll
-  for (int g = 0; g < RECURRENT; ++g) {
-    const Element* const at = a.bias[direction] + g * UNITS + unit;
+  for (int g = 0; g < RESULTS; ++g) {
+    const Element* const at = a.bias[direction] + result_gate(g) * UNITS + unit;
     bias[g][0] = a.bias[direction] != nullptr && has_first ? wide(at[0]) : 0.f;
     bias[g][1] = a.bias[direction] != nullptr && has_second ? wide(at[1]) : 0.f;
   }
@@ -241,12 +254,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     vectors[v][0] = has_first ? wide(a.vectors[direction][v][unit]) : 0.f;
     vectors[v][1] = has_second ? wide(a.vectors[direction][v][unit + 1]) : 0.f;
   }
-  constexpr int OF_X = RECURRENT, OF_VECTORS = RECURRENT + GATES;
+  constexpr int OF_X = RESULTS, OF_VECTORS = RESULTS + GATES;
   float2* const fixed = (float2*)(memory + SHARED / 4 - FIXED * SLICE) + pair;  // [FIXED, PAIRS]
   if constexpr (FIXED > 0) {
     if (own_row == 0) {
 #pragma unroll
-      for (int g = 0; g < RECURRENT; ++g) fixed[g * PAIRS] = {bias[g][0], bias[g][1]};
+      for (int g = 0; g < RESULTS; ++g) fixed[g * PAIRS] = {bias[g][0], bias[g][1]};
 #pragma unroll
       for (int g = 0; g < GATES; ++g) fixed[(OF_X + g) * PAIRS] = {x_bias[g][0], x_bias[g][1]};
 #pragma unroll
@@ -328,14 +341,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #if STAGED
   const long long mean_plane = (long long)batch * MEAN_WORDS;
-  unsigned* means_at = a.ring + a.directions * RING * buffer + direction * 2 * mean_plane + (long long)(row0 + own_row) * MEAN_WORDS;
+  unsigned* means_at = a.ring + (1 + INSIDE) * a.directions * RING * buffer + direction * 2 * mean_plane +
+                       (long long)(row0 + own_row) * MEAN_WORDS;
   float* levels_at = a.levels[direction] + first * MEANS;
   keep(means_at);
 #endif
+#if INSIDE
+  const long long round_pitch = a.directions * RING * buffer;  // from one product's words in the ring to the next one's
+  Element* operands_at = a.operands[direction] + first * UNITS + unit;
+  keep(operands_at);
+#endif
   States arrival;
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
-  int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + group * SHARE * 16 + lane / 4 * 2;
-  int partial_from = own_row * SUM_STRIDE + pair * 4;
+  int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + (INSIDE ? 0 : group * SHARE * 16) + lane / 4 * 2;
+  int partial_from = own_row * SUM_STRIDE + pair * (INSIDE ? 2 : 4);
   keep(sent), keep(first_seen), keep(gates_at), keep(y_at), keep(states_at);
   keep(weights_at), keep(arrived_at), keep(partial_to), keep(partial_from);
   // what a lane was given the assembler cannot make anew either, at each step, while all wait for it
@@ -366,6 +385,90 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     constexpr float least = 1.f / STATE_SCALE;
     const auto initial = [&] { return scales[sub * ROWS + own_row + j * PASS]; };
     return begins || SCALES_STAY ? initial() : BOUNDED ? least : fmaxf(initial(), least);
+  };
+#if INSIDE
+  // what enters a product inside the step is no larger than 1, or than the state before the step
+  const auto unscale_inside = [&](int sub, int j, bool begins) {
+    return begins ? fmaxf(unscale_at(sub, j, true), unscale_at(sub, j, false)) : unscale_at(sub, j, false);
+  };
+#endif
+#endif
+
+#if INSIDE
+  // the gates of a round times its operand, which lies in shared memory
+  const auto multiply_round = [&](int round, int sub) {
+    float sums[CHAINS][SHARE][TILES][4] = {};
+#pragma unroll
+    for (int d = 0; d < DEPTHS; d += 2) {
+      uint4 b[TILES];
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        const unsigned at = columns + (n * 8 * STRIDE + d * 8) * 4;
+        b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (d + half >= DEPTHS) break;
+        const auto words_of = [&](int n) { return half ? uint2{b[n].z, b[n].w} : uint2{b[n].x, b[n].y}; };
+        Right right[TILES];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) right[n] = right_of(words_of(n).x, words_of(n).y);
+#pragma unroll
+        for (int s = 0; s < SHARE; ++s) {
+          if (!is_in(round, s)) continue;
+          if constexpr (GATEWISE)
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+              right[n] = behind_mask(sub, n, d + half, gate_of_strip(group, s), words_of(n).x, words_of(n).y);
+          const int i = (d + half) * SHARE + s;
+          const Left weight = left_of(Weights::streamed(i) ? streamed[weights_at + Weights::before(i) * 32]
+                                                           : resident[Weights::resident(i)]);
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) multiply(sums[half % CHAINS][s][n], weight, right[n]);
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < SHARE; ++s) {
+      if (!is_in(round, s)) continue;
+#if HALVES
+      const float2 its = weight_scales[(warp * SHARE + s) * 8 + lane / 4];
+#else
+      constexpr float2 its = {1.f, 1.f};
+#endif
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        float* const to = partial + partial_to + n * 8 * SUM_STRIDE + column_of_strip(group, s);
+        float(&sum)[4] = sums[0][s][n];
+        if constexpr (CHAINS == 2) add(sum, sums[CHAINS - 1][s][n]);
+        *(float2*)to = {sum[0] * its.x, sum[2] * its.y};
+        *(float2*)(to + SUM_STRIDE) = {sum[1] * its.x, sum[3] * its.y};
+      }
+    }
+  };
+  // What a round gives a thread's units, once all warps have multiplied.
+  const auto take_results = [&](int round, int sub, bool begins, float(&r)[OWN][2][RESULTS]) {
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+      float scale = GATEWISE ? (float)a.o.noise_scale : 1.f;
+#if HALVES
+      scale *= round == 0 ? unscale_at(sub, j, begins) : unscale_inside(sub, j, begins);
+#endif
+#pragma unroll
+      for (int l = 0; l < LINKS; ++l) {
+        if (link_round(l) != round) continue;
+        float2 sum = LATE_BIAS ? float2{0.f, 0.f} : bias_of(l);
+#pragma unroll
+        for (int s = 0; s < SPLITS; ++s) {
+          const float* const part = partial + partial_from + (s * ROWS + j * PASS) * SUM_STRIDE;
+          const float2 one = *(const float2*)(part + column_of_gate(link_gate(l)));
+          sum.x += one.x, sum.y += one.y;
+        }
+        r[j][0][l] = LATE_BIAS ? scale * sum.x + bias_of(l).x : sum.x;
+        r[j][1][l] = LATE_BIAS ? scale * sum.y + bias_of(l).y : sum.y;
+      }
+    }
   };
 #endif
 
@@ -398,8 +501,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       };
       if (t > 0) {
 #pragma unroll
-        for (int part = 0; part < (BESIDE ? 1 : PARTS); ++part) settle(part);
-      } else if (has_initial(a) || RESET_TO) {
+        for (int part = 0; part < (BESIDE ? 1 : PARTS) && FIRST; ++part) settle(part);
+      } else if (has_initial(a) || RESET_TO || (INSIDE && sub > 0)) {  // else there are zeros
         for (int i = threadIdx.x; i < ROWS * PLANE_PITCH; i += THREADS) {
           const int line = i / PLANE_PITCH, word = i % PLANE_PITCH;
           const int place = row0 + sub * ROWS + line, column = word * WORD_ELEMENTS;
@@ -433,6 +536,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         else if (t + 1 < time)
           read(sub, t + 1, gates_at + row_step * GATES * UNITS, next);
       };
+#if INSIDE
+      if constexpr (FIRST) multiply_round(0, sub);
+#else
       {
 #if WARPGROUPS && HALVES && EXACT
         // a warp past the last strip reads what lies behind an operand, and has sums that nobody asks for
@@ -599,18 +705,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
         }
       }
-      if (SUBS > 1 && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
-        const int after = sub + 1 < SUBS ? sub + 1 : 0;
-        arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
-                        sub + 1 < SUBS ? phase_before : phase);
-      }
+#endif
+      const auto look_at_next_part = [&] {
+        if (SUBS > 1 && FIRST && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
+          const int after = sub + 1 < SUBS ? sub + 1 : 0;
+          arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
+                          sub + 1 < SUBS ? phase_before : phase);
+        }
+      };
+      if (!INSIDE) look_at_next_part();
       __syncthreads();
 
-      float given[OWN][2][GATES], r[OWN][2][RECURRENT], after[OWN][2][STATES] = {}, output[OWN][2] = {};
-      if (own_row < PASS) {
+      float given[OWN][2][GATES], r[OWN][2][RESULTS], after[OWN][2][STATES] = {}, output[OWN][2] = {};
+      const auto read_unit = [&](int j, int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) v[i] = u == 0 ? vector_of(i).x : vector_of(i).y;
+#pragma unroll
+        for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
+      };
+      const auto begin_step = [&] {
+#if INSIDE
+        if constexpr (FIRST) take_results(0, sub, t == 0, r);
+#endif
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+#if !INSIDE
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g)
             r[j][0][g] = LATE_BIAS ? 0.f : bias_of(g).x, r[j][1][g] = LATE_BIAS ? 0.f : bias_of(g).y;
@@ -643,6 +765,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
               for (int u = 0; u < 2; ++u) r[j][u][g] = scale * r[j][u][g] + (u == 0 ? bias_of(g).x : bias_of(g).y);
           }
+#endif
 #pragma unroll
           for (int g = 0; g < GATES; ++g) {
             const float2 value = wide_gates(x[LATE_X ? 0 : sub][j][g]);
@@ -650,45 +773,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             given[j][1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias_of(g).y;
           }
         }
-        const auto read_unit = [&](int j, int u, float(&v)[MOST(VECTORS)], float(&e)[MOST(INPUTS)], float(&before)[STATES]) {
-#pragma unroll
-          for (int i = 0; i < VECTORS; ++i) v[i] = u == 0 ? vector_of(i).x : vector_of(i).y;
-#pragma unroll
-          for (int i = 0; i < INPUTS; ++i) e[i] = half_of(items[sub][j].inputs[i], u);
-#pragma unroll
-          for (int s = 0; s < STATES; ++s) before[s] = state[sub][j][s][u];
-        };
+      };
 #if STAGED
-        Values values[OWN][2];
-        float m[OWN][MOST(MEANS)];
-        unsigned* const means = means_at;
-        const auto row_there = [&](int j) { return batch - row0 - own_row > sub * ROWS + j * PASS; };
+      Values values[OWN][2];
+      float m[OWN][MOST(MEANS)], entered[OWN][2][MOST(INSIDE)];
+      unsigned* const means = means_at;
+      const auto row_there = [&](int j) { return batch - row0 - own_row > sub * ROWS + j * PASS; };
+      const auto run_cells = [&](int stage) {
 #pragma unroll
-        for (int stage = 0; stage < STAGES; ++stage) {
+        for (int j = 0; j < OWN; ++j) {  // what all exchange travels at once
+          if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
+          float to[2][MOST(VALUES)], operand[2][MOST(ROUNDS)];
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {  // the means of all travel at once
-            if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
-            float to[2][MOST(VALUES)], operand[MOST(ROUNDS)];
-#pragma unroll
-            for (int u = 0; u < 2; ++u) {
-              float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
-              read_unit(j, u, v, e, before);
-              run_stage(stage, given[j][u], r[j][u], before, v, e, m[j], values[j][u], to[u], operand, after[j][u]);
-            }
-            if (numbers(stage) == 0) continue;
-            float data[4 * MOST(PACKS)] = {};
-            summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
-            if (pair == 0 && row_there(j)) give_means(stage, data, means + (sub * ROWS + j * PASS) * MEAN_WORDS, rank, t / 2 % 2);
+          for (int u = 0; u < 2; ++u) {
+            float v[MOST(VECTORS)], e[MOST(INPUTS)], before[STATES];
+            read_unit(j, u, v, e, before);
+            run_stage(stage, given[j][u], r[j][u], before, v, e, m[j], values[j][u], to[u], operand[u], after[j][u]);
           }
-          if (numbers(stage) == 0) continue;
+#if INSIDE
+          int asked = 0;
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {
-            if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
-            const int at = sub * ROWS + j * PASS;
-            take_means(stage, means + at * MEAN_WORDS, t / 2 % 2, row_there(j), own_row + at, rank, lane, m[j]);
-          }
-        }
+          for (int round = 1; round <= INSIDE; ++round) {
+            if (round_stage(round) != stage) continue;
+            float scale = 1.f;
+#if HALVES
+            scale = scale_of(unscale_inside(sub, j, t == 0));
 #endif
+#pragma unroll
+            for (int u = 0; u < 2; ++u)
+              entered[j][u][round - 1] = stepper.inside(items[sub][j], u) * operand[u][asked < INSIDE ? asked : 0];
+            ++asked;
+            if (is_there(sub, j))
+              give(sent + round * round_pitch + sent_at + (sub * ROWS + j * PASS) * PITCH, PLANE_PITCH,
+                   entered[j][0][round - 1] * scale, has_second ? entered[j][1][round - 1] * scale : 0.f, phase);
+          }
+#endif
+          if (numbers(stage) == 0) continue;
+          float data[4 * MOST(PACKS)] = {};
+          summarise(stage, to, has_first, has_second, units_of(rank), lane, data);
+          if (pair == 0 && row_there(j)) give_means(stage, data, means + (sub * ROWS + j * PASS) * MEAN_WORDS, rank, t / 2 % 2);
+        }
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+          if (numbers(stage) == 0 || (ROWS % PASS != 0 && own_row + j * PASS >= ROWS)) break;
+          const int at = sub * ROWS + j * PASS;
+          take_means(stage, means + at * MEAN_WORDS, t / 2 % 2, row_there(j), own_row + at, rank, lane, m[j]);
+        }
+      };
+#endif
+      const auto end_step = [&] {
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
           if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
@@ -707,7 +840,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
             stepper.end(items[sub][j], u, step_now, before, after[j][u], state[sub][j], output[j][u], entering[u]);
           }
-          if (t + 1 < time && is_there(sub, j)) {
+          if (t + 1 < time && FIRST && is_there(sub, j)) {
 #if HALVES
             const float scale = scale_of(unscale_at(sub, j, false));
             entering[0] *= scale, entering[1] *= scale;
@@ -716,7 +849,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                  phase);
           }
         }
+      };
+#if INSIDE
+      if (own_row < PASS) begin_step();
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage) {
+        if (own_row < PASS) run_cells(stage);
+#pragma unroll
+        for (int round = 1; round <= INSIDE; ++round) {
+          if (round_stage(round) != stage) continue;
+          States inside;
+          const unsigned* const from = first_seen + round * round_pitch + sent_at + sub * ROWS * PITCH;
+          inside.look_at(from, rows_left(sub), lane, phase);
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part)
+            inside.settle(states + arrived_at, from, rows_left(sub), lane, phase, part);
+          __syncthreads();
+          if (round == INSIDE) read_on();
+          multiply_round(round, sub);
+          __syncthreads();
+          if (own_row < PASS) take_results(round, sub, t == 0, r);
+        }
       }
+      if (own_row < PASS) end_step();
+      look_at_next_part();
+#else
+      if (own_row < PASS) {
+        begin_step();
+#if STAGED
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) run_cells(stage);
+#endif
+        end_step();
+      }
+#endif
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
@@ -747,6 +913,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_gates(apart_at + (further * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first, second);
+#if INSIDE
+          const bool counts = !MARKED || item.valid;  // else it may be anything
+#pragma unroll
+          for (int i = 0; i < INSIDE; ++i)
+            store_pair(operands_at + i * state_stride + further * UNITS, counts ? entered[j][0][i] : 0.f,
+                       counts ? entered[j][1][i] : 0.f, first, second);
+#endif
           if constexpr (BEFORE) {
             if (t + 1 < time) store_before(sub, j, next_step, row_step);
           } else {
@@ -767,6 +940,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int i = 0; i < PERIOD * PLANES; ++i)
             put(sent + (t - 2 * PERIOD + i / PLANES) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + i % PLANES * PLANE_PITCH,
                 NOTHING);
+#if INSIDE
+#pragma unroll
+          for (int i = 0; i < PERIOD * INSIDE; ++i)
+            put(sent + (1 + i / PERIOD) * round_pitch + (t - 2 * PERIOD + i % PERIOD) % RING * buffer + (sub * ROWS + j * PASS) * PITCH,
+                NOTHING);
+#endif
         }
       }
       if constexpr (OPTIONS) {
@@ -780,13 +959,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
-    if (SUBS == 1 && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
+    if (SUBS == 1 && FIRST && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
 #if STAGED
     levels_at += row_step * MEANS;
     means_at += t % 2 == 0 ? mean_plane : -mean_plane;
+#endif
+#if INSIDE
+    operands_at += row_step * UNITS;
 #endif
     apart_at += row_step * APART * UNITS;
     states_at += row_step * UNITS;
@@ -818,7 +1000,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int s = 0; s < STATES; ++s)
               if (a.o.sequences[s] != nullptr) store_pair(a.o.sequences[s] + shown, 0.f, 0.f, first, second);
-          if constexpr (SAVED) store_pair(a.o.before[direction] + at * UNITS + unit, 0.f, 0.f, first, second);
+          if constexpr (SAVED) {
+            store_pair(a.o.before[direction] + at * UNITS + unit, 0.f, 0.f, first, second);
+#if INSIDE
+            for (int i = 0; i < INSIDE; ++i)
+              store_pair(a.operands[direction] + i * state_stride + at * UNITS + unit, 0.f, 0.f, first, second);
+#endif
+          }
         }
       }
 }

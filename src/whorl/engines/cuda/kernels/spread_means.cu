@@ -16,8 +16,7 @@ constexpr int MEMBERS = (UNITS + SLICE - 1) / SLICE;  // blocks with units
 // A thread's second sequence would wait for the first one's pause: 7.38 us without and 7.45 with 100, 1,024 at 128.
 constexpr unsigned PAUSE = COLLECTED ? 100 : 8 * TILES * LANES <= 32 * WARPS ? 200 : 0, PAUSE_FOUND = 300;
 constexpr int MOST_NUMBERS = 4 * MOST(PACKS);
-static_assert((LANES & (LANES - 1)) == 0 && LANES >= 4 && LANES <= 32, "the threads of a warp have whole sequences");
-static_assert(ROUNDS == 0 && LEAVES == LINKS && LINKS == RECURRENT, "means alone are between the stages of what is spread");
+static_assert(REDUCTIONS == 0 || ((LANES & (LANES - 1)) == 0 && LANES >= 4 && LANES <= 32), "the threads of a warp have whole sequences");
 static_assert(!COLLECTED || SUBS * 8 * TILES <= MEMBERS, "a block collects those of one sequence");
 
 // Words of a block's numbers of a sequence after a stage, and those before a stage.
