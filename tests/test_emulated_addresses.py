@@ -40,7 +40,8 @@ TESTS = {
     "means": [
         "test_staged.py::test_a_step_of_several_stages[layer norm of r and c]",
         "test_staged.py::test_a_step_of_several_stages[layer norm and a product]",
-        "test_staged.py::test_a_step_with_means_where_blocks_exchange_through_l2[1-layer_norm_lstm]",
+        "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[3-layer_norm_lstm]",
+        "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[4-gru_before]",
         "test_norm_of_x.py::test_its_kernels",
     ],
 }
