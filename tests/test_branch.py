@@ -375,8 +375,7 @@ def test_a_graph_has_two_branches() -> None:
 def test_a_graph_is_replayed_beside_calls_on_the_stream_that_captured_it(
     kind: str, shape: tuple[int, ...], precision: str
 ) -> None:
-    """torch has one workspace of cuBLAS for a stream: graph and calls wrote to it at once, and half of these calls,
-    whose stream torch gives a graph by chance, were wrong."""
+    """torch has one workspace of cuBLAS for a stream, which both would write to, and hands out streams in turns."""
     count, batch, time, units = shape
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "tf32"):

@@ -30,7 +30,7 @@ WITHOUT_WHORL_TOO = {
     "saving_lib_test.py::SavingDiskIOStoreTest::test_disk_io_store_remote_working_dir_is_preserved",
 }
 ELSEWHERE = "conv_lstm or efficientnet"
-"""Layers that are no recurrent ones of whorl's, and files of a network without any: half of the time."""
+"""Layers that are no recurrent ones of whorl's, and files of a network without any: some 100 of 260 seconds on JAX."""
 
 
 @pytest.mark.parametrize("backend", TESTS)

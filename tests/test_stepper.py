@@ -358,6 +358,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"inputs\['dt'\] has shape \[2\], the stepper of GRU takes that of one step, \[batch, units or 1\] with",
     ),
     "inputs": (lambda s: s(torch.zeros(2, 4), inputs=torch.zeros(2, 1)), "this cell reads no extra inputs"),
+    "inputs without a name": (
+        lambda s: s(torch.zeros(2, 4), inputs=torch.zeros(1, 2, 1)),
+        r"inputs has shape \[1, 2, 1\], the stepper of GRU takes that of one step, \[batch, units or 1\] with batch 2",
+    ),
     "state": (lambda s: setattr(s, "state", torch.zeros(1, 3, 6)), r"the state h has shape \(1, 3, 6\)"),
 }
 

@@ -177,11 +177,14 @@ class Stepper:
         layer = self._layer
         who = f"the stepper of {type(layer).__name__}"
         axes = Axes(who, x[None], False)
-        named = {f"inputs[{name!r}]": one for name, one in inputs.items()} if isinstance(inputs, Mapping) else {}
-        for name, value, rest in [("reset", reset, ()), *((name, one, ("units or 1",)) for name, one in named.items())]:
-            if isinstance(value, Tensor) and (value.dim() != 1 + len(rest) or value.shape[0] != self._batch):
-                wanted = f"[{', '.join(map(str, ('batch', *rest)))}] with batch {self._batch}"
-                raise InputError(f"{name} has shape {[*value.shape]}, {who} takes that of one step, {wanted}.")
+        by_name = inputs if isinstance(inputs, Mapping) else {}
+        extras_given = {"inputs": inputs} | {f"inputs[{name!r}]": one for name, one in by_name.items()}
+        forms = {"reset": (reset, "[batch]", 1)}
+        forms |= {name: (one, "[batch, units or 1]", 2) for name, one in extras_given.items()}
+        for name, (value, wanted, count) in forms.items():  # an axis for time goes before, which nobody gave
+            if isinstance(value, Tensor) and (value.dim() != count or value.shape[0] != self._batch):
+                given_as = f"{name} has shape {[*value.shape]}"
+                raise InputError(f"{given_as}, {who} takes that of one step, {wanted} with batch {self._batch}.")
 
         def step(value: Any) -> Any:
             return value[None] if isinstance(value, Tensor) else value

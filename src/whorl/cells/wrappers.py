@@ -134,15 +134,11 @@ def _scaled(part: str, gate: str, value: Expr) -> Expr:
 
 def clipped(graph: Graph, limits: Mapping[str, float]) -> Graph:
     """The step with new states held between -limit and limit, also where it reads them to compute another state."""
-    known: dict[str, set[float | None]] = {}
+    known: dict[str, set[float | None]] = {}  # of states whose new values are one expression
     for state, node in zip(graph.states, graph.outputs, strict=True):
-        known.setdefault(node.digest, set()).add(limits.get(state))
-    alike = {digest: limit for digest, (limit, *others) in known.items() if limit is not None and not others}
-    ends = {
-        node.digest: alike[node.digest]
-        for node in graph.outputs
-        if node.op not in ("var", "const") and node.digest in alike
-    }
+        if node.op not in ("var", "const"):
+            known.setdefault(node.digest, set()).add(limits.get(state))
+    ends = {digest: limit for digest, (limit, *others) in known.items() if limit is not None and not others}
 
     def change(node: Expr, made: Expr) -> Expr:
         return clip(made, -ends[node.digest], ends[node.digest]) if node.digest in ends else made

@@ -127,14 +127,15 @@ def handle(dtype: torch.dtype) -> int:
         cublas().cublasSetMathMode(made, _DEFAULT_MATH)
     if torch._C._cuda_isCurrentStreamCapturing():
         _spaces.pop(made, None)  # before the next is taken, which is then the same in the same graph
-        give_space(made, _spaces.setdefault(made, empty(*workspace(torch._C._cuda_getDevice()))))
+        _spaces[made] = empty(*workspace(torch._C._cuda_getDevice()))
+        give_space(made, _spaces[made])
     return made
 
 
 _spaces: dict[int, Tensor] = {}
 """What the products of a graph write to meanwhile, by the handle.  torch's is that of the stream it is captured on:
-replayed on another while that stream goes on, both would write to it (a graph of GRU and calls on the stream of its
-capture, at once: one gradient in six was wrong)."""
+replayed on another while that stream goes on, both would write to it (a graph of GRU in float32 and calls on the stream
+of its capture, at once: 16 to 20 of 120 calls had a wrong gradient, in chunks 39 to 47)."""
 
 
 def give_space(handle: int, space: Tensor) -> None:

@@ -298,7 +298,7 @@ def _given(size: Size, kind: str) -> list[int]:
     return [4 * -(-count // 4) if count > 2 else 2 * (count > 0) for count in numbers]
 
 
-def _given_any(size: Size) -> bool:
+def _has_means(size: Size) -> bool:
     """Whether the step has means."""
     return any(any(_given(size, kind)) for kind in ("forward", "backward"))
 
@@ -432,7 +432,7 @@ def _wide_ways_back(size: Size, tiles: int, subs: int) -> Sequence[tuple[int, in
 
 def _of(size: Size, slices: set[int]) -> list[int]:
     """Those with which a size may be cut: for means the threads of a warp have whole sequences."""
-    return sorted(units for units in slices if not _given_any(size) or units & (units - 1) == 0)
+    return sorted(units for units in slices if not _has_means(size) or units & (units - 1) == 0)
 
 
 def _first(found: Iterator[Spread | None], chip: Chip) -> Iterator[Spread]:
