@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emulation import Kernel, compiled
 from whorl.engines.cuda import prepare
-from whorl.engines.cuda.source import _text
+from whorl.engines.cuda.kernel_text import text_of
 from whorl.engines.cuda.tiling import SHARED, Chip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -63,7 +63,7 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Weights [gates x units, units], what arrives [block, warp, strip, depth, lane, element], places of 16 bytes."""
     share, depths = -(-strips // warps), gates * slice_ * dtype.itemsize // 32
-    files = "\n".join(_text(name) for name in ("ptx.cu", "weights.cu"))
+    files = "\n".join(text_of(name) for name in ("ptx.cu", "weights.cu"))
     taken = (share * depths - resident) * warps * 512
     text = _KERNEL.format(
         element=dtype.itemsize, units=units, gates=gates, slice=slice_, shared=taken + shared, strips=strips,
@@ -151,7 +151,7 @@ _ARCHITECTURES = {Chip(capability, 1).architecture for capability in SHARED}
 
 
 def test_the_launch_has_the_room_that_kernels_count_on() -> None:
-    text = _text("weights.cu")
+    text = text_of("weights.cu")
     found = [int(size) << 10 for size in re.findall(r"(?:LEAST|MOST)_SHARED = (\d+) << 10", text)]
     assert found == [prepare._LEAST_SHARED, prepare._MOST_SHARED]
     assert f"LEAST_OPERANDS = {prepare._LEAST_OPERANDS};" in text

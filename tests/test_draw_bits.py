@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emulation import Kernel, compiled
 from test_machine_code import listed, needs_tools
-from whorl.engines.cuda import options, source
+from whorl.engines.cuda import beside, options
 from whorl.engines.cuda.compile import cubin
 from whorl.noise import RECURRENT, ZONEOUT, drawn, tag, threshold
 
@@ -57,8 +57,8 @@ def test_bits_are_those_that_are_counted(
     states: int, zones: dict[int, int], noise: int | None, units: int, time: int, batch: int, parts: int, counted: bool,
     folder: Path,
 ) -> None:  # fmt: skip
-    name, layer, direction = source.draw_bits_name(states, [*zones], noise is not None), 3, 1
-    code = compiled(source.draw_bits(states, [*zones], noise is not None), name, "sm_90a", folder=folder)
+    name, layer, direction = beside.draw_bits_name(states, [*zones], noise is not None), 3, 1
+    code = compiled(beside.draw_bits(states, [*zones], noise is not None), name, "sm_90a", folder=folder)
     kernel = Kernel(code, name, 0, options._THREADS, 0, 1, options._DRAW_BITS)
     ids = torch.arange(batch).flip(0) * 5 + 2**31 if counted else None
     made = torch.full((time, batch, -(-units // 2)), -1, dtype=torch.int16)
@@ -79,7 +79,7 @@ def test_bits_are_those_that_are_counted(
 def test_masks_are_those_that_are_counted(
     count: int, width: int, time: int, batch: int, blocks: int, counted: bool, folder: Path
 ) -> None:
-    code = compiled(source.draw(), "draw_masks", "sm_90a", folder=folder)
+    code = compiled(beside.draw(), "draw_masks", "sm_90a", folder=folder)
     kernel = Kernel(code, "draw_masks", 0, options._THREADS, 0, 1, options._DRAW)
     ids = torch.arange(batch).flip(0) * 5 + 2**31 if counted else None
     made, below, own = torch.full((count, time, batch, width), torch.nan), threshold(0.3), tag(RECURRENT, 3, 1)
@@ -115,7 +115,7 @@ def test_a_draw_takes_few_instructions(
     states: int, zones: tuple[int, ...], noise: bool, draws: int, most: int, tmp_path: Path
 ) -> None:
     """Of four units: 16 products and as many xors for each draw that they share, and what compares and keeps them."""
-    lines = listed(cubin(source.draw_bits(states, zones, noise), "draw_bits", "sm_90a"), tmp_path / "kernel.cubin")
+    lines = listed(cubin(beside.draw_bits(states, zones, noise), "draw_bits", "sm_90a"), tmp_path / "kernel.cubin")
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\.(L_x_\d+):", line.strip()))}
     ends = [(at, re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)) for at, line in enumerate(lines)]
     begin, end = max(
@@ -130,5 +130,5 @@ def test_a_draw_takes_few_instructions(
 @needs_tools
 def test_masks_are_drawn_without_a_division_for_each_word(tmp_path: Path) -> None:
     """One of 64 bits is a call, and eight of them took longer than the draw: three number the row, step and unit."""
-    lines = listed(cubin(source.draw(), "draw_masks", "sm_90a"), tmp_path / "kernel.cubin")
+    lines = listed(cubin(beside.draw(), "draw_masks", "sm_90a"), tmp_path / "kernel.cubin")
     assert sum("CALL" in line for line in lines) <= 3

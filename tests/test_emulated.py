@@ -18,7 +18,7 @@ from comparison import broken, error, flat, weighted
 from emulation import CHIP, Kernel, compiled, emulated, left_behind
 from option_draws import Drawn
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
-from whorl.engines.cuda import grid, options, prepare, source, spreading, store, tiling
+from whorl.engines.cuda import beside, grid, options, prepare, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -616,7 +616,7 @@ def test_sequences_of_many_lengths_in_sub_tiles(
 def test_each_cluster_is_dealt_the_longest_sequence_that_is_left(batch: int, parts: int, folder: Path) -> None:
     lengths, made = torch.randint(0, 9, (batch,)), torch.full((batch,), -1)
     with emulated(folder):
-        kernel = options._small("order_by_length", source.order, options._ORDER, CHIP, 0)
+        kernel = options._small("order_by_length", beside.order, options._ORDER, CHIP, 0)
         kernel(0, -(-batch // 8), 1, made.data_ptr(), lengths.data_ptr(), batch, parts)
     assert sorted(made.tolist()) == list(range(batch))
     clusters = [lengths[places].tolist() for places in made.split(-(-batch // parts))]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from emulation import Kernel, compiled
 from test_machine_code import listed, nvdisasm
-from whorl.engines.cuda import source
+from whorl.engines.cuda import beside
+from whorl.engines.cuda.beside import Halving
 from whorl.engines.cuda.compile import cubin, missing
-from whorl.engines.cuda.source import Halving
 from whorl.engines.cuda.tiling import Chip
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 def made(halving: Halving, weights: list[Tensor], ring: int, folder: Path) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """The ring, and of each direction the planes and what scales are the inverse of; nothing else is written."""
     name, room = halving.name, 16 * ring + len(weights) * halving.size
-    code = compiled(source.halver(halving), name, "", folder=folder)
+    code = compiled(beside.halver(halving), name, "", folder=folder)
     kernel = Kernel(code, name, 0, halving.threads, halving.shared, 1, "6Q")
     space = torch.full((room + 64,), 0x5A, dtype=torch.uint8)
     first = space.data_ptr() + 16 * ring
@@ -136,7 +136,7 @@ def test_all_of_a_row_or_column_is_asked_for_at_once(
     halving: Halving, reads: int, capability: tuple[int, int], tmp_path: Path
 ) -> None:
     """16 bytes at a time, and nothing is spilled."""
-    code = cubin(source.halver(halving), halving.name, Chip(capability, 132).architecture)
+    code = cubin(beside.halver(halving), halving.name, Chip(capability, 132).architecture)
     assert halving.name.encode() in code
     if nvdisasm():
         lines = listed(code, tmp_path / "halve.cubin")

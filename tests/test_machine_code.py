@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cells_for_tests import CELLS
-from whorl.engines.cuda import grid, source, spreading, tiling
+from whorl.engines.cuda import beside, grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.overlapped import part_of
 from whorl.engines.cuda.prepare import flags, size_of
@@ -116,13 +116,13 @@ def test_kernels_of_a_part_of_the_steps_spill_no_more(
 
 
 SMALL = {
-    "filler": source.filler, "order": source.order, "draw": source.draw, "splitter": source.splitter,
-    "adding": partial(source.adding, torch.bfloat16), "row_copier": partial(source.row_copier, 8),
-    "draw_bits": partial(source.draw_bits, 2, [0, 1], True),
-    "masked": partial(source.masked, "masked", torch.float16, 8, True),
-    **{f"norming {kind}": partial(source.norming, kind, source.Norm(4, 96, torch.float32, True, True))
+    "filler": beside.filler, "order": beside.order, "draw": beside.draw, "splitter": beside.splitter,
+    "adding": partial(beside.adding, torch.bfloat16), "row_copier": partial(beside.row_copier, 8),
+    "draw_bits": partial(beside.draw_bits, 2, [0, 1], True),
+    "masked": partial(beside.masked, "masked", torch.float16, 8, True),
+    **{f"norming {kind}": partial(beside.norming, kind, beside.Norm(4, 96, torch.float32, True, True))
        for kind in ("forward", "backward")},
-    "halver": partial(source.halver, source.Halving(4, 96, False, True, 0)),
+    "halver": partial(beside.halver, beside.Halving(4, 96, False, True, 0)),
 }  # fmt: skip
 """Sources of kernels around those of layers."""
 

@@ -20,10 +20,10 @@ from whorl.cells import library
 from whorl.cells.expr import var
 from whorl.cells.wrappers import EPS, ahead, clipped, layer_norm, norm_vectors
 from whorl.cells.wrappers import counted as padded
+from whorl.engines.cuda.beside import Norm, norming
 from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.norms import Norms, _aligned, inside, norm_of, normed
 from whorl.engines.cuda.persistent import Persistent
-from whorl.engines.cuda.source import Norm, norming
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form, Problem, slots
 from whorl.weights import split

@@ -10,8 +10,10 @@ import torch
 import whorl
 from cells_for_tests import CELLS
 from whorl.cells import library
+from whorl.cells.intervals import bounded, contained
 from whorl.engines.cuda import grid, source, spreading, tiling
 from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.kernel_text import text_of, texts
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, DRAWN, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
@@ -61,7 +63,7 @@ def test_the_choice_is_pure_and_one_of_the_candidates(kind: str) -> None:
 
 
 def test_the_ring_is_the_kernels() -> None:
-    text = source._text("exchange.cu")
+    text = text_of("exchange.cu")
     assert f"PERIOD = {spreading.PERIOD};" in text
     assert "RING = OPERAND_BYTES == 2 ? 4 * PERIOD : 2;" in text
     assert (spreading.buffers(2), spreading.buffers(4)) == (4 * spreading.PERIOD, 2)
@@ -295,7 +297,7 @@ def test_what_float32_is_multiplied_as_float16(name: str, forward: bool) -> None
 def test_what_is_clipped_is_known_to_be_small() -> None:
     def of(layer: torch.nn.Module) -> tuple[bool, bool]:
         cell = layer.plan(torch.zeros(1, 1, 3)).problem.form.cell
-        return source.bounded(cell), source.contained(cell)
+        return bounded(cell), contained(cell)
 
     assert of(whorl.GRU(3, 4)) == of(whorl.GRU(3, 4, clip=3.0)) == (False, True)
     assert of(whorl.GRU(3, 4, clip=1.0)) == of(whorl.RNN(3, 4, nonlinearity="relu", clip=1.0)) == (True, True)
@@ -305,7 +307,7 @@ def test_what_is_clipped_is_known_to_be_small() -> None:
 
 def test_no_kernel_has_a_lambda_with_a_parameter_of_any_type() -> None:
     """NVRTC 13.0 takes one for a function of the host, and does not compile it; 13.5 does."""
-    for text in source.texts():
+    for text in texts():
         assert not re.search(r"\[[&=]?\]\([^)]*\bauto\b", text)
 
 

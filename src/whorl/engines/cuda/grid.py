@@ -5,9 +5,9 @@ from functools import lru_cache
 import torch
 
 from whorl.engines.cuda import spreading, staging, tiling, tuned
+from whorl.engines.cuda.beside import Halving
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.memory import empty, laid_out
-from whorl.engines.cuda.source import Halving
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 

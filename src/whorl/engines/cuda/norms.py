@@ -14,7 +14,8 @@ from torch import Tensor
 from whorl.cells.wrappers import ahead, norm_vectors, share_of_x
 from whorl.engines.base import as_bytes
 from whorl.engines.cuda import prepare
-from whorl.engines.cuda.source import ADDED, Norm, wide_gates
+from whorl.engines.cuda.beside import ADDED, Norm
+from whorl.engines.cuda.source import wide_gates
 from whorl.engines.cuda.tiling import Chip
 from whorl.problem import Form, Problem
 from whorl.weights import LayerWeights

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from whorl.engines.cuda import source, store
+from whorl.engines.cuda import beside, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.source import (
@@ -19,6 +19,7 @@ from whorl.engines.cuda.source import (
     GIVEN,
     GIVEN_BY_GATE,
     HELD,
+    NAMES,
     Features,
 )
 from whorl.engines.cuda.tiling import Chip
@@ -300,8 +301,8 @@ class Options:
         vector = 16 // x.element_size()
         if width % vector or x.data_ptr() % 16 or (masks is not None and masks.data_ptr() % 16):
             vector = 1
-        name = f"{'cleaned' if masks is None else 'masked'}_{source.NAMES[x.dtype]}_{vector}"
-        write = partial(source.masked, name, x.dtype, vector, masks is not None)
+        name = f"{'cleaned' if masks is None else 'masked'}_{NAMES[x.dtype]}_{vector}"
+        write = partial(beside.masked, name, x.dtype, vector, masks is not None)
         kernel = _small(name, write, _MASKED, self._chip, self._index)
         blocks = max(1, -(-self.batch * (width // vector) // _THREADS))
         parts = parts_of_steps(-(-self.count // max(1, self.batch)), blocks, _MASKING * self._chip.multiprocessors)
@@ -317,7 +318,7 @@ class Options:
         if not zones and not noise:
             return []
         states = len(form.cell.states)
-        name, write = source.draw_bits_name(states, zones, noise), partial(source.draw_bits, states, zones, noise)
+        name, write = beside.draw_bits_name(states, zones, noise), partial(beside.draw_bits, states, zones, noise)
         kernel = _small(name, write, _DRAW_BITS, self._chip, self._index)
         pairs, below, found = -(-form.units // 2), [threshold(p) for p in form.zoneout or (0.0,)], []
         blocks = max(1, -(-self.batch * -(-pairs // 2) // _THREADS))
@@ -339,7 +340,7 @@ class Options:
             return None
         if parts not in self._orders:
             made = empty(*laid_out((self.batch,), torch.int64))
-            kernel = _small("order_by_length", source.order, _ORDER, self._chip, self._index)
+            kernel = _small("order_by_length", beside.order, _ORDER, self._chip, self._index)
             kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch, parts)
             self._orders[parts] = made
         return self._orders[parts]
@@ -350,7 +351,7 @@ class Options:
     ) -> Tensor:  # fmt: skip
         """float32 [count, time, batch, width]: `event` where a word of this purpose, of so many of a unit, is one."""
         made = empty(*laid_out((count, time, self.batch, width), torch.float32)) if into is None else into
-        kernel = _small("draw_masks", source.draw, _DRAW, self._chip, self._index)
+        kernel = _small("draw_masks", beside.draw, _DRAW, self._chip, self._index)
         blocks = min(1024, -(-time * self.batch * -(-width // together(count)) // _THREADS))
         kernel(
             self._stream, blocks, 1, made.data_ptr(), *_addresses((self.ids, self.seed), 2), count, time, self.batch,
@@ -447,7 +448,7 @@ class Gradients:
         return made
 
 
-def _small(name: str, write: source.Writer, fields: str, chip: Chip, index: int) -> Kernel:
+def _small(name: str, write: beside.Writer, fields: str, chip: Chip, index: int) -> Kernel:
     """A kernel of one launch that depends on no layer."""
 
     def make() -> Kernel:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from whorl.cells.cell import Graph
-from whorl.engines.cuda import options, source, store
+from whorl.cells.intervals import bounded, contained, contained_inside
+from whorl.engines.cuda import beside, options, source, store
 from whorl.engines.cuda.launch import Kernel, is_loaded, loaded
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
@@ -39,8 +40,8 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     halves = element == 4 and features.noise != source.GIVEN_BY_GATE
     halves = halves and not (exact and (own is not None or source.has_options(cell, features)))
-    known = halves and not features.of_any_size and source.contained_inside(cell)
-    scales = halves, known and source.bounded(cell), known and source.contained(cell)
+    known = halves and not features.of_any_size and contained_inside(cell)
+    scales = halves, known and bounded(cell), known and contained(cell)
     ahead = source.registers(cell, features)
     given = features.noise in (source.GIVEN, source.GIVEN_BY_GATE) or source.BY_MASK in features.zoneout
     alone = features == Features(noise=features.noise, zoneout=features.zoneout) != PLAIN
@@ -119,17 +120,17 @@ _ADDING = "14Q64s"  # the argument of kernels/sums.cu
 
 def adding(dtype: torch.dtype, chip: Chip, index: int) -> Kernel:
     """The kernel that adds up the gradients of biases and vectors, on a device."""
-    threads = source.ADDED * source.ADDERS
+    threads = beside.ADDED * beside.ADDERS
     return _on_device(("adding", dtype), partial(adding_code, dtype, chip), chip, index, _ADDING, threads, 4 * threads)
 
 
 def adding_code(dtype: torch.dtype, chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
-    name = source.adding_name(dtype)
-    return name, store.kernel(source.adding(dtype), name, chip.architecture)
+    name = beside.adding_name(dtype)
+    return name, store.kernel(beside.adding(dtype), name, chip.architecture)
 
 
-def norming(kind: str, norm: source.Norm, chip: Chip, index: int) -> Kernel:
+def norming(kind: str, norm: beside.Norm, chip: Chip, index: int) -> Kernel:
     """A kernel of the layer norm of the input projection, on a device."""
     layout = f"{ {'forward': 6 + 2 * norm.gates, 'backward': 8 + norm.gates}[kind] }Q"
     block = norm.block(kind)
@@ -137,9 +138,9 @@ def norming(kind: str, norm: source.Norm, chip: Chip, index: int) -> Kernel:
     return _on_device(("norm", kind, norm), code, chip, index, layout, threads, block.shared)
 
 
-def norming_code(kind: str, norm: source.Norm, chip: Chip) -> tuple[str, bytes]:
+def norming_code(kind: str, norm: beside.Norm, chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
-    return norm.name(kind), store.kernel(source.norming(kind, norm), norm.name(kind), chip.architecture)
+    return norm.name(kind), store.kernel(beside.norming(kind, norm), norm.name(kind), chip.architecture)
 
 
 _COPYING = "7Q"  # the argument of kernels/rows.cu
@@ -153,7 +154,7 @@ def row_copier(word: int, chip: Chip, index: int) -> Kernel:
 def row_copier_code(word: int, chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
     name = f"copy_rows_{word}"
-    return name, store.kernel(source.row_copier(word), name, chip.architecture)
+    return name, store.kernel(beside.row_copier(word), name, chip.architecture)
 
 
 _SPLITTING = "10Q"  # the argument of kernels/split.cu
@@ -167,7 +168,7 @@ def splitter(chip: Chip, index: int) -> Kernel:
 def splitter_code(chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
     name = "split_float32"
-    return name, store.kernel(source.splitter(), name, chip.architecture)
+    return name, store.kernel(beside.splitter(), name, chip.architecture)
 
 
 _FILLING = "2Q"  # the argument of kernels/fill.cu
@@ -181,26 +182,26 @@ def filler(chip: Chip, index: int) -> Kernel:
 def filler_code(chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
     name = "fill_with_ones"
-    return name, store.kernel(source.filler(), name, chip.architecture)
+    return name, store.kernel(beside.filler(), name, chip.architecture)
 
 
 _HALVING = "6Q"  # the argument of kernels/halve.cu
 
 
-def halver(made: source.Halving, chip: Chip, index: int) -> Kernel:
+def halver(made: beside.Halving, chip: Chip, index: int) -> Kernel:
     """A kernel that makes float16 of recurrent weights, on a device."""
     code = partial(halver_code, made, chip)
     return _on_device(("halve", made), code, chip, index, _HALVING, made.threads, made.shared)
 
 
-def halver_code(made: source.Halving, chip: Chip) -> tuple[str, bytes]:
+def halver_code(made: beside.Halving, chip: Chip) -> tuple[str, bytes]:
     """Its name and machine code, from the store or compiled; needs no GPU."""
-    return made.name, store.kernel(source.halver(made), made.name, chip.architecture)
+    return made.name, store.kernel(beside.halver(made), made.name, chip.architecture)
 
 
-def halving(numbers: Numbers) -> source.Halving | None:
+def halving(numbers: Numbers) -> beside.Halving | None:
     """How the weights of a kernel become float16 before it; None where it takes them as they are."""
-    return source.halving(numbers.kind, len(numbers.cell.recurrent), numbers.units, numbers.tile)
+    return beside.halving(numbers.kind, len(numbers.cell.recurrent), numbers.units, numbers.tile)
 
 
 def fills(numbers: Numbers) -> bool:

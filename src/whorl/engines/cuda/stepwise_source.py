@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 
 import torch
 
 from whorl.cells.cell import Graph
 from whorl.cells.lower import identifier
+from whorl.engines.cuda.kernel_text import text_of
 from whorl.engines.segments import Link, Segments, segments
 
-_FOLDER = Path(__file__).parent / "kernels"
 _UNITS, _GENERATED, _SEGMENTS, _AFTER = "//: units\n", "//: generated\n", "//: segments\n", "//: after\n"
 _DTYPES = {torch.float64: 64, torch.float32: 32, torch.bfloat16: 16, torch.float16: 17}
 _INFINITY, _NAN = "real(__longlong_as_double(0x7ff0000000000000ll))", "real(__longlong_as_double(0x7ff8000000000000ll))"
@@ -44,14 +43,14 @@ def source(graph: Graph, dtype: torch.dtype) -> Source:
                 f'extern "C" __global__ void __launch_bounds__({most}) NAME({way}_{index})(const Step s) {{\n'
                 f"  const Arguments a = *s.a;\n  kernel::{way}_part<{index}>(a, {step});\n}}"
             )
-    text = _filled(_text("stepwise.cu"), {_UNITS: [_units(graph, dtype)], _SEGMENTS: kernels})
+    text = _filled(text_of("stepwise.cu"), {_UNITS: [_units(graph, dtype)], _SEGMENTS: kernels})
     return Source(text, _names(graph, dtype, parts), made)
 
 
 @lru_cache(maxsize=256)
 def stream(graph: Graph, dtype: torch.dtype) -> Source:
     """The kernel of one step of one layer, for every size, of a cell without means and products inside."""
-    text = _filled(_text("stream.cu"), {_UNITS: [_units(graph, dtype)], _AFTER: [_text("after.cu")]})
+    text = _filled(text_of("stream.cu"), {_UNITS: [_units(graph, dtype)], _AFTER: [text_of("after.cu")]})
     return Source(text, _names(graph, dtype, ["stream"]), _segments(graph))
 
 
@@ -73,7 +72,7 @@ def _units(graph: Graph, dtype: torch.dtype) -> str:
         lines += [one.text, f"constexpr Link {way}_LINKS[] = {{{_rows(one.links)}}};"]
     leaves = ", ".join(str(leaf).lower() for leaf in made.leaves) or "false"
     numbers = [f"constexpr int {name} = {value};" for name, value in counts.items()]
-    text = _filled(_text("units.cu"), {_GENERATED: [*numbers, f"constexpr bool LEAF[] = {{{leaves}}};", *lines]})
+    text = _filled(text_of("units.cu"), {_GENERATED: [*numbers, f"constexpr bool LEAF[] = {{{leaves}}};", *lines]})
     name = _name(graph, dtype).format("##part##")
     return f"#define WHORL_DTYPE {_DTYPES[dtype]}\n#define NAME(part) {name}\n{text}"
 
@@ -93,11 +92,6 @@ def _filled(text: str, places: Mapping[str, list[str]]) -> str:
         assert found, f"the file has the place {mark.strip()}"
         text = before + "\n".join(inner) + "\n" + after
     return text
-
-
-@cache
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def _rows(links: tuple[Link, ...]) -> str:

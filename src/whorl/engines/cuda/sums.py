@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whorl.engines.cuda.beside import ADDED
 from whorl.engines.cuda.prepare import adding
-from whorl.engines.cuda.source import ADDED
 from whorl.engines.cuda.source import kept as kept_by
 from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.tiling import Chip

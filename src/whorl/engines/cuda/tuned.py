@@ -11,7 +11,8 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
-from whorl.engines.cuda import source, store
+from whorl.engines.cuda import store
+from whorl.engines.cuda.kernel_text import texts
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 from whorl.settings import settings
@@ -57,7 +58,7 @@ def _numbers(tile: Tile | Spread) -> dict[str, int | str]:
 
 @cache
 def _sources() -> str:
-    return blake2b("\0".join(source.texts()).encode(), digest_size=16).hexdigest()
+    return blake2b("\0".join(texts()).encode(), digest_size=16).hexdigest()
 
 
 def _read(path: Path) -> dict:
