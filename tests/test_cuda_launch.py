@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from whorl.engines.cuda import compile, launch, source
+from whorl.engines.cuda import compile, launch
+from whorl.engines.cuda.kernel_text import text_of
 from whorl.engines.cuda.tiling import Chip
 from whorl.errors import KernelError
 
@@ -241,7 +242,7 @@ def test_launches_on_streams_in_threads_and_graphs() -> None:
 def test_a_launch_that_begins_early_reads_what_the_one_before_wrote() -> None:
     chip = Chip(torch.cuda.get_device_capability(), 1)
     text = (
-        source._text("after.cu")
+        text_of("after.cu")
         + """
 struct Arguments { const float* from; float* to; long long turns; };
 extern "C" __global__ void add_one(const __grid_constant__ Arguments a) {
