@@ -204,6 +204,17 @@ def test_float32(kind: str, units: int, tf32: bool, options: dict[str, Any], fol
     assert (max(errors.values()) > 1e-5) == tf32
 
 
+def in_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are in clusters of two blocks, and float32 is multiplied as float16."""
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
+        if way == "forward":
+            return tiling.forward(size, 2, 1, 2 if size.units > 32 else 4, chip.shared)
+        return tiling.backward(size, 2, 1, 4, chip.shared)
+
+    monkeypatch.setattr(grid, "choose", chosen)
+
+
 def spread_thinly(monkeypatch: pytest.MonkeyPatch, gathered: int) -> None:
     """Layers are as those that no cluster holds: blocks of 16 units, some of which gather gradients of gates.
 
@@ -229,6 +240,8 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
     """In float32 they enter products as float16, each sequence and unit with a scale of its own."""
     if gathered:
         spread_thinly(monkeypatch, gathered)
+    else:
+        in_a_pair(monkeypatch)
     torch.manual_seed(1)
     layer, x = whorl.RNN(6, 40, bias=False), torch.zeros(1, 9, 6)
     states = torch.randn(1, 9, 40) * 2.0 ** torch.arange(-13, 23, 4)[:, None]
@@ -262,6 +275,8 @@ def test_float32_of_any_size(
     """As well as a plain loop, each sequence taken for itself, which has another size than its neighbours."""
     if gathered:
         spread_thinly(monkeypatch, gathered)
+    else:
+        in_a_pair(monkeypatch)
     torch.manual_seed(1)
     relu = dict(nonlinearity="relu") if kind == "RELU" else {}
     layer = getattr(whorl, kind.replace("RELU", "RNN"))(6, 40, bias=False, **relu)
@@ -303,6 +318,8 @@ def test_what_is_not_a_number_stays_in_its_sequence(
     """In the input of one, in the gradients of another; also where float32 enters products as float16, scaled."""
     if gathered:
         spread_thinly(monkeypatch, gathered)
+    else:
+        in_a_pair(monkeypatch)
     torch.manual_seed(1)
     layer, x, to_y = getattr(whorl, kind)(3, 33, engine="persistent"), torch.randn(3, 5, 3), torch.randn(3, 5, 33)
 
@@ -332,6 +349,8 @@ def test_large_initial_states_stay_right_in_float32(
     """A GRU keeps what is beyond float16's range, were it scaled as what is in [-1, 1]."""
     if gathered:
         spread_thinly(monkeypatch, gathered)
+    else:
+        in_a_pair(monkeypatch)
     torch.manual_seed(1)
     layer, x, h = getattr(whorl, kind)(3, 20), torch.randn(3, 5, 3), 10 * torch.randn(1, 5, 20)
 

@@ -164,24 +164,26 @@ def test_states_of_any_size_that_options_keep_or_make_are_as_good_as_others(
         ("GRU", "shared lengths zoneout", dict(clip=3.0)),
         ("GRU", "gate reset reset_to initial", {}),
         ("timed_lstm", "lengths reset initial", dict(clip={"h": 0.7})),
+        ("LSTM", "lengths mask reset_to initial", dict(activation="softplus")),  # states of any size
+        ("LSTM", "gate packed", dict(activation="relu")),
+        ("RNN", "step reset", dict(nonlinearity="relu")),
     ],
 )
-@pytest.mark.parametrize("spread, splits", [(False, 1), (False, 2), (True, 0)])
+@pytest.mark.parametrize("spread, splits, subs", [(False, 1, 1), (False, 2, 2), (True, 0, 0)])
 def test_options_where_tf32_is_multiplied_as_float16(
-    kind: str, on: str, arguments: dict[str, Any], spread: bool, splits: int, folder: Path,
+    kind: str, on: str, arguments: dict[str, Any], spread: bool, splits: int, subs: int, folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     made: dict[str, bool] = {}
-    wide = "lengths" in on  # four warps multiply together
+    wide = "lengths" in on and not arguments.keys() & {"activation", "nonlinearity"}  # four warps multiply together
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | Spread | None:
         tile: Tile | Spread | None
         if not spread:
-            own = size if size.scaled(way) else size._replace(halves=False)
             if way == "forward":
-                tile = tiling.forward(own, 2, 2, 2, chip.shared)
+                tile = tiling.forward(size, 2, 2, 2, chip.shared, subs=subs, pointwise=2 * (subs > 1))
             else:
-                tile = tiling.backward(own, 2, 2, 4 * splits, chip.shared, splits=splits)
+                tile = tiling.backward(size, 2, 2, 4 * splits, chip.shared, splits=splits)
         elif way == "forward":
             tile = spreading.forward(size, 16, 1, 2, 8, 4 if wide else 2, chip.shared, wide=wide)
         else:
@@ -194,10 +196,9 @@ def test_options_where_tf32_is_multiplied_as_float16(
     case = Drawn(kind, frozenset(on.split()), 40, 19, 5, seed=1, arguments=arguments)
     with emulated(folder, tf32=True):
         assert case.errors("cpu", torch.float32, tf32=True) == {}
-    bounded = kind != "GRU" or spread
-    given = "given" in on
+    given, unbounded = "given" in on, bool(arguments.keys() & {"activation", "nonlinearity"})
     assert made == {
-        "forward": bounded and not (given and ("step" in on or "gate" in on)),
+        "forward": not ((given and "gate" in on) or (spread and (unbounded or (given and "step" in on)))),
         "backward": not (given and "gate" in on),
     }
 

@@ -3,13 +3,16 @@
 import pytest
 import torch
 
+import whorl
 from cells_for_tests import CELLS
 from whorl.cells import library
 from whorl.engines.cuda import grid, source, tiling
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.layers import blocks_of
 from whorl.engines.cuda.prepare import flags, size_of
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import LARGEST_CLUSTER, SHARED, Chip, Size, Tile
+from whorl.problem import Form
 
 H200 = Chip((9, 0), 132)
 CHIPS = [Chip(capability, multiprocessors) for capability in SHARED for multiprocessors in (1, 20, 132, 170)]
@@ -133,22 +136,32 @@ def test_no_cluster_has_more_sequences_than_its_tile_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, exact, forward, backward",
-    [("lstm", False, True, True), ("lstm", True, True, True), ("rnn_tanh", False, True, True),
-     ("gru", False, False, True), ("gru", True, True, True), ("rnn_relu", False, False, True),
-     ("rnn_relu", True, True, True)],
+    "name, exact, by_step",
+    [("lstm", False, False), ("lstm", True, True), ("rnn_tanh", False, False), ("gru", False, False),
+     ("gru", True, True), ("rnn_relu", False, True), ("rnn_relu", True, True)],
 )  # fmt: skip
-def test_what_float32_is_multiplied_as_float16(name: str, exact: bool, forward: bool, backward: bool) -> None:
-    """TF32 forward only where states are in [-1, 1], with options too; never exact products with options."""
-    size = size_of(CELLS[name].graph, 512, 4, exact=exact)
-    assert (size.scaled("forward"), size.scaled("backward")) == (forward, backward)
+def test_what_float32_is_multiplied_as_float16(name: str, exact: bool, by_step: bool) -> None:
+    """All but exact products with options; states have a scale at each step where they are exact or of any size."""
+    cell, masked = CELLS[name].graph, source.Features(noise=source.GIVEN)
+    size = size_of(cell, 512, 4, exact=exact)
+    assert (size.halves, size.by_step) == (True, by_step)
     for kind in KINDS:
         tile = tiling.choose(size, H200, 32, 1, kind)
         assert tile is not None
-        itself = kind == "backward" and name.startswith("rnn") and not exact  # TF32 is the faster: 149 us of 155 (H200)
-        assert tile.halves == (size.scaled(kind) and not itself)
-        optional = size_of(CELLS[name].graph, 512, 4, source.Features(reset=True, reset_to=True), exact)
-        assert optional.scaled(kind) == (size.scaled(kind) and not exact)
+        # where TF32 is the faster: backward 149 us of 155, forward 61 of 69 (H200)
+        itself = not exact and name.startswith("rnn") and (kind == "backward" or name == "rnn_relu")
+        assert (tile.halves, tile.by_step) == (not itself, not itself and by_step and kind == "forward")
+    for features in (masked, source.Features(reset=True, reset_to=True)):
+        optional = size_of(cell, 512, 4, features, exact)
+        assert (optional.halves, optional.by_step) == (not exact, exact or by_step or features == masked)
+
+
+@pytest.mark.parametrize("units, spread", [(512, False), (640, True), (768, True)])
+def test_where_a_cluster_is_too_small_for_tf32_itself_states_of_any_size_are_spread(units: int, spread: bool) -> None:
+    form = Form.from_json(whorl.LSTM(4, units, activation="softplus")._form)
+    tile = grid.choose(size_of(form.cell, units, 4), H200, 32, 1, "forward")
+    assert isinstance(tile, Spread) == spread
+    assert getattr(tile, "by_step", False) != spread
 
 
 def test_small_layers_keep_their_gradients_as_tf32() -> None:
@@ -206,7 +219,7 @@ def test_a_tile_that_disagrees_with_its_kernel_does_not_compile() -> None:
 
 
 def test_the_most_units_of_a_cluster_depend_on_bytes() -> None:
-    for name, *mosts in [("lstm", 768, 768, 512), ("gru", 768, 512, 512), ("rnn_tanh", 1280, 1280, 1024)]:
+    for name, *mosts in [("lstm", 768, 768, 512), ("gru", 768, 768, 512), ("rnn_tanh", 1280, 1280, 1024)]:
         for (element, exact), most in zip(WIDTHS, mosts, strict=True):
             fitting = [
                 units

@@ -204,6 +204,7 @@ def _source(
         f"#define SPREAD {int(isinstance(tile, Spread))}",
         f"#define INSIDE {_inside(kind, graph, tile)}",
         f"#define BOUNDED {int(bounded(graph))}",
+        f"#define BY_STEP {int(isinstance(tile, Tile) and tile.by_step)}",
         f"#define OPTIONS {int(has_options(graph, features))}",
         f"#define CARRIED {int(carried)}",
         f"#define WARPGROUPS {int(wide)}",

@@ -87,7 +87,7 @@ def scaled(size: Size, kind: str) -> bool:
     """Whether a kernel of a kind multiplies float32 as float16, scaled: as two, forward, where products are exact."""
     if size.exact:
         return kind == "forward" and size.contained
-    return size.scaled(kind) or size.contained
+    return size.halves and (kind == "backward" or size.contained)
 
 
 def operand(size: Size, kind: str) -> int:

@@ -113,9 +113,10 @@ class Size(NamedTuple):
         """Most options at once, by what they take of a thread's registers."""
         return self.back >= 24
 
-    def scaled(self, kind: str) -> bool:
-        """Whether it is: gradients have scales of their own, and exact states, those of TF32 products have none."""
-        return self.halves and (kind == "backward" or self.exact or self.bounded)
+    @property
+    def by_step(self) -> bool:
+        """In a cluster states that are multiplied as float16 have a scale of 16 units anew at each step."""
+        return self.exact or not (self.bounded or self.contained)
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class Tile:
     """As in `Size`."""
     halves: bool = False
     """As in `Size`."""
+    by_step: bool = False
+    """Forward, where float32 is multiplied as float16: as in `Size`."""
     subs: int = 1
     """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
     pointwise: int = 0
@@ -172,8 +175,8 @@ def forward(
         subs: sub-tiles of the rows; each has its items in whole rounds of the warps of a split, or they in it.
         pointwise: warps of each 16 units that compute the cell alone.
     """
-    part, items, halves = tiles // subs, 2 * tiles // subs, size.scaled("forward")
-    planes = 1 + (halves and size.exact)
+    part, items, halves = tiles // subs, 2 * tiles // subs, size.halves
+    planes, by_step = 1 + (halves and size.exact), halves and size.by_step
     takers = pointwise or splits
     if subs > 1 and (tiles % subs or cluster == 1 or (items % takers and takers % items)):
         return None
@@ -200,7 +203,7 @@ def forward(
         return None
     resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
     states = planes * 8 * tiles * splits * depths * 8
-    scales = 2 * splits * depths * 8 * tiles if planes > 1 else 8 * tiles * halves
+    scales = 2 * splits * depths * 8 * tiles if by_step else 8 * tiles * halves
     scales += groups * splits * size.recurrent * 16 * halves
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
@@ -211,7 +214,7 @@ def forward(
     if subs > 1 and resident < depths and not halves and not pointwise:
         return None  # then sub-tiles save nearly nothing
     made = (cluster, units, tiles, resident, shared, warps, splits, depths)
-    return Tile(*made, exact=size.exact, halves=halves, subs=subs, pointwise=pointwise)
+    return Tile(*made, exact=size.exact, halves=halves, by_step=by_step, subs=subs, pointwise=pointwise)
 
 
 def backward(
@@ -223,7 +226,7 @@ def backward(
     Args:
         splits: warps that share 16 units of 8 sequences, 1 or 2.
     """
-    part, halves = tiles // subs, size.scaled("backward")
+    part, halves = tiles // subs, size.halves
     planes = 1 + (halves and size.exact)
     if subs > 1 and (tiles % subs or cluster == 1):
         return None
@@ -314,7 +317,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Tile]:
     """Every tile of a kind ("forward" or "backward") that fits the chip."""
     # with TF32 products either may be the faster: LSTM backward at batch 32 took 1.18 us a step on an H200 as TF32 and
     # 1.53 as float16 with 128 units, 2.16 and 1.91 with 512
-    ways = (size, size._replace(halves=False)) if size.scaled(kind) and not size.exact else (size,)
+    ways = (size, size._replace(halves=False)) if size.halves and not size.exact else (size,)
     for way, cluster in itertools.product(ways, chip.clusters):
         for tiles, subs in ((tiles, subs) for tiles in range(1, 9) for subs in (1, 2, 3, 4) if tiles % subs == 0):
             if kind == "backward":
@@ -382,7 +385,12 @@ _SMALL = 128  # units, whose states take no longer to exchange for 8 sequences t
 
 @lru_cache(maxsize=1024)
 def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
-    return tuple(candidates(size, chip, kind))
+    found = tuple(candidates(size, chip, kind))
+    # Where a cluster is too small for TF32 itself, blocks that exchange through L2 take less with it: LSTM with
+    # softplus and 768 units at batch 16 149 us, in a cluster with scales at each step 189; 375 and 413 at 64 (H200).
+    if not size.exact and all(tile.by_step for tile in found):
+        return ()
+    return found
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
@@ -439,7 +447,7 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         counts = (1, tile.cluster, tile.warps, items, products, products / tile.tiles, 4 * arriving, read)
         costs = _FOUR_BYTES[kind, size.exact]
         # GRU with warps for the cell alone, 128 units at batch 32 and 128, 512 at 32: 0.58, 0.67 and 1.48 us
-        apart = 0.7 if tile.pointwise and tile.subs == 1 and not size.scaled(kind) else 1.0
+        apart = 0.7 if tile.pointwise and tile.subs == 1 and not size.bounded else 1.0
         step = sum(cost * count for cost, count in zip(costs, counts, strict=True))
         return begin + taken * (apart * step + _beside(size, kind, tile))
     if kind == "forward":
@@ -459,6 +467,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         if tile.warps == 4 and tile.cluster > 1 and not tile.pointwise:
             step *= 1.1  # 0.75 us where 12 warps took 0.65, and GRU 0.69 and 0.58, with 128 units at batch 128
         step += 0.0025 * read * multiplying / tile.warps * tile.subs
+        if tile.by_step and not size.exact:
+            step += 0.2 + 0.45 * (size.recurrent < 3) + 0.0055 * products
         return begin + taken * (step + _beside(size, kind, tile))
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves
@@ -508,6 +518,8 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
             return 0.1  # 650 units at batch 20 1.70, with half as many splits 1.61
         if not lstm and itself and blocks == (16, 32) and tile.pointwise:
             return 0.5  # GRU with TF32 products and 512 units at batch 32 1.46, where all warps compute the cell 1.39
+        if not lstm and tile.halves and tile.slice == 48 and tile.splits == 4 and not tile.pointwise:
+            return 0.2  # GRU with 768 units at batch 16 1.9, with half as many splits 1.6
         if lstm and tile.halves and blocks == (4, 32) and tile.pointwise and size.units > 96:
             return 0.1  # 128 units at batch 128 0.85, where all warps compute the cell 0.78
         return 0.0

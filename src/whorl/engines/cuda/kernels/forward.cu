@@ -55,11 +55,10 @@ constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * RECURRENT * PLANES * 128;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-// what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each initial state alone
-constexpr bool SCALED = HALVES && EXACT;
-constexpr bool TELLS = ORDER && SPLITS > 1 && !SCALED;  // scales are sent of ended sequences too
+// what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each sequence alone
+constexpr bool TELLS = ORDER && SPLITS > 1 && !BY_STEP;  // scales are sent of ended sequences too
 constexpr int READERS = TELLS ? GROUPS * (TAKERS < 2 * PART ? TAKERS : 2 * PART) : 0;  // warps, of a sub-tile
-constexpr int SCALES = SCALED ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + SCALED);
+constexpr int SCALES = BY_STEP ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + BY_STEP);
 constexpr int WEIGHT_SCALES = HALVES ? MULTIPLYING * RECURRENT * 16 : 0;  // and those of weights: [warp, gate, unit]
 constexpr bool PARTED = ORDER && SUBS > 1;  // sub-tiles are done without once all their sequences have ended
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
@@ -183,12 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       unsigned* const to = masks + gate * STATE_WORDS + word_of(line % ROWS, column / WORD_ELEMENTS);
       ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
-#if HALVES && EXACT
-  for (int i = threadIdx.x; i < share * CLUSTER * GROUPS && has_initial(a); i += THREADS) {
+#if BY_STEP
+  for (int i = threadIdx.x; i < share * CLUSTER * GROUPS && (has_initial(a) || RESET_TO); i += THREADS) {
     const int line = i % share, depth = i / share;
     const auto value = [&](int at) {
-      const bool there = first_place + line < last_place && depth * 16 + at < UNITS;
-      return there ? first_state(a)[((long long)direction * batch + first_place + line) * UNITS + depth * 16 + at] : 0.f;
+      const int place = first_place + line, column = depth * 16 + at;
+      if (place >= last_place || column >= UNITS) return 0.f;
+#if OPTIONS
+      return first_operand(a, sequence_at(a, place), column, direction, first_step_of(line / (8 * PART)));
+#else
+      return first_state(a)[((long long)direction * batch + place) * UNITS + column];
+#endif
     };
     float most = 0.f;
 #pragma unroll
@@ -216,10 +220,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       states[word_of(line, word)] = half_pair(value(2 * word), value(2 * word + 1));
   }
 #else
-  for (int line = warp; line < share && has_initial(a); line += WARPS) {
-    const bool there = first_place + line < last_place;
+  for (int line = warp; line < ROWS && (SCALES_STAY || has_initial(a)); line += WARPS) {
+    const bool there = line < share && first_place + line < last_place && has_initial(a);
     const Element* const from = first_state(a) + ((long long)direction * batch + first_place + line) * UNITS;
-    float most = 0.f;
+    float most = SCALES_STAY ? 1.f : 0.f;
     for (int column = lane; column < UNITS && there; column += 32) most = fmaxf(most, fabsf(from[column]));
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
@@ -464,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < (ROWS + 31) / 32; ++i)
         lines += __popc(__ballot_sync(0xffffffffu, (lane + 32 * i) / (8 * PART) == sub && line_ends[i] > step));
     }
-    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + SCALED * GROUPS * 2 * PART * 16);
+    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + BY_STEP * GROUPS * 2 * PART * 16);
   };
   // Of a step that none computes nothing comes: a phase of no bytes would be over at once, and warps that still wait for
   // the one before it would wait for ever.
@@ -507,6 +511,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         sums[g][n][0] = sums[g][n][1] = LATE_BIAS || HALVES ? 0.f : bias[g][0];
         sums[g][n][2] = sums[g][n][3] = LATE_BIAS || HALVES ? 0.f : bias[g][1];
       }
+#if BY_STEP
+    const auto unscales_at = [&](int depth, int n) {  // of two neighbouring sequences of a tile
+      const float* const at =
+          scales + now * SCALES + ((split * DEPTHS + depth) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
+      return float2{at[0], at[4]};
+    };
+#endif
     const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
 #pragma unroll
@@ -549,9 +560,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
               const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
-              for (int n = 0; n < PART; ++n)
-                multiply(sums[g][n], left_of(weight),
-                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
+              for (int n = 0; n < PART; ++n) {
+                Right right = right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y);
+#if BY_STEP
+                right.unscale = unscales_at(d + half, n);
+#endif
+                multiply(sums[g][n], left_of(weight), right);
+              }
             }
         }
         continue;
@@ -565,9 +580,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #if HALVES && EXACT
             right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
-            const float* const at =
-                scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
-            right[n].unscale = {at[0], at[4]};
+#endif
+#if BY_STEP
+            right[n].unscale = unscales_at(d + half, n);
 #endif
           }
 #pragma unroll
@@ -584,12 +599,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 
 #if HALVES
-    const bool starts = SCALES_STAY || (!SCALED && t == 0 && has_initial(a));
+    const bool starts = SCALES_STAY || (!BY_STEP && t == 0 && has_initial(a));
 #pragma unroll
     for (int n = 0; n < PART; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float its = SCALED ? 1.f : 1.f / STATE_SCALE;
+        float its = BY_STEP ? 1.f : 1.f / STATE_SCALE;
         if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
@@ -724,7 +739,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             const int item = min(position + j * TAKERS, ITEMS - 1);
             unscales[j] = scales[item / 2 * 8 + lane % 4 * 2 + item % 2];
           }
-          if constexpr (SCALED) {
+          if constexpr (BY_STEP) {
             float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
 #pragma unroll
             for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
@@ -741,7 +756,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
           const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
           const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
-#if HALVES && EXACT
+#if BY_STEP
           const uint4 its = gathered_words<1>(__float_as_uint(unscales[j]), lane);
           float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
 #if CLUSTER > 1

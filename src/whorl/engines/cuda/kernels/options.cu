@@ -29,7 +29,9 @@ constexpr bool FIRST = true;
 #endif
 constexpr bool KEEPS_STATES = MARKED || RESET_TO || zoneout(0) > 0;  // such as were given, and may be of any size
 // Whether what enters the product is scaled by one number for each sequence and all its steps (`largest_operand`).
-constexpr bool SCALES_STAY = OPTIONS && HALVES && !EXACT && (!BOUNDED || KEEPS_STATES || (NOISE && !GATEWISE));
+constexpr bool SCALES_STAY =
+    HALVES && !EXACT && !BY_STEP &&
+    (OPTIONS ? !BOUNDED || KEEPS_STATES || (NOISE && !GATEWISE) : FORWARD && !SPREAD && !BOUNDED);
 static_assert(!HALVES || NOISE != GIVEN_BY_GATE, "masks by gate that are given multiply no float16");
 
 // Addresses are null where a kernel has no use for them.  Rows: [time, batch], or those of a PackedSequence.
