@@ -4,11 +4,13 @@
 // each round, in which warps sleep: then what should be waited for and is not comes too late or is overwritten.
 //
 // Without headers of C++, which the compiler would read again for each kernel, for as long as the kernel itself takes.
-#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#if !defined(__x86_64__) || defined(__SANITIZE_ADDRESS__)
+#include <setjmp.h>
 #include <ucontext.h>
+#endif
 
 extern "C" {
 [[noreturn]] void abort();
@@ -78,40 +80,68 @@ struct Block {
 // Copies arrive, and products of four warps are computed, when they are waited for, not before.
 struct Copy { unsigned char *to, data[16]; int bytes; };
 struct Product { float (*sums)[4], (*beside)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
+// From where a thread goes on.  What libc's jumps do beside takes as long as what a thread does between two of them, but
+// AddressSanitizer has to see them.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
+typedef void* Place;  // the end of its stack, where its registers lie
+extern "C" __attribute__((visibility("hidden"))) void go_on(Place* leave, Place enter);
+asm(".text\n.hidden go_on\ngo_on:\n"
+    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\nmov %rsp, (%rdi)\n"
+    "mov %rsi, %rsp\npop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
+inline void begin_at(Place& place, unsigned char* stack, size_t bytes, void (*enter)()) {
+  void** const top = (void**)(stack + bytes) - 3;  // as a call leaves it: 8 bytes past a multiple of 16
+  *top = nullptr, top[-1] = (void*)enter, place = top - 7;
+}
+#else
+typedef jmp_buf Place;
+inline void go_on(Place* leave, Place& enter) {
+  if (!_setjmp(*leave)) _longjmp(enter, 1);
+}
+inline void begin_at(Place& place, unsigned char* stack, size_t bytes, void (*enter)()) {
+  static jmp_buf back;
+  static Place* its;
+  static void (*begins)();
+  its = &place, begins = enter;
+  if (_setjmp(back)) return;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = stack, start.uc_stack.ss_size = bytes;
+  makecontext(&start, (void (*)())+[] {
+    if (!_setjmp(*its)) _longjmp(back, 1);
+    begins();
+  }, 0);
+  setcontext(&start);
+}
+#endif
 struct Fiber {
-  jmp_buf at;
+  Place at;
   unsigned char* stack;
   Block* block;
   dim thread, of_block;
   bool begun, done;
   const unsigned* watched;  // null, or it waits while the bits of `mask` there are `stale`
   unsigned mask, stale;
+  bool looks;     // it waits for words that others put
+  unsigned seen;  // how many had been put as it looked last
   List<Copy> copies;
   List<Product> products;
   int last;  // the first of those that were begun last
 };
 
-static jmp_buf scheduler;
+static Place scheduler;
 static Fiber* now;
 static Block* blocks;  // of the cluster
 static Meeting of_cluster;
-static unsigned threads, in_cluster;
+static unsigned threads, in_cluster, puts;
 
-// Lets a thread run until it yields.  (swapcontext would ask the system for the signals each time.)
+// Lets a thread run until it yields.
 inline void resume(Fiber& f, void (*enter)()) {
   now = &f;
-  if (_setjmp(scheduler)) return;
-  if (f.begun) _longjmp(f.at, 1);
+  if (!f.begun) begin_at(f.at, f.stack, STACK, enter);
   f.begun = true;
-  ucontext_t start;
-  getcontext(&start);
-  start.uc_stack.ss_sp = f.stack, start.uc_stack.ss_size = STACK;
-  makecontext(&start, enter, 0);
-  setcontext(&start);
+  go_on(&scheduler, f.at);
 }
-inline void yield() {
-  if (!_setjmp(now->at)) _longjmp(scheduler, 1);
-}
+inline void yield() { go_on(&now->at, scheduler); }
 inline bool waits(const Fiber& f) { return f.watched && (*f.watched & f.mask) == f.stale; }
 inline void wait_while(const unsigned& word, unsigned mask, unsigned stale) {
   now->watched = &word, now->mask = mask, now->stale = stale;
@@ -407,18 +437,23 @@ inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
 inline void emulated_take_more_registers() {}
 inline void emulated_take_fewer_registers() {}
 
-// --- in the place of what exchange.cu says in PTX: who looks lets all others run first -----------------------------------
+// --- in the place of what exchange.cu says in PTX: who looks lets all others run first, and looks again once something was put -
 
-inline uint4 emulated_look(const unsigned* at) {
+inline void look() {
+  host::now->looks = true;
   host::yield();
+  host::now->looks = false, host::now->seen = host::puts;
+}
+inline uint4 emulated_look(const unsigned* at) {
+  look();
   return {at[0], at[1], at[2], at[3]};
 }
 inline uint2 emulated_look_pair(const unsigned* at) {
-  host::yield();
+  look();
   return {at[0], at[1]};
 }
-inline void emulated_put(unsigned* at, unsigned word) { *at = word; }
-inline void emulated_put_pair(unsigned* at, unsigned first, unsigned second) { at[0] = first, at[1] = second; }
+inline void emulated_put(unsigned* at, unsigned word) { *at = word, ++host::puts; }
+inline void emulated_put_pair(unsigned* at, unsigned first, unsigned second) { at[0] = first, at[1] = second, ++host::puts; }
 inline void emulated_fence() {}
 template <class T>
 inline void emulated_keep(T&) {}
@@ -469,14 +504,18 @@ extern "C" int launch(
       const unsigned how = any ? drawn(4) : WARPS, alike = how == SINGLE ? 1 : how == ONE_BLOCK ? block : 32;
       const unsigned sleepers = (all + alike - 1) / alike, late = any ? drawn(sleepers) : 0;
       unsigned left = all, *const asleep = (unsigned*)calloc(sleepers, sizeof(unsigned));
-      bool ran = true;
+      bool ran = true, again = false;  // again: none has anything to do but to look
       for (int idle = 0; left && ran && idle <= 4000000; ++idle) {
         ran = false;
         const unsigned far = 16411 % all;  // a prime that is larger than the number of threads: it meets each
         const unsigned begin = any ? drawn(all) : 0, apart = !any ? 1 : drawn(2) ? far : all - far;
-        bool slept = false;
+        bool slept = false, looks = false;
         for (unsigned n = 0, i = begin; n < all; ++n, i = (i + apart) % all) {
           if (fibers[i].done || host::waits(fibers[i])) continue;
+          if (fibers[i].looks && fibers[i].seen == host::puts && !again) {  // it would find what it found
+            looks = true;
+            continue;
+          }
           if (asleep[i / alike]) {
             slept = true;
             continue;
@@ -489,7 +528,8 @@ extern "C" int launch(
           else if (how == WARPS && drawn(16) == 0) asleep[one] = drawn(64);
           else if (how >= ONE_WARP && one == late) asleep[one] = 20;
         if (any && how == SINGLE) asleep[drawn(all)] = drawn(64);  // a few at once: others soon wait for each
-        ran = ran || slept;
+        again = looks && !ran && !slept;
+        ran = ran || slept || looks;
       }
       over = left == 0;  // else they wait for each other
       for (unsigned rank = 0; rank < cluster; ++rank)
