@@ -512,10 +512,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         sums[g][n][2] = sums[g][n][3] = LATE_BIAS || HALVES ? 0.f : bias[g][1];
       }
 #if BY_STEP
-    const auto unscales_at = [&](int depth, int n) {  // of two neighbouring sequences of a tile
-      const float* const at =
-          scales + now * SCALES + ((split * DEPTHS + depth) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
-      return float2{at[0], at[4]};
+    const float* const scales_from = scales + now * SCALES + (split * DEPTHS * ITEMS + sub * 2 * PART) * 4;
+#endif
+#if BY_STEP && !EXACT
+    // The states of a sequence are brought to the scale of the largest of the warp's depths: 4 instructions for all gates,
+    // where as many for each gate would bring its sums there.
+    const auto unscale_of_depth = [&](int depth, int n) {  // of the sequence whose states the thread has
+      return scales_from[(depth * ITEMS + 2 * n + lane / 4 % 2) * 4 + lane / 8];
+    };
+    float most[PART];
+#pragma unroll
+    for (int n = 0; n < PART; ++n) {
+      most[n] = 0.f;
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d += 4)
+        if (d + 4 <= DEPTHS || d + lane % 4 < DEPTHS) most[n] = fmaxf(most[n], unscale_of_depth(d + lane % 4, n));
+#pragma unroll
+      for (int apart = 1; apart < 4; apart *= 2) most[n] = fmaxf(most[n], __shfl_xor_sync(0xffffffffu, most[n], apart));
+    }
+    const auto factor_of = [&](int depth, int n) {
+      const float factor = unscale_of_depth(depth, n) * scale_of(most[n]);
+      return half_pair(factor, factor);
     };
 #endif
     const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
@@ -531,6 +548,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const unsigned at_low = at + PLANE_WORDS * 4;
           low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
         }
+#if BY_STEP && !EXACT
+        const unsigned first = factor_of(d, n), second = d + 1 < DEPTHS ? factor_of(d + 1, n) : 0u;
+        b[n] = {times_pair(b[n].x, first), times_pair(b[n].y, first), times_pair(b[n].z, second), times_pair(b[n].w, second)};
+#endif
       }
       if constexpr (GATEWISE) {
         unsigned bits[PART][2];
@@ -560,13 +581,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
               const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
-              for (int n = 0; n < PART; ++n) {
-                Right right = right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y);
-#if BY_STEP
-                right.unscale = unscales_at(d + half, n);
-#endif
-                multiply(sums[g][n], left_of(weight), right);
-              }
+              for (int n = 0; n < PART; ++n)
+                multiply(sums[g][n], left_of(weight),
+                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
             }
         }
         continue;
@@ -580,9 +597,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #if HALVES && EXACT
             right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
-#endif
-#if BY_STEP
-            right[n].unscale = unscales_at(d + half, n);
+            const float* const at = scales_from + ((d + half) * ITEMS + 2 * n) * 4 + lane % 4;
+            right[n].unscale = {at[0], at[4]};
 #endif
           }
 #pragma unroll
@@ -606,6 +622,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int e = 0; e < 4; ++e) {
         float its = BY_STEP ? 1.f : 1.f / STATE_SCALE;
         if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
+#if BY_STEP && !EXACT
+        its = __shfl_sync(0xffffffffu, most[n], (lane % 4 * 2 + e % 2) * 4);
+#endif
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
           const float sum = sums[g][n][e] * half_of(weight_scales[(warp * RECURRENT + g) * 8 + lane / 4], e / 2);

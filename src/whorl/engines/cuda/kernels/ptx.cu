@@ -89,7 +89,8 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 //                     a cell whose states are never larger than 1 and the largest of a sequence's initial states that
 //                     stands for it at all steps.  With options: as options.cu has it.  Where blocks exchange through
 //                     L2 it is so where products are exact, too.  In a cluster exact ones and (BY_STEP) those of other
-//                     cells: of a sequence and 16 units, anew at each step, whatever they are
+//                     cells: of a sequence and 16 units, anew at each step, whatever they are; where products are not
+//                     exact, those below 2^-24 of the largest that a warp multiplies are zero
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else
@@ -273,17 +274,6 @@ __device__ __forceinline__ void multiply_apart(float (&sums)[4], float (&low)[4]
   multiply_words(low, a.low, b.high);
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] += part[i];
-}
-#elif BY_STEP
-typedef uint4 Left;
-struct Right { uint2 words; float2 unscale; };  // of two neighbouring sequences
-__device__ __forceinline__ Left left_of(const uint4& a) { return a; }
-__device__ __forceinline__ Right right_of(unsigned b0, unsigned b1) { return {{b0, b1}, {1.f, 1.f}}; }
-__device__ __forceinline__ void multiply(float (&sums)[4], const Left& a, const Right& b) {
-  float part[4] = {};
-  multiply_words(part, a, b.words);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] += part[i] * half_of(b.unscale, i % 2);
 }
 #else
 typedef uint4 Left;
