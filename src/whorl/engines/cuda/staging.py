@@ -148,5 +148,7 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
         inside += 0.06 * (size.element == 4 and tile.warps == 4 and size.units > 192)
     elif tile.splits == 2 and tile.slice // 16 * tile.tiles <= 2:
         inside -= 0.1  # GRU with 256 and 512 units at batch 32 1.70 and 2.51 us with all products, else 1.77 and 2.57
+        # with TF32 products 256 units at batch 32 took 2.24 us so, 2.11 with 8 warps, 2.06 where a block has 16 units
+        inside += 0.1 * (size.element == 4 and tile.warps == 4 and tile.slice > 16)
     time = plain + tiling.rounds(chip, batch, directions, tile) * inside
     return 1.2 * time if kind == "forward" and size.units > 256 else time
