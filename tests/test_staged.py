@@ -144,6 +144,40 @@ def test_a_step_of_several_stages_where_blocks_exchange_through_l2(
         assert_agrees("persistent", STAGED[name], case, DTYPES[place % 3])
 
 
+def normal(value: Any) -> Any:
+    away = value - whorl.mean(value)
+    return away * whorl.rsqrt(whorl.mean(away * away) + 1e-5)
+
+
+@whorl.cell(gates="a n", states="h")
+def of_an_unread_gate(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Nothing reads r.a, which comes before what is read."""
+    z = whorl.sigmoid(x.a)
+    return dict(h=z * s.h + (1 - z) * whorl.tanh(normal(x.n + r.n)))
+
+
+@whorl.cell(gates="c d", states="h")
+def beside_a_constant(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """A product inside the step forward, and none backward."""
+    return dict(h=whorl.tanh(x.d + r.d(0.5) + x.c + r.c))
+
+
+@whorl.cell(gates="c d", states="h")
+def of_both(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """The same, of a gate that is multiplied with the state, too."""
+    return dict(h=whorl.tanh(x.c + r.c + r.d(0.5) + x.d + r.d))
+
+
+@needs_compiler
+@pytest.mark.parametrize("place, cell", [*enumerate([of_an_unread_gate, beside_a_constant, of_both])])
+def test_results_of_a_step_are_those_of_their_gates(
+    place: int, cell: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread(monkeypatch, *TILES[place])
+    with emulated(folder):
+        assert_agrees("persistent", cell.graph, Case(time=3, batch=5, units=18), DTYPES[place])
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["layer_norm_lstm", "gru_before", "several_of_a_gate"])
 @pytest.mark.parametrize("place", range(4))

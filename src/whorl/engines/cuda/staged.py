@@ -113,7 +113,9 @@ def steps(graph: Graph) -> Steps:
     graph = replace(graph, outputs=tuple(merged(graph.outputs)))
     nodes = topological(graph.outputs)
     read = {node.args[0] for node in nodes if node.op == "var"}
-    leaves = [gate for gate in graph.recurrent if f"r.{gate}" in read]
+    # a gate that is read nowhere is multiplied too: kernels number results as gates where no product is inside the step
+    inside = {node.args[0] for node in graph.products}
+    leaves = [gate for gate in graph.recurrent if f"r.{gate}" in read or gate not in inside]
     own = {"after": graph.states, "x": graph.gates, "s": graph.states, "v": graph.vectors, "e": graph.inputs}
     places = {f"{kind}_{name}": f"{kind}[{i}]" for kind in "xsve" for i, name in enumerate(own[kind])}
     places |= {f"r_{gate}": f"r[{i}]" for i, gate in enumerate(leaves)}

@@ -46,7 +46,12 @@ constexpr int GATE_WORDS = SLICE / WORD_ELEMENTS, GATE_DEPTHS = DEPTHS / (GATHER
 constexpr int RESULTS = LINKS, SLOTS = LEAVES + INSIDE, MOST_SLOTS = MOST(LEAVES);  // of a step, of a round
 constexpr int SLOT_DEPTHS = GATHERED * GATE_DEPTHS, OWN_WORDS = GATE_WORDS;
 #else
-constexpr int RESULTS = RECURRENT, SLOTS = 1, MOST_SLOTS = 1;
+#if STAGED
+constexpr int RESULTS = MOST(LINKS);  // of which some may be of products whose operands have no gradient
+#else
+constexpr int RESULTS = RECURRENT;
+#endif
+constexpr int SLOTS = 1, MOST_SLOTS = 1;
 constexpr int SLOT_DEPTHS = DEPTHS, OWN_WORDS = RECURRENT * SLICE / WORD_ELEMENTS;  // of a block's gradients of a sequence
 #endif
 constexpr int FACTOR_AT = SLOT_DEPTHS * 8, SLOT_WORDS = FACTOR_AT + SCALE_WORDS;
@@ -726,8 +731,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
   // The gradients of a round's gates, of two units of a sequence, to where they are multiplied, or gathered before that.
-  const auto hand_on = [&](int t, int turn, int j, int round, const float(&of)[2][RESULTS]) {
+  const auto hand_on = [&](int t, int turn, int j, int round, const float(&given_of)[2][RESULTS]) {
     const int count = INSIDE ? slots_of(round) : RECURRENT;
+#if STAGED && !INSIDE
+    float of[2][MOST(RECURRENT)];
+#pragma unroll
+    for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+      for (int u = 0; u < 2; ++u) of[u][g] = leaf_of(g) >= 0 ? given_of[u][leaf_of(g) >= 0 ? leaf_of(g) : 0] : 0.f;
+#else
+    const float(&of)[2][RESULTS] = given_of;
+#endif
     const bool row_there = is_row(turn, j), in_shared = COMPUTED % PASS == 0 || own_row + j * PASS < COMPUTED;
     unsigned* const given_to = given + ring_at + first_slot(round) * SLOT_WORDS + (turn * COMPUTED + j * PASS) * PITCH;
     unsigned* const put_to = gradients + place_for(t, turn);
