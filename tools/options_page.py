@@ -53,7 +53,7 @@ multiple of that; the GRU with its reset before the product is beside the plain 
 [a branch](persistent.md#cuda-graphs-streams-threads), as those of plain layers had; larger products have none. Of the GRU with its reset before the product 1024 units, and 512 at batch 128 in TF32, are of the last, since which its blocks exchange through L2 there.
 `python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
 run. `lengths` are all full: sequences that are shorter cost less. An empty cell: at that commit the engine did not take it, or it was not measured. In TF32 a layer
-multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)); where its states have no bound, as softplus leaves them, TF32 itself, at half the rate.
+multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)); where its states have no bound, as softplus leaves them, in a cluster alone, else TF32 itself, at half the rate.
 """
 
 CELLS = """
