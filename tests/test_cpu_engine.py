@@ -107,6 +107,16 @@ def test_a_variance_without_its_mean(dtype: torch.dtype) -> None:
     assert_agrees("cpu", spread_alone.graph, Case(time=4, batch=3, units=33), dtype)
 
 
+@whorl.cell(gates="c d", states="h")
+def inhibition(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """A mean and a product that are added: backward one value enters a mean and a product with transposed weights."""
+    return dict(h=torch.tanh(x.c + r.d(torch.sigmoid(x.d) * s.h) - whorl.mean(s.h)))
+
+
+def test_a_mean_and_a_product_with_one_gradient() -> None:
+    assert_agrees("cpu", inhibition.graph, Case(time=4, batch=3, units=33), torch.float64)
+
+
 def test_gradients_of_vectors_are_tensors_of_their_own() -> None:
     """They lie in one piece of memory, which nobody can tell from what they do."""
     layer, x = whorl.LSTM(5, 7, 2, layer_norm=True, engine="cpu"), torch.randn(6, 3, 5)
