@@ -31,6 +31,8 @@ def obstacles(problem: Problem) -> list[str]:
     others = [words for words in problem.additions if words not in _OVER_M]
     beside = f"beside a projection ({form.projection} wide) these kernels take no "
     found = [f"{beside}{', '.join(others)}"] if others else []
+    if not form.cell.recurrent:
+        found.append(f"{beside}cell without recurrent weights")
     if problem.initial and marked:
         found.append(f"{beside}initial states with {', '.join(marked)}")
     if problem.initial and source.kept(form.cell).apart:
