@@ -105,6 +105,11 @@ def no_weights(x: Any, r: Any, s: Any) -> dict[str, Any]:
     return dict(h=whorl.tanh(x.n))
 
 
+@whorl.cell(gates="a n", states="h", x_only="n")
+def gated(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    return dict(h=whorl.tanh(x.a + r.a) * whorl.sigmoid(x.n))
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -115,6 +120,10 @@ def no_weights(x: Any, r: Any, s: Any) -> dict[str, Any]:
         ({"packed": True, "dropout": True}, "these kernels take no dropout between layers with a PackedSequence"),
         ({"form": replace(LSTM.form, zoneout=(0.1, 0.0))}, "these kernels take no zoneout"),
         ({"form": replace(LSTM.form, cell=no_weights.graph)}, "these kernels take no cell without recurrent weights"),
+        (
+            {"form": replace(LSTM.form, cell=gated.graph), "initial": True},
+            "these kernels take no initial states where a gate of gated is not the sum of its two parts",
+        ),
     ],
 )
 def test_what_is_not_taken_is_said(change: dict[str, Any], reason: str) -> None:
