@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import whorl
+from cells_for_tests import odd_ends
 from comparison import EXACT, error, flat, weighted
 from engine_cases import CELLS, FORMS, WRAPPED, Case, assert_agrees, results
 from whorl import compiler
@@ -105,6 +106,16 @@ def spread_alone(x: Any, r: Any, s: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_variance_without_its_mean(dtype: torch.dtype) -> None:
     assert_agrees("cpu", spread_alone.graph, Case(time=4, batch=3, units=33), dtype)
+
+
+@whorl.cell(gates="c d", states="h")
+def inhibition(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """A mean and a product that are added: backward one value enters a mean and a product with transposed weights."""
+    return dict(h=torch.tanh(x.c + r.d(torch.sigmoid(x.d) * s.h) - whorl.mean(s.h)))
+
+
+def test_a_mean_and_a_product_with_one_gradient() -> None:
+    assert_agrees("cpu", inhibition.graph, Case(time=4, batch=3, units=33), torch.float64)
 
 
 def test_gradients_of_vectors_are_tensors_of_their_own() -> None:
@@ -382,6 +393,17 @@ def test_means_and_variances_are_right_far_from_zero(far: float, spread: float, 
     assert (found[1] - variance).abs() <= 8 * eps * (variance + last**2)
     assert found[1] >= 0
     assert found[2:].isnan().all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("units", [5, 40])
+def test_a_mean_of_an_infinity_is_infinite(units: int, value: float) -> None:
+    """In a row's last units, which fill no vector, or its first."""
+    layer, x = whorl.Recurrent(odd_ends, 1, units, bias=False), torch.ones(1, 1, 1)
+    layer.weight_ih_l0.data[units // 2 % 17] = value  # of gate a, of which state d is the mean
+    for engine in ("reference", "cpu"):
+        layer.engine = engine
+        assert layer(x)[1][2].eq(value).all()
 
 
 @pytest.mark.parametrize("count", [16, 37, 128])

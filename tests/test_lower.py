@@ -256,6 +256,7 @@ def test_a_broken_stage_is_found() -> None:
 def test_any_name_of_a_cell_is_one_in_c() -> None:
     source, _ = host_source("<lambda> of ñ; abort()", {"after.h": -var("x.n")})
     assert 'extern "C" void _lambda__of____abort___0(long units' in source
+    assert identifier("2nd order") == "_2nd_order"
 
 
 def test_an_output_cannot_take_the_name_of_a_temporary() -> None:
@@ -289,6 +290,14 @@ def test_numbers_are_printed_as_they_are(dtype: torch.dtype) -> None:
     wanted = -torch.tensor(NUMBERS, dtype=dtype)
     assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
     assert torch.equal(got.signbit()[:10], wanted.signbit()[:10])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_number_beyond_a_dtype_is_infinite_in_the_reference_too(dtype: torch.dtype) -> None:
+    given = [*NUMBERS, 7e4, -1e300, torch.finfo(dtype).max]
+    found = Evaluator([const(value) for value in given]).constants(torch.empty(0, dtype=dtype))
+    wanted = torch.tensor(given, dtype=torch.float64).to(dtype)
+    assert torch.allclose(torch.stack([value for _, value in found]), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def nvrtc() -> ctypes.CDLL | None:

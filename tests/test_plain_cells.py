@@ -4,6 +4,7 @@ To the bit what `Layers` gives, whose numbers other tests compare with the refer
 """
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 
 import whorl
 from cells_for_tests import gru_before, layer_norm_lstm, odd_ends
+from emulation import emulated
+from engine_cases import Case, assert_agrees
 from tapes import counted
 from whorl import mean, sigmoid, tanh
 from whorl.cells import library
@@ -34,6 +37,12 @@ def three_vectors(x: Any, r: Any, s: Any, v: Any) -> dict[str, Any]:
     """Vectors, a mean, and the weights of one gate of two times something inside the step."""
     c = sigmoid(x.a + r.a + v.w * s.c) * s.c + v.v * tanh(x.b)
     return dict(h=tanh(v.u * c - mean(c) + r.b(c * s.h)), c=c)
+
+
+@whorl.cell(gates="a n", states="h")
+def no_product(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """A mean, and gates with recurrent weights that the step does not read."""
+    return dict(h=sigmoid(x.a) * s.h + tanh(x.n - mean(x.n)))
 
 
 CELLS = {
@@ -137,10 +146,17 @@ def test_inference_gives_the_same(counted: list[int]) -> None:
 
 
 def test_cells_that_are_no_such() -> None:
-    """Several products with the weights of one gate, and no recurrent weights."""
+    """Several products with the weights of one gate, no recurrent weights, and those that nothing reads."""
     assert is_plain_cell(gru_before.graph)
     assert not is_plain_cell(odd_ends.graph)
     assert not is_plain_cell(library.ind_rnn.graph)
+    assert not is_plain_cell(no_product.graph)
+
+
+def test_recurrent_weights_that_nothing_reads(folder: Path) -> None:
+    """Their gradients, and those of their biases, are zero."""
+    with emulated(folder):
+        assert_agrees("persistent", no_product.graph, Case(dict(directions=2), time=TIME, batch=BATCH), torch.float32)
 
 
 def test_gradients_of_vectors_are_no_views_of_each_other(counted: list[int]) -> None:

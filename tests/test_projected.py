@@ -100,6 +100,16 @@ def test_sizes(units: int, projection: int, batch: int, time: int, form: dict[st
 LSTM = Problem(Form(CELLS["lstm"], 24, 128, projection=32), H200, torch.bfloat16, 5, 32, gradient=True)
 
 
+@whorl.cell(gates="n", states="h", x_only="n")
+def no_weights(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    return dict(h=whorl.tanh(x.n))
+
+
+@whorl.cell(gates="a n", states="h", x_only="n")
+def gated(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    return dict(h=whorl.tanh(x.a + r.a) * whorl.sigmoid(x.n))
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -109,6 +119,11 @@ LSTM = Problem(Form(CELLS["lstm"], 24, 128, projection=32), H200, torch.bfloat16
         ({"packed": True, "initial": True}, "these kernels take no initial states with a PackedSequence"),
         ({"packed": True, "dropout": True}, "these kernels take no dropout between layers with a PackedSequence"),
         ({"form": replace(LSTM.form, zoneout=(0.1, 0.0))}, "these kernels take no zoneout"),
+        ({"form": replace(LSTM.form, cell=no_weights.graph)}, "these kernels take no cell without recurrent weights"),
+        (
+            {"form": replace(LSTM.form, cell=gated.graph), "initial": True},
+            "these kernels take no initial states where a gate of gated is not the sum of its two parts",
+        ),
     ],
 )
 def test_what_is_not_taken_is_said(change: dict[str, Any], reason: str) -> None:

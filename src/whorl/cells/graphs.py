@@ -1,10 +1,12 @@
 """What is done with whole graphs of expressions: their gradient, their value on tensors, their fingerprint."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.cells.expr import COLLECTIVES, OPS, Expr, add, const, mean, topological, where
@@ -165,8 +167,13 @@ class Evaluator:
                     self._steps.append((index, OPS[node.op].value if node.op in OPS else _mean, None, places))
 
     def constants(self, like: Tensor) -> list[tuple[int, Tensor]]:
-        """The graph's numbers as tensors of no axes, of the dtype and device of `like`; made once for many calls."""
-        return [(index, like.new_full((), value)) for index, value in self._constants]
+        """The graph's numbers as tensors of no axes, of the dtype and device of `like`; made once for many calls.
+
+        What is larger than any number of that dtype is infinite, as a kernel has it.
+        """
+        most = torch.finfo(like.dtype).max
+        held = [math.copysign(math.inf, value) if abs(value) > most else value for _, value in self._constants]
+        return [(index, like.new_full((), value)) for (index, _), value in zip(self._constants, held, strict=True)]
 
     def __call__(
         self,

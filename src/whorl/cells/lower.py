@@ -137,8 +137,9 @@ def stages(outputs: Mapping[str, Expr], target: Target, again: frozenset[str] = 
 
 
 def identifier(name: str) -> str:
-    """The C name of a leaf, an output or a cell: each character that C has not becomes an underscore."""
-    return re.sub(r"\W", "_", name, flags=re.ASCII)
+    """The C name of a leaf, an output or a cell: what C has not becomes an underscore, and one comes before a digit."""
+    made = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"_{made}" if made[:1].isdigit() else made
 
 
 def _levels(order: list[Expr]) -> dict[str, int]:

@@ -262,7 +262,7 @@ class _Printer:
             before.append(f"auto* const w_{value.name} = {pointer};")
             stores[value.name] = store.format(f"w_{value.name}", value.name)
             if value.name in fused:
-                stores[value.name] = self._sum(value.name, stores[value.name])
+                stores[value.name] = self._sum(fused[value.name], stores[value.name])
         levels = [line for line in stage.lines if _is_level(line.removeprefix("const real "))]
         body = [line for line in stage.lines if line not in levels]
         if stores:
@@ -290,9 +290,12 @@ class _Printer:
         ]
         return _of_each_row(lines) + (["team.wait();", *_of_each_row(after)] if means else [])
 
-    def _sum(self, operand: str, store: str) -> str:
+    def _sum(self, mean: Collective, store: str) -> str:
         """What a loop does with a value that a mean is of: a team's member stores it, since units are others' too."""
+        (operand,) = mean.operands
         read = any(operand == value.name for stage in self._stages for value in stage.reads)
+        made = [other for stage in self._stages for other in stage.collectives if other != mean]
+        read = read or any(operand in other.operands for other in made)  # a product or another mean, from memory
         added = f"sum_{operand}[lane] += rounded({operand}, nothing);"
         return f"{store} if constexpr (ALONE) {added}" if read else f"if constexpr (ALONE) {added} else {store}"
 

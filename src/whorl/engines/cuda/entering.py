@@ -79,14 +79,15 @@ class ByGate:
     Args:
         mask: float32 [recurrent gates, batch, units], which is multiplied with `scale`.
         rows: the first state before each step, [rows, units], then what entered each round of products inside the step.
-        links: the results of products; empty: one of each gate with the first state.
+        links: the results of products; None: one of each gate with the first state.
     """
 
     def __init__(
-        self, mask: Tensor, scale: float, rows: Sequence[Tensor], links: Sequence[Link], options: Options
+        self, mask: Tensor, scale: float, rows: Sequence[Tensor], links: Sequence[Link] | None, options: Options
     ) -> None:
-        self._mask, self._scale, self._rows, self._at_once, self._options = mask, scale, rows, not links, options
-        self._links = links or [Link(gate, 0) for gate in range(len(mask))]
+        self._mask, self._scale, self._rows, self._options = mask, scale, rows, options
+        self._at_once = links is None
+        self._links = [Link(gate, 0) for gate in range(len(mask))] if links is None else links
 
     def __getitem__(self, link: int | slice) -> Any:
         """[rows, units] in the layer's dtype; of several, where each gate has one, [gates, rows, units]."""

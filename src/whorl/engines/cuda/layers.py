@@ -58,7 +58,7 @@ class Layers:
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.saving = source.kept(form.cell)
         self.steps = steps(form.cell) if staged(form.cell) else None
-        self.links = [] if self.steps is None else by_link(self.steps, form.cell)
+        self.links = None if self.steps is None else by_link(self.steps, form.cell)
         self.blocks, self.gates = blocks_of(self.saving), blocks_of(self.saving, joined=False)
         properties = torch.cuda.get_device_properties(self.index)
         self.chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
@@ -358,7 +358,7 @@ class Layers:
                 product(part.narrow(0, 0 if at else rest, batch).t(), last, target, add=True, tf32=self.tf32)
 
         hh = to_gates.new_empty(0, units) if own.hh is None else torch.empty_like(own.hh)
-        if self.links:
+        if self.links is not None:
             for link, ((gate, place), block) in enumerate(zip(self.links, self.gates, strict=True)):
                 part = self._of_gate(to_gates, to_apart, block)
                 if isinstance(hidden, ByGate):

@@ -82,8 +82,8 @@ def is_plain_cell(cell: Graph) -> bool:
     if not cell.recurrent:
         return False
     cell = ahead(cell) or cell
-    found = by_link(steps(cell), cell) if staged(cell) else []
-    return not found or [link.gate for link in found] == [*range(len(cell.recurrent))]
+    found = by_link(steps(cell), cell) if staged(cell) else None
+    return found is None or [link.gate for link in found] == [*range(len(cell.recurrent))]
 
 
 class Plain(Places):
@@ -174,7 +174,7 @@ class Plain(Places):
 
     def _of_state(self) -> list[tuple[bool, int, int, int]]:
         """Those of `blocks` whose product is with the first state, before the step."""
-        if not self.links:
+        if self.links is None:
             return self.blocks
         return [block for link, block in zip(self.links, self.gates, strict=True) if not link.round]
 
@@ -182,7 +182,7 @@ class Plain(Places):
         """The gradients of the weights whose product is inside the step."""
         units, batch, time, _ = self.sizes
         dtype, rows, made = self.problem.dtype, time * batch, []
-        for link, (is_apart, first, _, into) in zip(self.links, self.gates, strict=False):
+        for link, (is_apart, first, _, into) in zip(self.links or (), self.gates, strict=False):
             if link.round:
                 step = units * len(self.saving.apart if is_apart else self.cell.gates)
                 over = self._product.ready(dtype, (units, rows, units), (1, 0), (step, units, units), self.tf32)

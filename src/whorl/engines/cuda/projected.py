@@ -31,10 +31,13 @@ def obstacles(problem: Problem) -> list[str]:
     others = [words for words in problem.additions if words not in _OVER_M]
     beside = f"beside a projection ({form.projection} wide) these kernels take no "
     found = [f"{beside}{', '.join(others)}"] if others else []
+    if not form.cell.recurrent:
+        found.append(f"{beside}cell without recurrent weights")
     if problem.initial and marked:
         found.append(f"{beside}initial states with {', '.join(marked)}")
-    if problem.initial and source.kept(form.cell).apart:
-        found.append(f"{beside}initial states where a gate of {form.cell.name} has its recurrent part apart")
+    kept = source.kept(form.cell)
+    if problem.initial and (kept.apart or min(kept.sums) < 0):
+        found.append(f"{beside}initial states where a gate of {form.cell.name} is not the sum of its two parts")
     if problem.dropout and marked:
         found.append(f"{beside}dropout between layers with {', '.join(marked)}")
     return found

@@ -349,10 +349,10 @@ def _name_of(node: Any, names: dict[str, str]) -> str | None:
     return identifier(node.args[0]) if node.op == "var" else names[node.digest]
 
 
-def by_link(made: Steps, cell: Graph) -> list[Link]:
-    """Links, where they are other than one product of each recurrent gate with the first state."""
+def by_link(made: Steps, cell: Graph) -> list[Link] | None:
+    """Links, where they are other than one product of each recurrent gate with the first state; None where they are."""
     plain = [(gate, 0) for gate in range(len(cell.recurrent))]
-    return [] if [*made.links] == plain else [*made.links]
+    return None if [*made.links] == plain else [*made.links]
 
 
 def by_rounds(made: Steps) -> dict[tuple[int, ...], tuple[int, ...]]:

@@ -27,9 +27,9 @@ class Sums:
 
     def __init__(self, form: Form, dtype: torch.dtype, chip: Chip, index: int) -> None:
         cell, kept = form.cell, kept_by(form.cell)
-        self._links = by_link(steps(cell), cell) if staged(cell) else []
+        self._links = by_link(steps(cell), cell) if staged(cell) else None
         self._own = len(cell.recurrent)
-        results = len(self._links) or self._own
+        results = self._own if self._links is None else len(self._links)
         self._units, self._dtype, self._vectors = form.units, dtype, len(cell.vectors)
         counts = (len(cell.gates), results, len(kept.apart)) if form.bias else (0, 0, 0)
         self._gates, self._recurrent, self._apart = counts
@@ -78,9 +78,9 @@ class Sums:
 
     def _of_gates(self, of_r: Tensor) -> Tensor:
         """Of each recurrent gate, from those of all products with its weights."""
-        if not self._links:
+        if self._links is None:
             return of_r
         made = of_r.new_zeros(self._own, self._units)
-        for link, part in zip(self._links, of_r.split(self._units), strict=True):
+        for link, part in zip(self._links, of_r.view(-1, self._units), strict=True):
             made[link.gate] += part
         return made.view(-1)

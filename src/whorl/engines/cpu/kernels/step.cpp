@@ -345,7 +345,7 @@ static inline void means_of(
     for (int group = 0; group < GROUPS; ++group) {
       if (pass && !far[group]) continue;  // a row's numbers do not depend on which rows are beside it
       const real lost = total(sums[group]) / every;
-      near[group] += lost;
+      if (SQUARES || near[group] - near[group] == real(0)) near[group] += lost;  // an infinity has no distance to it
       if (SQUARES) variance[group] = total(squares[group]) / every - lost * lost;
       far[group] = SQUARES && lost * lost > FAR * variance[group];
       again = again || far[group];
