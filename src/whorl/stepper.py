@@ -12,7 +12,7 @@ from whorl.engines.base import Step
 from whorl.errors import InputError, UnsupportedError
 from whorl.functional import complaint
 from whorl.plan import announce, decide_step
-from whorl.problem import Call, Plan, facts, problem
+from whorl.problem import Call, Plan, as_written, facts, problem
 
 
 class Stepper:
@@ -62,7 +62,7 @@ class Stepper:
             if tensor is not None
         ]
         form, engine = layer._form, layer._engine
-        weights = tuple([weight.detach() for weight in layer._weights()])
+        weights = tuple(as_written([weight.detach() for weight in layer._weights()]))
         x = weights[0].new_zeros(1, batch, layer.input_size)
         if self._started:
             states = tuple([state.to(x) for state in self._step.states])
@@ -103,6 +103,8 @@ class Stepper:
             self._refuse(x)
         if reset is not None or inputs is not None or self._layer._extra_inputs:
             reset, extras = self._arranged(x, reset, inputs)
+        if x.is_neg() or x._is_zerotensor():
+            (x,) = as_written((x,))
         return self._step(x, reset, extras)
 
     @property
@@ -190,6 +192,6 @@ class Stepper:
             return value[None] if isinstance(value, Tensor) else value
 
         given = {name: step(value) for name, value in inputs.items()} if isinstance(inputs, Mapping) else step(inputs)
-        extras = extra_inputs(axes, given, layer._extra_inputs, layer.hidden_size, x.dtype, False)
+        extras = as_written(extra_inputs(axes, given, layer._extra_inputs, layer.hidden_size, x.dtype, False))
         marked = marks(axes, Extras(reset=step(reset)), 1, self._batch)
         return None if marked.reset is None else marked.reset[0], tuple([extra[0] for extra in extras])
