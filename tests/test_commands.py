@@ -460,3 +460,12 @@ def test_doctor_prints_a_line_for_each_finding(
     out = capsys.readouterr().out
     assert [row for row in out.splitlines() if row.startswith(line)]
     assert len(out.splitlines()) == len(doctor.diagnose(machine))
+
+
+@pytest.mark.parametrize("command, instead", [("warm", "`whorl warm` compiles for another"), ("tune", "run `whorl tune`")])
+def test_without_a_gpu_each_command_speaks_of_itself(
+    command: str, instead: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([command, "lstm", "--units", "8"]) == 2
+    assert f"sees no NVIDIA GPU here: {instead}" in capsys.readouterr().err

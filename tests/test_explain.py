@@ -135,7 +135,29 @@ def test_explain_draws_no_numbers_for_a_layer_and_runs_nothing() -> None:
         whorl.explain(layer, X)
     assert torch.equal(torch.get_rng_state(), begin)
     assert not _ran_onednn(seen)
-    assert str(whorl.explain(torch.nn.Linear(5, 5), X)).startswith("no recurrent layer was called")
+    assert str(whorl.explain(torch.nn.Linear(5, 5), X)).startswith("no recurrent layer is in it")
+
+
+def test_explain_of_a_layer_that_is_not_called_as_a_module_says_so() -> None:
+    class Past(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.spare = whorl.LSTM(5, 7), whorl.GRUCell(5, 7)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.rnn.forward(x), self.rnn.stepper(x.shape[1])(x[0])
+
+    told = whorl.explain(Past(), X)
+    assert (told.names, told.unseen) == ((), ("rnn", "spare"))
+    assert "rnn: not called, or only its forward() or a stepper, which are not seen" in str(told)
+    assert whorl.explain(whorl.LSTM(5, 7), X).unseen == ()
+
+
+def test_explain_of_a_compiled_model_is_not_traced() -> None:
+    model = torch.compile(torch.nn.Sequential(whorl.LSTM(5, 7)), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert whorl.explain(model, X).names == ("_orig_mod.0",)
 
 
 def test_explain_of_a_model_on_the_cpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,26 @@ def test_x_and_states_of_any_strides(strided: str, engine: str, dtype: torch.dty
     assert all(error(strange, plain.double()) <= bound for plain, strange in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+def test_numbers_that_are_not_in_memory(engine: str) -> None:
+    """Torch negates some by a mark alone, and gives no memory to zeros that it makes for derivatives."""
+    layer = whorl.GRU(5, 7, 2, dtype=torch.float64, engine=engine)
+    shapes = (6, 3, 5), (2, 3, 7), (6, 3, 7)
+    as_it_is: list[Tensor] = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    negated = [torch._neg_view(-tensor) for tensor in as_it_is]
+    zeros = [torch._efficientzerotensor(shape, dtype=torch.float64) for shape in shapes]
+    for odd, same in ((negated, as_it_is), (zeros, [torch.zeros(shape, dtype=torch.float64) for shape in shapes])):
+        found = []
+        for x, hx, grad in (odd, same):
+            (after,) = torch.func.vjp(lambda x, hx=hx: layer(x, hx)[0], x)[1](grad)
+            y, final = layer(x.requires_grad_(), hx)
+            slopes = torch.autograd.grad((y, final), [x, *layer.parameters()], (grad, hx), retain_graph=True)
+            (again,) = torch.autograd.grad(y, x, grad, create_graph=True)
+            stepper = layer.stepper(3)
+            found.append([y, final, *slopes, again, after, stepper(x[0]), stepper.state])
+        assert all(error(one, other) <= EXACT for one, other in zip(*found, strict=True) if other.any())
+
+
 def _gradients(layer: torch.nn.Module, loss: Tensor, keep: bool = False) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(layer.parameters()), retain_graph=keep))
 

@@ -33,9 +33,12 @@ def test_settings_are_read_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert settings.slow == "allow"
         assert (settings.slow, settings.cache) == ("warn", Path("/tmp/kernels"))
     assert settings.slow == "error"
-    monkeypatch.setenv("WHORL_CACHE", "")
-    with pytest.raises(whorl.InputError, match="WHORL_CACHE is '': write the path of a folder"):
-        _ = settings.cache
+    del settings.slow
+    for name in ("WHORL_SLOW", "WHORL_CACHE"):
+        monkeypatch.setenv(name, "")
+    assert (settings.slow, settings.cache) == ("warn", Path("~/.cache/whorl").expanduser())
+    with pytest.raises(whorl.InputError, match="settings.cache is '': write the path of a folder"):
+        settings.cache = ""
 
 
 def test_a_block_of_settings_ends_with_its_error() -> None:

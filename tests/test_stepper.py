@@ -245,6 +245,11 @@ def test_a_layer_that_moves_to_another_dtype_takes_its_stepper_along() -> None:
     assert error(y, wanted.detach()) <= EXACT
     with pytest.raises(whorl.InputError, match=r"x is torch.float32 and the weights of this LSTM are torch.float64"):
         stepper(x[1])
+    layer.float()
+    assert {one.dtype for one in stepper.state} == {torch.float32}
+    layer.double()
+    stepper.state = [one.double() for one in state]
+    assert error(stepper(x[1].double()), wanted.detach()) <= EXACT
 
 
 @needs_compiler
@@ -284,6 +289,11 @@ def test_states_are_given_taken_and_begun_anew(kind: str, engine: str) -> None:
     stepper.state = None
     assert torch.equal(stepper(x[0]), first)
     assert torch.equal(stepper(x[1], reset=torch.tensor([True])), layer.stepper()(x[1]))
+    with torch.inference_mode():
+        made = layer.stepper()
+    assert torch.equal(made(x[0]), first)
+    made.state = None
+    assert torch.equal(made(x[0]), first)
 
 
 @needs_compiler
@@ -352,6 +362,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "reset's shape": (
         lambda s: s(torch.zeros(2, 4), reset=torch.zeros(1, 2).bool()),
         r"reset has shape \[1, 2\], the stepper of GRU takes that of one step, \[batch\] with batch 2",
+    ),
+    "reset's type": (
+        lambda s: s(torch.zeros(2, 4), reset=True),
+        r"reset is of type bool, the stepper of GRU takes a tensor \[batch\] with batch 2",
     ),
     "inputs' shape": (
         lambda s: s(torch.zeros(2, 4), inputs={"dt": torch.zeros(2)}),

@@ -339,11 +339,19 @@ def test_what_python_is_left_with(counted: list[int], monkeypatch: pytest.Monkey
     assert len(counted) == 1
     layer(X)
     assert len(counted) == 2
+    want = trained(layer, -X)
+    assert len(counted) == 3
+    assert all(map(torch.equal, want, trained(layer, torch._neg_view(X))))
+    assert len(counted) == 3
+    y, _ = layer(X)
+    slopes = [torch.autograd.grad(y, layer.weight_hh_l0, grad, True) for grad in (X, torch._neg_view(-X))]
+    assert torch.equal(*(slope for (slope,) in slopes))
+    assert len(counted) == 4
     twice = whorl.LSTM(16, 16, 2, dropout=0.5, dtype=torch.bfloat16, engine="persistent")
     masks = torch.rand(3, 2, 16).bfloat16().requires_grad_()  # which have a gradient
     twice(X, dropout_masks={"dropout": masks})[0].sum().backward()
     assert masks.grad is not None
-    assert len(counted) == 2
+    assert len(counted) == 4
 
 
 def test_autocast_and_batches_first(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

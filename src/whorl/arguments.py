@@ -167,7 +167,7 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
     if axes.unbatched and (isinstance(value, int) or (isinstance(value, Tensor) and value.dim() == 0)):
         value = value.reshape(1) if isinstance(value, Tensor) else [value]
     if isinstance(value, list | tuple) and all(map(_whole, value)):
-        value = torch.tensor([int(one) for one in value], dtype=torch.int64)
+        value = torch.tensor([int(one) for one in value], dtype=torch.int64, device="cpu")
     kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     if not isinstance(value, Tensor) or value.dtype not in kinds or value.shape != (batch,):
         odd = [type(one).__name__ for one in value if not _whole(one)] if isinstance(value, list | tuple) else []

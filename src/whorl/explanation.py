@@ -24,6 +24,8 @@ class Explanation:
     """In which each was called: train or eval, autocast on or off."""
     others: tuple[str, ...] = ()
     """Layers of torch.nn inside the module, which whorl does not run."""
+    unseen: tuple[str, ...] = ()
+    """Layers of whorl inside the module that were not called as modules are."""
 
     def __str__(self) -> str:
         rows = []
@@ -34,7 +36,8 @@ class Explanation:
             rows += [f"  {line}" for line in ENGINES[plan.engine].numbers(plan.problem)]
             rows += [f"  not {refusal}" for refusal in plan.refusals]
         rows += [f"{name}: not a layer of whorl, but of torch; whorl.accelerate makes it one" for name in self.others]
-        return "\n".join(rows) or "no recurrent layer was called"
+        rows += [f"{name}: not called, or only its forward() or a stepper, which are not seen" for name in self.unseen]
+        return "\n".join(rows) or "no recurrent layer is in it"
 
 
 def _asked(plan: Plan) -> str:
@@ -46,7 +49,8 @@ def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
 
     A recurrent layer is planned without running.  Any other module runs once (in train mode that moves what it counts,
     such as the statistics of a BatchNorm; torch's generators come back as they were), and each call of a recurrent
-    layer inside it is planned as it comes, with a gradient where grad mode is on.
+    layer inside it is planned as it comes, with a gradient where grad mode is on.  It is seen where the layer is called
+    as modules are; its `forward()` and its steppers are not.
 
     >>> import whorl
     >>> print(whorl.explain(whorl.LSTM(8, 16, engine="reference"), torch.zeros(5, 3, 8)))
@@ -67,7 +71,8 @@ def explain(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Explanation:
         for name, inner in module.named_modules()
         if isinstance(inner, torch.nn.RNNBase | torch.nn.RNNCellBase) and not isinstance(inner, Recurrence)
     )
-    return Explanation(plans, names, modes, others)
+    inside = [name for name, inner in module.named_modules() if isinstance(inner, Recurrence)]
+    return Explanation(plans, names, modes, others, tuple(name for name in inside if name not in names))
 
 
 def gpus(*given: Any) -> list[int]:
@@ -76,6 +81,7 @@ def gpus(*given: Any) -> list[int]:
     return sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
 
 
+@torch._disable_dynamo  # which traces the hooks of a compiled module too
 def _note(name: str, layer: Any, args: tuple, kwargs: dict) -> tuple[str, Plan, str]:
     """Name, plan and mode of one call."""
     plan = layer.plan(*args, **kwargs)

@@ -439,6 +439,23 @@ def is_virtual(tensors: Iterable[Tensor]) -> bool:
     return any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in kinds)
 
 
+def as_written(tensors: Sequence[Any]) -> Sequence[Any]:
+    """These, and None where there is none, each with its numbers in its memory.
+
+    Torch negates some by a mark alone, such as the imaginary part of a conjugate, and to zeros that it makes for
+    derivatives it gives no memory: what a kernel reads there would be of the wrong sign, or at address 0.
+    """
+    there = [tensor for tensor in tensors if tensor is not None]
+    if not any(map(_IS_NEGATED, there)) and not any(map(_IS_ZERO, there)):
+        return tensors
+    return [None if tensor is None else _written(tensor) for tensor in tensors]
+
+
+def _written(tensor: Tensor) -> Tensor:
+    return (tensor.clone() if tensor._is_zerotensor() else tensor).resolve_neg()
+
+
+_IS_NEGATED, _IS_ZERO = Tensor.is_neg, Tensor._is_zerotensor
 _KEYS = torch._C._TorchDispatchModeKey
 _TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 _ORDINARY = {Tensor, torch.nn.Parameter}

@@ -16,7 +16,7 @@ from torch import Tensor
 from whorl.engines import ENGINES
 from whorl.engines.reference import evaluate, gradients, vjp
 from whorl.plan import announce, decide
-from whorl.problem import PLAIN, Call, Marks, Outcome, Plan, wants_gradient
+from whorl.problem import PLAIN, Call, Marks, Outcome, Plan, as_written, wants_gradient
 from whorl.weights import kinds
 
 Layout = tuple[int, ...]
@@ -35,19 +35,29 @@ def run(made: Plan, call: Call) -> tuple[Tensor, ...]:
     engine = ENGINES[made.engine]
     recompute = made.problem.form.memory == "recompute" and made.problem.gradient
     if made.engine != "reference" or recompute:  # `reference` is plain torch, and needs no help under any transform
-        if torch._C._are_functorch_transforms_active():
-            return _Transformed.apply(made, call.layout, *call.marks, *call.tensors)[: _count_outputs(made)]
+        transformed = torch._C._are_functorch_transforms_active()
         forward_mode = torch.autograd.forward_ad._current_level >= 0
-        if not (forward_mode or recompute):
+        if not (transformed or forward_mode or recompute):
             outputs = engine.at_once(made, call, _by_python)
             if outputs:
                 return tuple(outputs)
+        if transformed:
+            return _Transformed.apply(made, call.layout, *call.marks, *call.tensors)[: _count_outputs(made)]
+        if not engine.recorded:
+            call = _readable(call)
         if forward_mode or recompute or (made.problem.gradient and not engine.recorded):
             # Kernels run by the time that torch has made the operation, which takes the host as long as some of them.
             outcome = None if forward_mode else _unrecorded(made, call)
             # What Function.apply does outside torch.func, without its 33 us of binding a signature.
             return super(torch.autograd.Function, _Eager).apply(made, call, outcome, *call.tensors)
     return engine.forward(made, call).outputs
+
+
+def _readable(call: Call) -> Call:
+    """The call on tensors that kernels can read."""
+    tensors = call.tensors
+    written = as_written(tensors)
+    return call if written is tensors else Call.of(written, call.layout, call.marks)
 
 
 def forward(made: Plan, call: Call) -> Outcome:
@@ -70,6 +80,8 @@ def number(made: Plan, call: Call) -> int:
 def backward(made: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Row) -> Row:
     """The engine's backward."""
     engine = ENGINES[made.engine]
+    if not engine.recorded:
+        grads = as_written(grads)
     if made.problem.form.memory == "recompute" and made.engine != "reference":  # which computes all again by itself
         saved = engine.forward(made, call).saved
     return engine.backward(made, call, y, saved, grads)
@@ -119,7 +131,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(made: Plan, layout: Layout, *row: Any) -> tuple[Tensor, ...]:
-        outcome = forward(made, _call(layout, row))
+        outcome = forward(made, _readable(_call(layout, row)))
         return (*outcome.outputs, *outcome.saved)
 
     @staticmethod
@@ -179,7 +191,7 @@ class _Backward(torch.autograd.Function):
     def forward(made: Plan, layout: Layout, context: Context, count: int, *row: Tensor) -> tuple[Tensor, ...]:
         marks, given, kept = row[:_MARKS], row[_MARKS : _MARKS + count], row[_MARKS + count :]
         call, y, saved = _kept(layout, (*marks, *kept))
-        grads = backward(made, call, y, saved, given)
+        grads = backward(made, _readable(call), y, saved, given)
         pairs = zip(grads, call.tensors, strict=True)
         return tuple(torch.zeros_like(tensor) if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs)
 

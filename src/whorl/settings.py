@@ -1,4 +1,4 @@
-"""Every default and environment variable of whorl, each read when it is used.
+"""Every default and environment variable of whorl, each read when it is used; an empty one counts as none.
 
 `settings.slow = "error"` holds for the process; `with settings(slow="error"):` for the block, in this thread or task.
 """
@@ -69,7 +69,7 @@ class Settings:
         for values in places:
             if name in values:
                 return values[name]
-        return setting.check(os.environ.get(setting.variable, setting.default), setting.variable)
+        return setting.check(os.environ.get(setting.variable) or setting.default, setting.variable)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._assigned[name] = _known(name).check(value, f"settings.{name}")

@@ -12,7 +12,7 @@ from whorl.engines.base import Step
 from whorl.errors import InputError, UnsupportedError
 from whorl.functional import complaint
 from whorl.plan import announce, decide_step
-from whorl.problem import Call, Plan, facts, problem
+from whorl.problem import Call, Plan, as_written, facts, problem
 
 
 class Stepper:
@@ -52,8 +52,13 @@ class Stepper:
 
     def refresh(self) -> None:
         """Take the layer's weights and options as they are now; the states go on as they are."""
-        layer, batch = self._layer, self._batch
         self._check_mode()
+        self._lay_out()
+
+    @torch.inference_mode(False)  # states that are made here can be set outside of a block in which that is so
+    @torch.no_grad()
+    def _lay_out(self) -> None:
+        layer, batch = self._layer, self._batch
         seen = [
             (held, name, tensor, tensor.data_ptr(), not tensor.is_inference() and tensor._version)
             for module in layer.modules()
@@ -62,7 +67,7 @@ class Stepper:
             if tensor is not None
         ]
         form, engine = layer._form, layer._engine
-        weights = tuple([weight.detach() for weight in layer._weights()])
+        weights = tuple(as_written([weight.detach() for weight in layer._weights()]))
         x = weights[0].new_zeros(1, batch, layer.input_size)
         if self._started:
             states = tuple([state.to(x) for state in self._step.states])
@@ -92,6 +97,8 @@ class Stepper:
         Raises:
             InputError: an argument that does not fit, or the layer is in train mode and draws at random there.
         """
+        if self._layer.training:
+            self._check_mode()
         self._keep_up()
         extras: tuple[Tensor, ...] = ()
         if not isinstance(x, Tensor):
@@ -103,6 +110,8 @@ class Stepper:
             self._refuse(x)
         if reset is not None or inputs is not None or self._layer._extra_inputs:
             reset, extras = self._arranged(x, reset, inputs)
+        if x.is_neg() or x._is_zerotensor():
+            (x,) = as_written((x,))
         return self._step(x, reset, extras)
 
     @property
@@ -111,10 +120,12 @@ class Stepper:
 
         Assign states of that shape to go on from them, or None to begin anew.
         """
+        self._keep_up()
         return self._layer._pack([state.to(self._dtype, copy=True) for state in self._step.states])
 
     @state.setter
     def state(self, hx: Any) -> None:
+        self._keep_up()
         layer = self._layer
         states = layer._states("state", hx)
         reason = complaint(
@@ -144,14 +155,12 @@ class Stepper:
     def _keep_up(self) -> None:
         """Begin anew with the layer where it is no longer as it was."""
         layer = self._layer
-        if layer.training:
-            self._check_mode()
         if layer._form is not self._form or layer._engine != self._engine:
-            return self.refresh()
+            return self._lay_out()
         for held, name, tensor, place, version in self._seen:
             counted = version is not False  # torch counts no changes of an inference tensor
             if held.get(name) is not tensor or tensor.data_ptr() != place or (counted and tensor._version != version):
-                return self.refresh()
+                return self._lay_out()
 
     def _check_mode(self) -> None:
         layer = self._layer
@@ -185,11 +194,14 @@ class Stepper:
             if isinstance(value, Tensor) and (value.dim() != count or value.shape[0] != self._batch):
                 given_as = f"{name} has shape {[*value.shape]}"
                 raise InputError(f"{given_as}, {who} takes that of one step, {wanted} with batch {self._batch}.")
+            if value is not None and not isinstance(value, Tensor) and name != "inputs":
+                given_as = f"{name} is of type {type(value).__name__}"
+                raise InputError(f"{given_as}, {who} takes a tensor {wanted} with batch {self._batch}.")
 
         def step(value: Any) -> Any:
             return value[None] if isinstance(value, Tensor) else value
 
         given = {name: step(value) for name, value in inputs.items()} if isinstance(inputs, Mapping) else step(inputs)
-        extras = extra_inputs(axes, given, layer._extra_inputs, layer.hidden_size, x.dtype, False)
+        extras = as_written(extra_inputs(axes, given, layer._extra_inputs, layer.hidden_size, x.dtype, False))
         marked = marks(axes, Extras(reset=step(reset)), 1, self._batch)
         return None if marked.reset is None else marked.reset[0], tuple([extra[0] for extra in extras])

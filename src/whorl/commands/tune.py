@@ -33,7 +33,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print what was found."""
-    gpu = own_gpu()
+    gpu = own_gpu("run `whorl tune` on the machine whose GPU it is to measure")
     device = torch.device("cuda", torch.cuda.current_device())
     for dtype in arguments.dtype:
         for units in arguments.units:

@@ -56,7 +56,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile, and print the name of each kernel."""
-    gpu = arguments.gpu or own_gpu()
+    gpu = arguments.gpu or own_gpu("`whorl warm` compiles for another with --gpu 9.0:132")
     cores = gpu.chip.multiprocessors
     devices = {
         dtype: Device("cuda", gpu.name, gpu.chip.capability, tf32=dtype == "tf32", multiprocessors=cores)
@@ -99,13 +99,16 @@ def _gpu(text: str) -> Gpu:
     return Gpu(f"a GPU of compute capability {major}.{minor}", Chip((major, minor), multiprocessors))
 
 
-def own_gpu() -> Gpu:
+def own_gpu(remedy: str) -> Gpu:
     """The GPU that torch uses.
+
+    Args:
+        remedy: what to do where there is none, for the error.
 
     Raises:
         InputError: it sees none.
     """
     if not torch.cuda.is_available():
-        raise InputError("torch sees no NVIDIA GPU here: `whorl warm` compiles for another with --gpu 9.0:132.")
+        raise InputError(f"torch sees no NVIDIA GPU here: {remedy}.")
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Gpu(seen.name, Chip((seen.major, seen.minor), seen.multi_processor_count))

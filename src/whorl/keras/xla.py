@@ -236,7 +236,7 @@ def _numbers(loop: _Loop) -> Numbers:
     """Kept for ever with what they point to: compiled programs hold them."""
     form = Form.from_json(loop.form)
     compiled = kernel(form.cell, torch.float32)
-    rows = Rows(Call(torch.empty(loop.time, loop.batch, 0), (), ()))
+    rows = Rows(Call(torch.empty(loop.time, loop.batch, 0, device="cpu"), (), ()))
     fields = Fields(compiled, rows, loop.threads, form.units, form.units, loop.reverse)
     _alive.append(fields)
     k = fields.sweep

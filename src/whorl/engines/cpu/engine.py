@@ -128,9 +128,9 @@ class _Pass:
         form, call, rows, gradient = self.form, self.call, self.rows, self.problem.gradient
         count = form.layers * form.directions
         if call.states:
-            ends = [torch.empty(state.shape, dtype=self.wide).copy_(state) for state in call.states]
+            ends = [torch.empty(state.shape, dtype=self.wide, device="cpu").copy_(state) for state in call.states]
         else:
-            ends = [torch.zeros(count, rows.batch, width, dtype=self.wide) for width in self.widths]
+            ends = [torch.zeros(count, rows.batch, width, dtype=self.wide, device="cpu") for width in self.widths]
         x = call.x.reshape(rows.outer, -1)
         saved: list[Tensor] = []
         sequences: list[Tensor] = []
@@ -160,7 +160,8 @@ class _Pass:
         constants = self.problem.constants
         width = form.width * form.directions
         to_y, to_finals, to_sequences = grads[0], grads[1 : 1 + states], grads[1 + states :]
-        to_states = [torch.zeros(len(self.weights), rows.batch, width, dtype=self.wide) for width in self.widths]
+        shapes = [(len(self.weights), rows.batch, width) for width in self.widths]
+        to_states = [torch.zeros(shape, dtype=self.wide, device="cpu") for shape in shapes]
         for to_state, to_final in zip(to_states, to_finals, strict=True):
             if to_final is not None:
                 to_state.copy_(to_final)
@@ -169,7 +170,7 @@ class _Pass:
         to_weights: list[LayerWeights] = list(self.weights)
         to_noise: list[Tensor | None] = [None] * len(call.noise)
         to_reset = [torch.zeros_like(state) for state in self.to]
-        to_extras = [torch.zeros(rows.outer, form.units, dtype=self.wide) for _ in call.inputs]
+        to_extras = [torch.zeros(rows.outer, form.units, dtype=self.wide, device="cpu") for _ in call.inputs]
         grad = self._flat(to_y)
         y = y.reshape(rows.outer, width)
         for layer in reversed(range(form.layers)):
@@ -329,9 +330,9 @@ class _One:
         dx = borrowed(rows.compact, len(cell.gates) * units, dtype=made.dtype)
         dr = dx if source.dr_is_dx else borrowed(rows.compact, len(cell.recurrent) * units, dtype=made.dtype)
         dp = [borrowed(rows.compact, units, dtype=made.dtype) for _ in source.products]
-        dv = torch.empty(rows.batch, len(cell.vectors), units, dtype=made.wide)
+        dv = torch.empty(rows.batch, len(cell.vectors), units, dtype=made.wide, device="cpu")
         dprojected = borrowed(rows.compact, form.width, dtype=made.dtype) if form.projection else None
-        dheld = torch.zeros(rows.batch, form.width, dtype=made.wide) if rows.mask is not None else None
+        dheld = torch.zeros(rows.batch, form.width, dtype=made.wide, device="cpu") if rows.mask is not None else None
         zoneouts = [torch.zeros_like(mask) if mask is not None else None for _, _, mask in self._masks.zoneouts]
         self._masks.set(fields, [kept.get(f"apart {state}") for state in range(len(zoneouts))], zoneouts)
         parts, strides = self._sides([to_y])
@@ -348,9 +349,11 @@ class _One:
         fields.set_lists(dstates=to_states, dreset=to_reset, dp=dp, de=to_extras)
         made.kernel.backward(fields.sweep)
 
-        has_bias = self._weights.bias_ih is not None
-        to_bias = torch.zeros(len(cell.gates) * units, dtype=made.wide) if has_bias else None
-        to_bias_hh = to_bias if source.dr_is_dx else torch.zeros(dr.shape[1], dtype=made.wide) if has_bias else None
+        to_bias = to_bias_hh = None
+        if self._weights.bias_ih is not None:
+            to_bias = to_bias_hh = torch.zeros(len(cell.gates) * units, dtype=made.wide, device="cpu")
+            if not source.dr_is_dx:
+                to_bias_hh = torch.zeros(dr.shape[1], dtype=made.wide, device="cpu")
         wanted = self._index >= form.directions or "x" not in made.problem.constants
         to_x, to_ih, to_input = self._masks.project_backward(dx, x, self._weights, to_bias, wanted)
         to_hh, to_recurrent = self._recurrent(dr, dp, kept, y, None if source.dr_is_dx else to_bias_hh)

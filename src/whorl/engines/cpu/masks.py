@@ -93,7 +93,7 @@ class Masks:
         probability = self._form.input_dropout
         if not probability or self._seed is None:
             return None
-        made = torch.empty(1, self._rows.batch, width, dtype=self._wide)
+        made = torch.empty(1, self._rows.batch, width, dtype=self._wide, device="cpu")
         _draw(self._kernel, made, INPUT, self._place, probability, self._seed, self._rows.ids)
         return made[0]
 
@@ -113,7 +113,7 @@ class Masks:
         """Masks that all steps share, drawn: [gates, batch, width]."""
         form, rows, seed = self._form, self._rows, self._seed
         assert seed is not None
-        made = torch.empty(gates, rows.batch, form.width, dtype=self._wide)
+        made = torch.empty(gates, rows.batch, form.width, dtype=self._wide, device="cpu")
         for part, (purpose, _) in zip(made.split(WORDS), by_gate(gates), strict=True):
             _draw(self._kernel, part, purpose, self._place, form.recurrent_dropout, seed, rows.ids)
         return made

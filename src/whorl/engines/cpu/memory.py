@@ -25,7 +25,7 @@ _MOST_IDLE = 1 << 28
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """torch.empty for what the caller gets, in large pages where the system has them for who asks."""
-    made = torch.empty(shape, dtype=dtype)
+    made = torch.empty(shape, dtype=dtype, device="cpu")
     size = prod(shape) * dtype.itemsize
     if size >= _LARGE:
         _advise(made.data_ptr(), size)
@@ -36,7 +36,7 @@ def borrowed(*shape: int, dtype: torch.dtype) -> Tensor:
     """torch.empty for what no caller sees: large ones in memory that was used before, where there is some."""
     size = prod(shape) * dtype.itemsize
     if size < _LARGE:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(_lease(size), dtype=dtype, count=prod(shape)).view(shape)
 
 
@@ -55,7 +55,7 @@ def keep_freed() -> None:
     glibc takes what is larger than a bound from the system each time, as new pages; the bound rises to what a program
     frees, to 32 MB at most.  A train step of a GRU (128, 30, 128) took 500 new pages before, 2.6 of its 32 ms.
     """
-    torch.empty((32 << 20) - _PAGE, dtype=torch.uint8)
+    torch.empty((32 << 20) - _PAGE, dtype=torch.uint8, device="cpu")
 
 
 _idle: deque[mmap.mmap] = deque()

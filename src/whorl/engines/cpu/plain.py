@@ -91,7 +91,7 @@ def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
         return None
     wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
     compiled = kernel(cell, problem.dtype)
-    rows = Rows(Call(torch.empty(problem.time, problem.batch, 0), (), ()))
+    rows = Rows(Call(torch.empty(problem.time, problem.batch, 0, device="cpu"), (), ()))
     reads_x, noise = made.reads_x and problem.gradient, kind or kind_of(form, drawn)
     fields, within = [], []
     for layer in range(form.layers):
@@ -122,7 +122,7 @@ def forward(made: Sizes, call: Call) -> Outcome:
     problem, form, wide, dtype = made.problem, made.problem.form, made.wide, made.problem.dtype
     count, states, rows = form.layers * form.directions, len(form.cell.states), problem.time * problem.batch
     starts = [state.to(wide).contiguous() for state in call.states]
-    finals = [torch.empty(count, problem.batch, form.units, dtype=wide) for _ in range(states)]
+    finals = [torch.empty(count, problem.batch, form.units, dtype=wide, device="cpu") for _ in range(states)]
     apart, weights = problem.batch * form.units * wide.itemsize, _weights(made, call)
     to, marks = [state.to(wide).contiguous() for state in call.reset_to], _marks(call)
     x, kept, read, inner = call.x, [], [], []
@@ -162,7 +162,7 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     dfinals = [None if grad is None else grad.to(wide).contiguous() for grad in grads[1:]]
     starts = [state.to(dtype).contiguous() for state in call.states[:1]]
     dstarts, dresets = (
-        [torch.empty(count, problem.batch, units, dtype=wide) for _ in states]
+        [torch.empty(count, problem.batch, units, dtype=wide, device="cpu") for _ in states]
         for states in (call.states, call.reset_to)
     )
     apart, narrow = problem.batch * units * wide.itemsize, dtype.itemsize
@@ -172,9 +172,10 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     dr = borrowed(rows, made.dr, dtype=dtype) if made.dr else None
     vectors, each = len(form.cell.vectors), len(call.weights) // count
     for first in range(0, len(call.weights), each):
-        to_weights += [torch.empty(one.shape, dtype=wide) for one in call.weights[first : first + each - vectors]]
+        shapes = [one.shape for one in call.weights[first : first + each - vectors]]
+        to_weights += [torch.empty(shape, dtype=wide, device="cpu") for shape in shapes]
         if vectors:  # in one piece of memory: to make a tensor takes longer than to fill it; autograd sees no views
-            to_weights += torch.empty(vectors * units, dtype=wide).unsafe_split(units)
+            to_weights += torch.empty(vectors * units, dtype=wide, device="cpu").unsafe_split(units)
     dv = borrowed(problem.batch, vectors, units, dtype=wide)
     for layer in reversed(range(form.layers)):
         below = call.x if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)

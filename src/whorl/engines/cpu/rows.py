@@ -28,7 +28,7 @@ class Rows:
             sizes = marks.batch_sizes
             self.time, self.batch, self.outer = len(sizes), int(sizes[0]), x.shape[0]
             self.starts = sizes.cumsum(0) - sizes
-            self.lengths = (sizes[:, None] > torch.arange(self.batch)).sum(0)
+            self.lengths = (sizes[:, None] > torch.arange(self.batch, device="cpu")).sum(0)
         else:
             self.time, self.batch = x.shape[0], x.shape[1]
             self.outer = self.time * self.batch
@@ -48,7 +48,7 @@ class Rows:
         """The outer rows that count, and the compact row of each; None where all do."""
         if self.packed or (self.lengths is None and self.mask is None):
             return None, None
-        valid = None if self.lengths is None else torch.arange(self.time)[:, None] < self.lengths
+        valid = None if self.lengths is None else torch.arange(self.time, device="cpu")[:, None] < self.lengths
         if self.mask is not None:
             valid = self.mask if valid is None else valid & self.mask
         assert valid is not None
@@ -71,9 +71,9 @@ class Rows:
     def sequence(self) -> Tensor:
         """Of each compact row the sequence that it is of."""
         if self.starts is not None:
-            sizes = torch.diff(self.starts, append=torch.tensor([self.outer]))
-            return torch.arange(self.outer) - self.starts.repeat_interleave(sizes)
-        every = torch.arange(self.batch).repeat(self.time)
+            sizes = torch.diff(self.starts, append=torch.tensor([self.outer], device="cpu"))
+            return torch.arange(self.outer, device="cpu") - self.starts.repeat_interleave(sizes)
+        every = torch.arange(self.batch, device="cpu").repeat(self.time)
         return every if self.chosen is None else every[self.chosen]
 
     def groups(self, threads: int) -> tuple[Tensor, Tensor, int]:
@@ -91,11 +91,11 @@ def _count(batch: int, threads: int) -> int:
 
 
 def _ends(sizes: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *sizes]).cumsum(0)
+    return torch.tensor([0, *sizes], device="cpu").cumsum(0)
 
 
 @lru_cache(maxsize=64)
 def _even(batch: int, threads: int) -> tuple[Tensor, Tensor, int]:
     count = _count(batch, threads)
     sizes = [len(range(group, batch, count)) for group in range(count)]
-    return torch.arange(batch), _ends(sizes), max(sizes)
+    return torch.arange(batch, device="cpu"), _ends(sizes), max(sizes)

@@ -52,7 +52,7 @@ class Stream(Step):
             described[layer] = self._described(fields, weights, form.layer_inputs(layer))
         multiplied = rows.batch * sum(weight.numel() for weight in call.weights if weight.dim() == 2)
         shared = threads if multiplied >= _SHARED_FROM else 1
-        self._step, self._y = made.stream, torch.empty(rows.batch, form.width, dtype=dtype)
+        self._step, self._y = made.stream, torch.empty(rows.batch, form.width, dtype=dtype, device="cpu")
         opened = ctypes.c_void_p()
         made.open(described, form.layers, shared, opened)
         self._handle = opened.value

@@ -122,7 +122,7 @@ class Marked(Plain):
         form, problem = self.form, self.problem
         _, batch, time, _ = self.sizes
         call, wide = super()._named(tape), (batch, form.units)
-        absent: Any = torch.empty(())
+        absent: Any = torch.empty((), device="cpu")
         noise: list[Any] = []
         if self._masks is not None:
             gates, recurrent = (len(form.cell.gates),), (len(form.cell.recurrent),)

@@ -90,7 +90,8 @@ class Options:
         if marks.batch_sizes is not None:
             sizes, device = marks.batch_sizes, call.x.device
             ends = sizes.cumsum(0)
-            both = torch.cat([ends - sizes, ends[-1:], (sizes[:, None] > torch.arange(self.batch)).sum(0)])
+            lengths = (sizes[:, None] > torch.arange(self.batch, device=sizes.device)).sum(0)
+            both = torch.cat([ends - sizes, ends[-1:], lengths])
             both = both.to(device, non_blocking=True)
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
         self._is_ordered = self.lengths is not None and not self.packed and is_ordered(self.batch)
@@ -266,7 +267,8 @@ class Options:
         sizes = self._call.batch_sizes
         if sizes is None:
             return None
-        return torch.arange(self.time).repeat_interleave(sizes).to(self._call.x.device, non_blocking=True)
+        steps = torch.arange(self.time, device=sizes.device).repeat_interleave(sizes)
+        return steps.to(self._call.x.device, non_blocking=True)
 
     @cached_property
     def sequences(self) -> Tensor | None:

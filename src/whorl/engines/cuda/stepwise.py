@@ -84,7 +84,7 @@ class _Rows:
             self.sizes = counts.tolist()
             self.time, self.batch, self.outer = len(counts), int(counts[0]), x.shape[0]
             self.starts = (counts.cumsum(0) - counts).to(x.device)
-            self.lengths = (counts[:, None] > torch.arange(self.batch)).sum(0).to(x.device)
+            self.lengths = (counts[:, None] > torch.arange(self.batch, device=counts.device)).sum(0).to(x.device)
         else:
             self.time, self.batch = x.shape[0], x.shape[1]
             self.outer = self.time * self.batch

@@ -317,6 +317,9 @@ bool readable(int64_t kinds, const Tensor& x, TensorList weights) {
   return !x.is_contiguous() || (uint64_t)x.data_ptr() % 16 == 0;
 }
 
+// Whether its memory holds its numbers: torch negates some by a mark alone, and gives zeros of derivatives no memory.
+bool is_written(const Tensor& tensor) { return !tensor.is_neg() && !tensor._is_zerotensor(); }
+
 // What of a call lives while its kernels are launched, and the addresses in the order of a tape's first slots.
 struct Given {
   Row alive;
@@ -399,14 +402,14 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     const size_t x = plan.marks, states = x + 1, weights = states + plan.states, others = weights + count;
     const size_t y = others + plan.others.size();
     Row made(2 + plan.gradients.size() + plan.others.size() + plan.marks);  // plan, setting, others, marks have none
-    bool some = false, batched = false;
+    bool some = false, odd = false;
     for (const Tensor& grad : grads) {
       some |= grad.defined();
-      batched |= grad.defined() && grad.key_set().has(c10::DispatchKey::Batched);
+      odd |= grad.defined() && (grad.key_set().has(c10::DispatchKey::Batched) || !is_written(grad));
     }
     if (!some) return made;
     // what hooks of saved tensors give back may lie otherwise
-    if (batched || at::GradMode::is_enabled() || !readable(plan.kinds, row[x], kept.slice(weights, count))) {
+    if (odd || at::GradMode::is_enabled() || !readable(plan.kinds, row[x], kept.slice(weights, count))) {
       const Row found = by_python(plan, context->saved_data["slow"].toStringRef(), grads, row);
       std::copy(found.begin(), found.end(), made.begin() + 2);
       return made;
@@ -461,11 +464,13 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   return made->number;
 }
 
-// Whether a call can go by its tapes: weights as kernels read them, nothing of Python's between tensors and memory, and
-// no CUDA graph, in which some products have a branch.
+// Whether a call can go by its tapes: weights as kernels read them, nothing of Python's between tensors and memory, the
+// numbers in it, and no CUDA graph, in which some products have a branch.
 bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others,
            TensorList marks) {
-  const auto ordinary = [](const Tensor& tensor) { return !tensor.unsafeGetTensorImpl()->is_python_dispatch(); };
+  const auto ordinary = [](const Tensor& tensor) {
+    return !tensor.unsafeGetTensorImpl()->is_python_dispatch() && is_written(tensor);
+  };
   for (const TensorList some : {states, weights, others, marks})
     if (!std::all_of(some.begin(), some.end(), ordinary)) return false;
   if (!ordinary(x) || !readable(plan.kinds, x, weights)) return false;
