@@ -13,6 +13,7 @@ import torch
 import whorl
 from comparison import error
 from test_emulated import assert_near, outcome
+from whorl import mean
 from whorl.cells.wrappers import ahead, share_of_x
 from whorl.engines.cuda.staged import staged, steps
 from whorl.problem import Form
@@ -87,6 +88,24 @@ def test_copies_count_so_too(again: Callable[[Any], Any]) -> None:
 def test_it_has_units_that_count(units: int) -> None:
     with pytest.raises(whorl.InputError, match=f"units is {units}: write 1 to {ALL}, the units of this LSTM"):
         whorl.LSTM(7, ALL, layer_norm=True).pad_from(units)
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    r"sigmoid\(x.n\)": lambda x, r, s: dict(h=whorl.tanh(x.n + r.n) * mean(whorl.sigmoid(x.n)), c=s.h),
+    "s.c": lambda x, r, s: dict(h=whorl.tanh(x.n - mean(s.c)), c=whorl.sigmoid(r.n)),
+    "e.d": lambda x, r, s: dict(h=whorl.tanh(x.n + r.n - mean(x.d)), c=s.h),
+    "1.0": lambda x, r, s: dict(h=whorl.tanh(x.n + r.n - mean([x.n, 1.0])), c=s.h),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_a_mean_of_what_is_not_zero_in_padding_is_refused(what: str) -> None:
+    layer = whorl.Recurrent(whorl.cell(gates="n", states="h c", inputs="d")(STEPS[what]), 7, ALL)
+    form = layer._form
+    with pytest.raises(whorl.CellError, match=f"averages {what}, which is not 0 in .* make a layer of 13 units"):
+        layer.pad_from(OWN)
+    assert layer._form == form
+    layer.pad_from(ALL)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

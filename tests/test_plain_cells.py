@@ -146,11 +146,10 @@ def test_inference_gives_the_same(counted: list[int]) -> None:
 
 
 def test_cells_that_are_no_such() -> None:
-    """Several products with the weights of one gate, no recurrent weights, and those that nothing reads."""
+    """Several products with the weights of one gate, and no recurrent weights."""
     assert is_plain_cell(gru_before.graph)
     assert not is_plain_cell(odd_ends.graph)
     assert not is_plain_cell(library.ind_rnn.graph)
-    assert not is_plain_cell(no_product.graph)
 
 
 def test_recurrent_weights_that_nothing_reads(folder: Path) -> None:

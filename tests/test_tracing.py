@@ -39,6 +39,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "where": lambda x: torch.where(torch.logical_and(x > 0, torch.logical_not(x >= 3)), torch.mul(x, 3), x / 2),
     "arithmetic": lambda x: torch.add(torch.sub(x, 2.0), torch.div(x, torch.pow(x, 2) + 1.0)),
     "extremes": lambda x: torch.minimum(x, x * x) + torch.maximum(x, -x),
+    "by name": lambda x: torch.where(condition=x > 1, input=torch.sigmoid(input=x), other=torch.mul(x, other=3.0)),
     "comparisons": lambda x: torch.where(torch.logical_or(torch.lt(x, -1), torch.eq(x, 0.3)) | (x != x), x, 2 * x),
 }
 
@@ -78,7 +79,9 @@ def test_plain_numbers_of_any_kind_are_constants(number: Any) -> None:
     assert (A * number).digest == (A * 2.0).digest
     assert (number - A).digest == (2.0 - A).digest
     assert (A**number).digest == (A * A).digest
+    assert (number < A).digest == (2.0 < A).digest
     assert whorl.maximum(number, A).digest == whorl.maximum(2.0, A).digest
+    assert (A * whorl.tanh(number)).digest == (A * whorl.tanh(const(2.0))).digest
 
 
 # --- errors that teach ------------------------------------------------------------------------------------------------
@@ -102,7 +105,20 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: A // 2, r"no //, %, @, \^, << or >>, divmod or round of x.a.*write it with sigmoid, tanh"),
     (lambda: 2 % A, "no //"),
     (lambda: A @ B, "no //"),
-    (lambda: (A > 0) ^ (B > 0), "`&`, `|`, `~` between conditions"),
+    (lambda: (A > 0) ^ (B > 0), r"write \(a \| b\) & ~\(a & b\) of two conditions"),
+    (lambda: A ^ B, "`&`, `|`, `~` between conditions"),
+    (lambda: np.tanh(A), "cannot use numpy's tanh: write whorl.tanh"),
+    (lambda: np.maximum(A, 0.0), "cannot use numpy's maximum: write whorl.maximum"),
+    (lambda: np.where(A > 0, A, B), "cannot use numpy's where: write whorl.where"),
+    (lambda: np.abs(A), r"cannot use numpy's absolute: write abs\(a\)"),
+    (lambda: np.arctan(A), "cannot use numpy's arctan: write it with sigmoid, tanh"),
+    (lambda: np.add.reduce(A), "cannot use numpy's add"),
+    (lambda: np.mean(A), r"cannot use numpy's mean: write whorl.mean\(a\)"),
+    (lambda: A(B), r"x.a is a value, which cannot be called: .* are r.n\(a\)"),
+    (lambda: mean(A, B), r"one list: write whorl.mean\(\[a, b\]\)"),
+    (lambda: (A > 0).float(), r"cannot use torch's float: .* write whorl.where\(condition, 1.0, 0.0\)"),
+    (lambda: A.double(), "cannot use torch's double: a kernel decides the dtype: leave it out"),
+    (lambda: whorl.tanh("1"), "of type str"),
     (lambda: round(A), "divmod or round of x.a"),
     (lambda: A + "1", "of type str"),
     (lambda: A + None, "of type NoneType"),
@@ -127,12 +143,15 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: whorl.clip(A, math.nan, 0.0), "the first end"),
     (lambda: mean([]), "give it at least one value"),
     (lambda: torch.cumsum(A, 0), "cannot use torch's cumsum: write it with sigmoid, tanh"),
-    (lambda: torch.mean(A), "cannot use torch's mean"),
+    (lambda: torch.mean(A), r"cannot use torch's mean: write whorl.mean\(a\)"),
+    (lambda: A.mean(), r"or whorl.mean\(\[a, b\]\), over those of several gates"),
+    (lambda: torch.arctan(A), "softplus, exp, expm1, log"),
     (lambda: F.layer_norm(A, (3,)), "cannot use torch's layer_norm"),
     (lambda: nn.PReLU()(A), "cannot use torch's prelu"),
     (lambda: A.softmax(-1), "cannot use torch's softmax: write it with sigmoid, tanh"),
     (lambda: A.size(), "cannot use torch's size"),
-    (lambda: torch.add(A, B, alpha=2), "torch's add with these arguments: got an unexpected keyword argument 'alpha'"),
+    (lambda: torch.add(A, B, alpha=2), r"torch's add with alpha: write a \+ 2 \* b"),
+    (lambda: torch.sub(A, other=B, alpha=C), r"torch's sub with alpha: write a - x.c \* b"),
     (lambda: torch.div(A, B, rounding_mode="floor"), "unexpected keyword argument 'rounding_mode'"),
     (lambda: torch.tanh_(A), r"cannot be changed in place: write y = tanh\(x\)"),
     (lambda: F.relu_(A), "cannot be changed in place"),

@@ -109,13 +109,19 @@ class Layer(Recurrence, torch.nn.Module):
 
         Raises:
             InputError: there are not so many.
+            CellError: the step averages something that is not zero in the padding.
         """
         if not 1 <= units <= self.hidden_size:
             raise InputError(
                 f"units is {units}: write 1 to {self.hidden_size}, the units of this {type(self).__name__}."
             )
-        self._counted = units
-        self._build()
+        before, self._counted, built = self._counted, units, False
+        try:
+            self._build()
+            built = True
+        finally:
+            if not built:
+                self._counted = before
 
     def _make_parameters(self, device: Any, dtype: Any, anew: bool = True) -> None:
         """Every parameter of the form, or (not `anew`) the vectors beside those that torch made."""

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from whorl.cells.expr import Expr, const, from_json, lift, product, to_json, topological, var
 from whorl.cells.graphs import fingerprint, gradient
@@ -316,8 +316,13 @@ class _Recurrent(Expr):
         super().__init__("var", f"r.{gate}")
         self._gate, self._state = gate, state
 
-    def __call__(self, operand: Any) -> Expr:
-        made = product(self._gate, operand)
+    def __call__(self, *operands: Any) -> Expr:
+        if len(operands) != 1:
+            raise CellError(
+                f"r.{self._gate} was given {len(operands)} values: write r.{self._gate}(a) for the recurrent weights "
+                f"times a, and r.{self._gate} where they multiply the first state."
+            )
+        made = product(self._gate, operands[0])
         return self if made.args[1].digest == var(f"s.{self._state}").digest else made
 
 
@@ -334,3 +339,8 @@ class _Names:
             return self._values[name]
         except KeyError:
             raise CellError(f"{self._what} has no {name!r}: it has {', '.join(self._values) or 'nothing'}.") from None
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        kind, names = self._what[0], [*self._values]
+        name = key if key in names else (names or ["name"])[0]
+        raise CellError(f"{self._what} is read by names: write {kind}.{name}, not {kind}[{key!r}].")

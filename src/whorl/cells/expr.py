@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import numbers
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
@@ -62,6 +63,16 @@ class Expr:
             "arithmetic and comparisons (and `&`, `|`, `~` between conditions)."
         )
 
+    def __xor__(self, other: Any) -> NoReturn:
+        if self.is_condition:
+            raise CellError(f"a step has no ^ of {self}: write (a | b) & ~(a & b) of two conditions.")
+        self.__floordiv__(other)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise CellError(
+            f"{self} is a value, which cannot be called: the recurrent weights of a gate n times a are r.n(a)."
+        )
+
     def __getattr__(self, name: str) -> Callable[..., "Expr"]:
         """A tensor's method: `x.n.tanh()` is `torch.tanh(x.n)`."""
         method = None if name.startswith("_") else getattr(Tensor, name, None)
@@ -69,11 +80,21 @@ class Expr:
             raise AttributeError(f"an expression is one value for each unit, and has no {name!r}.")
         return lambda *args, **kwargs: self.__torch_function__(method, (), (self, *args), kwargs)
 
-    __array_ufunc__ = None  # numpy then leaves `array * expression` to us, and lift refuses the array
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> "Expr":
+        """Arithmetic and comparisons with numpy's numbers are ours; `lift` refuses an array."""
+        own = _OF_NUMPY.get(ufunc.__name__)
+        if own is None or method != "__call__" or kwargs:
+            self.__array_function__(ufunc, (), (), {})
+        return own(lift(inputs[0]), inputs[1])
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        name = getattr(function, "__name__", str(function))
+        raise CellError(f"a step cannot use numpy's {name}: {_instead(name)}.")
+
     __int__ = __index__ = __float__
     __iter__ = __getitem__ = __len__
     __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __matmul__ = __rmatmul__ = __floordiv__
-    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = __floordiv__
+    __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __round__ = __floordiv__
 
     def __add__(self, other: Any) -> "Expr": return add(self, other)
     def __radd__(self, other: Any) -> "Expr": return add(other, self)
@@ -112,9 +133,12 @@ class Expr:
             raise CellError(f"an expression cannot be changed in place: write y = {name}(x), without inplace=True.")
         meaning = TORCH.get(func)
         if meaning is None:
-            raise CellError(
-                f"a step cannot use torch's {name}: write it with {', '.join(_FUNCTIONS)}, arithmetic and comparisons."
-            )
+            of_condition = bool(args) and isinstance(args[0], Expr) and args[0].is_condition
+            raise CellError(f"a step cannot use torch's {name}: {_instead(name, of_condition)}.")
+        args = (*args, *(kwargs.pop(key) for key in ("condition", "input", "other", "exponent") if key in kwargs))
+        if "alpha" in kwargs and name in ("add", "sub", "subtract"):
+            sign = "+" if name == "add" else "-"
+            raise CellError(f"a step cannot use torch's {name} with alpha: write a {sign} {kwargs['alpha']} * b.")
         try:
             inspect.signature(meaning).bind(*args, **kwargs)
         except TypeError as error:
@@ -124,6 +148,29 @@ class Expr:
 
 TORCH: dict[Callable, Callable[..., Expr]] = {}
 """What torch's own functions mean on expressions; `torch_functions` fills it."""
+
+
+_OF_NUMPY: dict[str, Callable[[Any, Any], Expr]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "true_divide": operator.truediv, "power": operator.pow, "less": operator.lt, "less_equal": operator.le,
+    "greater": operator.gt, "greater_equal": operator.ge, "equal": operator.eq, "not_equal": operator.ne,
+}  # fmt: skip
+"""Functions by which numpy's numbers do arithmetic."""
+_TO_DTYPE = frozenset("float double half bfloat16 int long bool to type type_as".split())
+
+
+def _instead(name: str, of_condition: bool = False) -> str:
+    """What to write in the place of a function that steps have not."""
+    if name in ("mean", "average"):
+        return "write whorl.mean(a), over the units of the layer, or whorl.mean([a, b]), over those of several gates"
+    if name in _TO_DTYPE:
+        made = "write whorl.where(condition, 1.0, 0.0)" if of_condition else "leave it out"
+        return f"a kernel decides the dtype: {made}"
+    if name in ("abs", "absolute"):
+        return "write abs(a)"
+    if name in _FUNCTIONS:
+        return f"write whorl.{name}"
+    return f"write it with {', '.join(_FUNCTIONS)}, arithmetic and comparisons"
 
 
 class Op(NamedTuple):
@@ -242,10 +289,12 @@ def power(base: Any, exponent: Any) -> Expr:
 
 def _pointwise(name: str, text: str) -> Callable[[Any], Any]:
     def function(x: Any) -> Any:
-        return _apply(name, x) if isinstance(x, Expr) else OPS[name].value(x)
+        if isinstance(x, Tensor) or (hasattr(x, "__torch_function__") and not isinstance(x, Expr)):  # a Proxy of fx too
+            return OPS[name].value(x)
+        return _apply(name, x)
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{text}\n\nTakes an expression inside a step, or a tensor of any shape, and gives the same."
+    function.__doc__ = f"{text}\n\nTakes an expression or a number inside a step, or a tensor of any shape."
     return function
 
 
@@ -299,12 +348,14 @@ def clip(x: Any, low: float, high: float) -> Any:
     return torch.clamp(x, *ends) if isinstance(x, Tensor) else _apply("clip", x, *ends)
 
 
-def mean(values: Any) -> Any:
+def mean(values: Any, *others: Any) -> Any:
     """The mean over the units of the layer, and over all of `values` where they are a list of gates.
 
     Takes an expression or a list of expressions inside a step, and gives one value for each sequence; of a tensor
     [..., units] or a list of them it gives [..., 1].
     """
+    if others:
+        raise CellError("mean takes one value or one list: write whorl.mean([a, b]).")
     parts = list(values) if isinstance(values, list | tuple) else [values]
     if not parts:
         raise CellError("mean([]): give it at least one value.")
@@ -319,7 +370,7 @@ def _mean_of_tensors(*parts: Tensor) -> Tensor:
 
 
 _FUNCTIONS = (
-    "sigmoid tanh relu softplus exp log log1p sqrt rsqrt abs erf sin cos where minimum maximum clip mean".split()
+    "sigmoid tanh relu softplus exp expm1 log log1p sqrt rsqrt abs erf sin cos where minimum maximum clip mean".split()
 )
 
 

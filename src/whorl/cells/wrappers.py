@@ -5,9 +5,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from whorl.cells.cell import Graph
-from whorl.cells.expr import Expr, clip, mean, rsqrt, topological, var
-from whorl.cells.graphs import merged, rewritten
+from whorl.cells.expr import Expr, clip, const, mean, rsqrt, topological, var
+from whorl.cells.graphs import Evaluator, merged, rewritten
+from whorl.errors import CellError
 
 EPS = 1e-5
 
@@ -85,8 +88,43 @@ def counted(graph: Graph, units: int, of: int) -> Graph:
 
     The others are padding, of which everything that is averaged is zero: weights, biases, gains and shifts there are.
     Gradients of the units that count are right; those of the padding's parameters are not zero.
+
+    Raises:
+        CellError: something else is averaged there.
     """
+    if units < of and (node := _beside_zero(graph)) is not None:
+        raise CellError(
+            f"the step of {graph.name} averages {node}, which is not 0 in units whose inputs, weights, vectors and "
+            f"states are 0, so padding would count in it: make a layer of {units} units, without pad_from."
+        )
     return replace(graph, outputs=tuple(_counted(graph.outputs, units / of)))
+
+
+def _beside_zero(graph: Graph) -> Expr | None:
+    """What a step averages that is not zero in padding, where `counted` would be wrong."""
+    averaged: list[tuple[Expr, Expr]] = []
+
+    def change(node: Expr, made: Expr) -> Expr:
+        if node.op == "product":  # with rows and a bias of zeros
+            return const(0.0)
+        if node.op not in ("mean", "variance"):
+            return made
+        averaged.extend(zip(node.args, made.args, strict=True))
+        return var(f"m.{len(averaged)}")
+
+    outputs = rewritten(merged(graph.outputs), change) + [made for _, made in averaged]
+    evaluator, zero = Evaluator(outputs), torch.zeros(1, dtype=torch.float64, device="cpu")
+    names = [node.args[0] for node in topological(outputs) if node.op == "var"]
+    other = {name for name in names if name.startswith(("m.", "e."))}  # one number for all units, given for each unit
+    while True:  # states that do not stay zero are read at the next step
+        values = {name: zero + 1 / (2 + place) if name in other else zero for place, name in enumerate(names)}
+        found = [bool((value != 0).any()) for value in evaluator(values, evaluator.constants(zero))]
+        left = {f"s.{state}" for state, away in zip(graph.states, found, strict=False) if away}
+        if left <= other:
+            break
+        other |= left
+    wrong = zip(averaged, found[len(graph.states) :], strict=True)
+    return next((node for (node, _), away in wrong if away), None)
 
 
 def _counted(outputs: Sequence[Expr], share: float) -> list[Expr]:
