@@ -144,5 +144,16 @@ class RNNCell(_OneStep, torch.nn.RNNCell):
         super().__init__(input_size, hidden_size, bias, nonlinearity, device=device, dtype=dtype)
         self._adopt(engine)
 
+    @property
+    def nonlinearity(self) -> str:
+        """ "tanh" or "relu"."""
+        return self.__dict__["nonlinearity"]
+
+    @nonlinearity.setter
+    def nonlinearity(self, name: str) -> None:
+        self.__dict__["nonlinearity"] = name
+        if "_form" in self.__dict__:
+            self._build()
+
     def _mode(self) -> str:
         return f"RNN_{self.nonlinearity.upper()}"
