@@ -462,7 +462,9 @@ def test_doctor_prints_a_line_for_each_finding(
     assert len(out.splitlines()) == len(doctor.diagnose(machine))
 
 
-@pytest.mark.parametrize("command, instead", [("warm", "`whorl warm` compiles for another"), ("tune", "run `whorl tune`")])
+@pytest.mark.parametrize(
+    "command, instead", [("warm", "`whorl warm` compiles for another"), ("tune", "run `whorl tune` on")]
+)
 def test_without_a_gpu_each_command_speaks_of_itself(
     command: str, instead: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """A bad call raises what the installed torch raises: the same class, the same text."""
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import whorl
-from comparison import CELLS, make
+from comparison import CELLS, EXACT, error, make
 from whorl import compiler
 from whorl.cells import library
 from whorl.engines.native import OneDNN
@@ -233,6 +234,31 @@ def test_weights_that_do_not_fit_are_named_before_a_kernel_reads_beside_them() -
     layer.weight_hh_l0 = torch.nn.Parameter(torch.randn(16, 4, dtype=torch.float64))
     with pytest.raises(whorl.InputError, match=r"differ in dtype: .*weight_hh_l0 torch.float64"):
         layer(x)
+    layer.weight_hh_l0 = None
+    with pytest.raises(whorl.InputError, match=r"weight_hh_l0 is None, this LSTM needs a tensor of shape \(16, 4\)"):
+        layer(x)
+
+
+def test_the_mode_of_a_layer_that_is_built() -> None:
+    layer, x = whorl.RNN(3, 4), torch.randn(5, 2, 3)
+    layer.mode = "RNN_RELU"
+    other = whorl.RNN(3, 4, nonlinearity="relu")
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x)[0], other(x)[0])
+    assert torch.equal(copy.deepcopy(layer)(x)[0], other(x)[0])
+    for one in (layer, whorl.GRU(3, 4)):
+        with pytest.raises(whorl.InputError, match="mode is 'LSTM', it can be "):
+            one.mode = "LSTM"
+    cell = whorl.RNNCell(3, 4, dtype=torch.float64)
+    cell.nonlinearity = "relu"
+    theirs = torch.nn.RNNCell(3, 4, nonlinearity="relu", dtype=torch.float64)
+    theirs.load_state_dict(cell.state_dict())
+    assert error(cell(x[0].double()), theirs(x[0].double())) <= EXACT
+
+
+def test_a_coupled_lstm_takes_its_device_by_position() -> None:
+    layer = whorl.LSTM(3, 4, 1, True, False, 0.0, False, 0, "cpu", torch.float64, coupled=True)
+    assert {(weight.device.type, weight.dtype) for weight in layer.parameters()} == {("cpu", torch.float64)}
 
 
 @pytest.mark.parametrize("kind", [whorl.GRU, whorl.RNN])

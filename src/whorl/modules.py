@@ -8,6 +8,7 @@ it are torch's, and its options come after.  A layer holds parameters and nothin
 import textwrap
 import warnings
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,13 +24,28 @@ _OPTIONS = tuple(item.name for item in fields(Options))
 class _TorchLayer(Layer):
     """What is a class of torch.nn too."""
 
-    mode: str
+    @property
+    def mode(self) -> str:
+        """Torch's name of the step; of an RNN that is built it can be the other nonlinearity's."""
+        return self.__dict__["mode"]
+
+    @mode.setter
+    def mode(self, name: str) -> None:
+        before, built = self.__dict__.get("mode"), "_form" in self.__dict__
+        if built and name != before and not {name, before} <= {"RNN_TANH", "RNN_RELU"}:
+            others = "'RNN_TANH' or 'RNN_RELU'" if self._torch is torch.nn.RNN else repr(before)
+            raise InputError(f"mode is {name!r}, it can be {others} in this {type(self).__name__}.")
+        self.__dict__["mode"] = name
+        if built:
+            self._build()
 
     def __init__(self, *args: Any, engine: str = "auto", **kwargs: Any) -> None:
         options = Options(**{name: kwargs.pop(name) for name in _OPTIONS if name in kwargs})
-        device = kwargs.get("device")
-        if options.coupled:  # its weights have other shapes than those that torch would make and draw
-            kwargs["device"] = "meta"
+        device = None
+        if options.coupled and self._torch is torch.nn.LSTM:  # weights of other shapes than torch would make and draw
+            bound = signature(torch.nn.RNNBase.__init__).bind(self, "LSTM", *args, **kwargs)
+            device, bound.arguments["device"] = bound.arguments.get("device"), "meta"
+            args, kwargs = bound.args[2:], bound.kwargs
         super().__init__(*args, **kwargs)
         if self.proj_size and self.mode != "LSTM":  # torch lets it pass by position, and refuses every call
             raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")

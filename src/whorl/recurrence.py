@@ -95,13 +95,16 @@ class Recurrence:
         """Each weight by its attribute, so that parametrised and replaced ones are seen."""
         own = self._parameters  # type: ignore[attr-defined]  # Module.__getattr__ finds the same in 1 us more
         weights = tuple([own[name] if name in own else getattr(self, name) for name in self._names])
-        if tuple([weight.shape for weight in weights]) != self._shapes or len({weight.dtype for weight in weights}) > 1:
+        found = tuple([getattr(weight, "shape", None) for weight in weights])  # of None none
+        if found != self._shapes or len({weight.dtype for weight in weights}) > 1:
             self._refuse_weights(weights)
         return weights
 
     def _refuse_weights(self, weights: Sequence[Tensor]) -> NoReturn:
         """Raise for weights that were replaced by others which do not fit: torch's kernels would read beside them."""
         for name, weight, shape in zip(self._names, weights, self._shapes, strict=True):
+            if weight is None:
+                raise InputError(f"{name} is None, this {type(self).__name__} needs a tensor of shape {shape}.")
             if weight.shape != shape:
                 raise InputError(f"{name} has shape {tuple(weight.shape)}, this {type(self).__name__} needs {shape}.")
         found = ", ".join(f"{name} {weight.dtype}" for name, weight in zip(self._names, weights, strict=True))
