@@ -12,7 +12,7 @@ from emulation import H200, Kernel, emulated
 from whorl import settings
 from whorl.cells import library
 from whorl.cells.cell import Graph
-from whorl.engines.cuda import grid, prepare, source, tuned, tuning
+from whorl.engines.cuda import grid, prepare, tuned, tuning
 from whorl.engines.cuda.grid import described
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.prepare import shared_bytes, size_of
@@ -68,7 +68,7 @@ def test_tiles_of_steps_of_several_stages_are_kept_by_their_cell() -> None:
 
 def test_other_kernels_forget_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned.keep(grid.likely(*WHERE)[2], *WHERE)
-    monkeypatch.setattr(source, "texts", lambda: ["another kernel"])
+    monkeypatch.setattr(tuned, "texts", lambda: ["another kernel"])
     tuned._sources.cache_clear()
     assert grid.choose(*WHERE) == grid.estimated(*WHERE)
     tuned._sources.cache_clear()
