@@ -91,17 +91,3 @@ def test_a_cell_follows_its_engine() -> None:
     one.engine = "cudnn"
     with pytest.raises(whorl.UnsupportedError, match="the tensors are on cpu, cuDNN runs on cuda"):
         one(x)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_autocast_on_a_cpu_gives_torchs_dtypes(cell: str) -> None:
-    """Those of LSTMCell and GRUCell are float32, and so are their products: a loop rounds no state."""
-    ours, theirs = (make(module, cell + "Cell", 4, 5) for module in (whorl, torch.nn))
-    x = torch.randn(3, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        first = ours(x)
-        found, wanted = (flat(one(x.bfloat16(), first)) for one in (ours, theirs))
-    assert [one.dtype for one in flat(first)] == [one.dtype for one in found] == [one.dtype for one in wanted]
-    if cell in ("LSTM", "GRU"):
-        assert all(map(torch.equal, flat(first), flat(ours(x))))
-        assert all(map(torch.equal, found, flat(ours(x.bfloat16().float(), first))))

@@ -115,7 +115,7 @@ def test_explain_says_in_which_mode_each_layer_is() -> None:
 def test_explain_under_autocast() -> None:
     told = _autocast(lambda: whorl.explain(Model(), X))
 
-    assert [plan.problem.dtype for plan in told.plans] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert {plan.problem.dtype for plan in told.plans} == {torch.bfloat16}
     assert "eval mode, autocast on" in _autocast(lambda: str(whorl.explain(whorl.LSTM(5, 7).eval(), X)))
 
     class Inside(torch.nn.Module):

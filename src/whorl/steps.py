@@ -1,6 +1,5 @@
 """The cells of one step: torch.nn's own classes with whorl's engines under them."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from whorl.cells import library
-from whorl.functional import autocasts, complaint, planned, recurrent
-from whorl.problem import Call, Form, Plan, kind_of
+from whorl.functional import complaint, planned, recurrent
+from whorl.problem import Call, Form, Plan
 from whorl.recurrence import Recurrence, exporting, leaf
 from whorl.weights import kinds
 
@@ -53,15 +52,12 @@ class _OneStep(Recurrence):
         if exporting():
             return self._torch.forward(self, input, hx)
         call, batched = self._arranged(input, hx)
-        with self._cast_as_torchs(call):
-            finals = recurrent(self._form, call, self._engine)[1:]
+        finals = recurrent(self._form, call, self._engine)[1:]
         return self._pack([final[0] if batched else final[0, 0] for final in finals])
 
     def plan(self, input: Tensor, hx: Any = None) -> Plan:
         """The plan of this call, without running it."""
-        call, _ = self._arranged(input, hx)
-        with self._cast_as_torchs(call):
-            return planned(self._form, call, self._engine)
+        return planned(self._form, self._arranged(input, hx)[0], self._engine)
 
     def _arranged(self, input: Tensor, hx: Any) -> tuple[Call, bool]:
         if self._mode() not in _CELLS:
@@ -75,17 +71,7 @@ class _OneStep(Recurrence):
         reason = complaint(x, states, weight, None, who, self.input_size, 1, self._widths)
         if reason is not None:
             self._refuse(reason, input, hx)
-        if self._stays_wide(call):
-            wide = tuple([state.to(weight.dtype) for state in states])
-            call = call._replace(x=x.to(weight.dtype), states=wide)
         return call, batched
-
-    def _stays_wide(self, call: Call) -> bool:
-        """Whether autocast leaves the states alone, which else a loop would round at each step: torch's own rule."""
-        return self._mode() in ("LSTM", "GRU") and kind_of(call.x) == "cpu" and autocasts(call.x, *call.weights)
-
-    def _cast_as_torchs(self, call: Call) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", enabled=False) if self._stays_wide(call) else nullcontext()
 
 
 class LSTMCell(_OneStep, torch.nn.LSTMCell):
