@@ -69,7 +69,13 @@ def test_a_plain_layer_is_the_plain_cell() -> None:
     assert whorl.problem.Form.from_json(part.form).cell == whorl.cells.library.lstm.graph
 
 
-@pytest.mark.parametrize("activation", ["softmax", keras.layers.PReLU(), lambda x: torch.flip(x, [-1])])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        "softmax", keras.layers.PReLU(), lambda x: torch.flip(x, [-1]), lambda x: keras.ops.tanh(x) / x.shape[-1],
+        lambda x: keras.ops.tanh(x) if x.shape[0] > 2 else x,
+    ],
+)  # fmt: skip
 def test_what_is_not_pointwise_runs_on_keras_loop_and_says_so(activation: Any) -> None:
     ours, stock = (source.LSTM(4, activation=activation) for source in (whorl.keras, keras.layers))
     for layer in (ours, stock):

@@ -142,9 +142,20 @@ def _as_torch_code(activation: Function) -> Function | str:
 
 
 def _as_keras_graph(activation: Function, why: str) -> Function:
-    """The graph that Keras records of the function, read through `_OPERATIONS`."""
-    entering = keras.KerasTensor((2, 2))
-    title = _title(activation)
+    """The graph that Keras records of the function, read through `_meaning`."""
+    one, other = [_graph(activation, why, shape) for shape in ((2, 3), (5, 7))]
+    if one(expr.var("x")).digest != other(expr.var("x")).digest:
+        raise CellError(f"the activation {_title(activation)} is not pointwise: it reads the shape of its input")
+    return one
+
+
+def _graph(activation: Function, why: str, shape: tuple[int, ...]) -> Function:
+    """
+    Args:
+        why: torch's way cannot read the function.
+        shape: of the input that Keras records it with.
+    """
+    entering, title = keras.KerasTensor(shape), _title(activation)
     try:
         graph = keras.Function(entering, activation(entering))
     except _REFUSALS as error:
