@@ -178,6 +178,45 @@ def test_another_cell_runs_on_keras_loop_and_says_so() -> None:
     torch.testing.assert_close(y, keras.layers.RNN(Own())(x, mask=mask))
 
 
+class Doubling(keras.layers.StackedRNNCells):
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        y, states = super().call(*args, **kwargs)
+        return 2 * y, states
+
+
+class Starting(keras.layers.StackedRNNCells):
+    def get_initial_state(self, batch_size: Any = None) -> Any:
+        return keras.tree.map_structure(keras.ops.ones_like, super().get_initial_state(batch_size))
+
+
+class DoublingCell(whorl.keras.Cell):
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        y, states = super().call(*args, **kwargs)
+        return 2 * y, states
+
+
+@pytest.mark.parametrize("kind", [Doubling, Starting, DoublingCell])
+@pytest.mark.parametrize("training", NO_YES)
+def test_a_call_of_a_subclass_of_a_cell_is_called(kind: type, training: bool) -> None:
+    if kind is DoublingCell:
+        cell, plain = (made(library.gru, 3, recurrent_dropout=0.2, seed=1) for made in (kind, whorl.keras.Cell))
+    else:
+        cell, plain = (made(cells("stacked")) for made in (kind, keras.layers.StackedRNNCells))
+    ours, stock, without = whorl.keras.RNN(cell), keras.layers.RNN(cell), whorl.keras.RNN(plain)
+    for layer in (ours, stock, without):
+        layer.build(x.shape)
+    without.set_weights(ours.get_weights())
+    seeds = [variable for variable in cell.variables if not variable.trainable]
+    before = [keras.ops.copy(variable) for variable in seeds]
+    loops._announced.clear()
+    with pytest.warns(whorl.SlowWarning, match=rf"{kind.__name__} is a cell of Keras whose call is any code"):
+        y = ours(x, mask=mask, training=training)
+    for variable, value in zip(seeds, before, strict=True):
+        variable.assign(value)
+    torch.testing.assert_close(y, stock(x, mask=mask, training=training))
+    assert not torch.allclose(y, without(x, mask=mask, training=training))
+
+
 CELLS = {
     "peephole": lambda: whorl.keras.Cell(library.make_lstm(peephole=True), 4, layer_norm=True, zoneout={"c": 0.2}),
     "clipped": lambda: whorl.keras.Cell(library.gru, 4, clip=0.5, use_bias=False),

@@ -27,7 +27,7 @@ _KINDS = {keras.layers.LSTMCell: "LSTM", keras.layers.GRUCell: "GRU", keras.laye
 
 def part_of(cell: Any, engine: str = "auto") -> Part | str:
     """What a built cell is, or why only Keras' own loop can run it."""
-    if isinstance(cell, Cell):
+    if isinstance(cell, Cell) and type(cell).call is Cell.call:
         return cell.part._replace(engine=engine)
     kind = _KINDS.get(type(cell))
     if kind is None:

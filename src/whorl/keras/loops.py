@@ -157,7 +157,11 @@ def _tensors_of_call(layer: Any, x: Any, states: tuple[Any, ...], training: Any)
 
 
 def is_stacked(layer: Any) -> bool:
-    return isinstance(layer.cell, keras.layers.StackedRNNCells)
+    """Whether its cell is several, one upon the other as Keras runs them; a subclass may do anything else with them."""
+    kind, stack = type(layer.cell), keras.layers.StackedRNNCells
+    if not issubclass(kind, stack):
+        return False
+    return kind.call is stack.call and kind.get_initial_state is stack.get_initial_state
 
 
 def cells_of(layer: Any) -> list[Any]:
