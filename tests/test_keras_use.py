@@ -359,6 +359,14 @@ def test_initial_states_of_another_number_are_refused(name: str, gradient: bool)
             layer(x, initial_state=state)
 
 
+@pytest.mark.parametrize("base", [whorl.keras.CuDNNLSTM, whorl.keras.CuDNNGRU])
+def test_nothing_derives_from_an_old_name(base: type) -> None:
+    with pytest.raises(whorl.InputError, match=rf"Mine derives from {base.__name__}.*: derive from whorl.keras."):
+
+        class Mine(base):  # type: ignore[misc, valid-type]
+            pass
+
+
 def test_initial_states_of_cells_are_lists_of_each() -> None:
     layer = whorl.keras.RNN([keras.layers.LSTMCell(4), keras.layers.GRUCell(4)])
     h, c, other = torch.randn(3, 4, 4)

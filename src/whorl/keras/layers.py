@@ -231,6 +231,19 @@ class _OldName(type):
     modern: Any
     arguments: tuple[str, ...]
 
+    def __new__(mcs, name: str, bases: tuple[type, ...], content: dict[str, Any]) -> "_OldName":
+        """
+        Raises:
+            InputError: the class derives from one of these, and what it adds would be no part of the layer.
+        """
+        for base in bases:
+            if isinstance(base, _OldName):
+                raise InputError(
+                    f"{name} derives from {base.__name__}, which is only a name for {base.modern.__name__}: derive "
+                    f"from whorl.keras.{base.modern.__name__}."
+                )
+        return super().__new__(mcs, name, bases, content)
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) > len(cls.arguments):
             raise InputError(f"{cls.__name__} takes {len(cls.arguments)} arguments by position, not {len(args)}.")
