@@ -347,6 +347,16 @@ def test_accelerate_leaves_subclasses_and_says_so() -> None:
     assert str(whorl.keras.accelerate(keras.layers.Dense(1))) == "no recurrent layers"
 
 
+def test_accelerate_names_layers_that_are_not_built_and_refuses_what_is_none() -> None:
+    layer = keras.layers.LSTM(2, name="rnn")
+    assert str(whorl.keras.accelerate(layer)) == "rnn (LSTM): now whorl.keras.LSTM"
+    for change in (whorl.keras.accelerate, whorl.keras.restore):
+        with pytest.raises(whorl.InputError, match=r"model is of list: give a keras.Model or one layer"):
+            change([layer])
+        with pytest.raises(whorl.InputError, match="model is of NoneType"):
+            change(None)
+
+
 def test_accelerate_takes_use_cudnn_at_its_word() -> None:
     layer = keras.layers.LSTM(2, use_cudnn=True)
     layer.build(x.shape)
@@ -372,13 +382,27 @@ def test_enable_makes_stock_layers_run_on_whorl() -> None:
     assert keras.layers.RNN.inner_loop is loops.KERAS_LOOP
 
 
+def test_an_inner_enable_leaves_the_outer_one_on() -> None:
+    own = keras.layers.RNN.inner_loop
+    with whorl.keras.enable():
+        with whorl.keras.enable():
+            pass
+        assert keras.layers.RNN.inner_loop is not own
+    assert keras.layers.RNN.inner_loop is own
+    whorl.keras.enable()
+    with whorl.keras.enable():
+        pass
+    assert keras.layers.RNN.inner_loop is not own
+
+
 def test_enable_leaves_other_cells_to_keras() -> None:
     images = np.zeros((2, 3, 6, 6, 1), "float32")
+    layer = keras.layers.ConvLSTM2D(2, 3)
+    wanted = layer(images + 1)
     with whorl.keras.enable(), whorl.settings(slow="error"):
-        with pytest.raises(whorl.SlowError, match="its input has 5 axes"):
-            keras.layers.ConvLSTM2D(2, 3)(images)
-        with whorl.settings(slow="allow"):
-            assert keras.layers.ConvLSTM2D(2, 3)(images).shape == (2, 4, 4, 2)
+        assert torch.equal(layer(images + 1), wanted)
+        with pytest.raises(whorl.SlowError, match="Own is a cell of Keras"):
+            keras.layers.RNN(Own())(x)
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from whorl.errors import InputError
 from whorl.keras import layers, loops
 
 
@@ -33,6 +34,9 @@ def accelerate(model: Any) -> Report:
     Args:
         model: a `keras.Model`, or any layer.
 
+    Raises:
+        InputError: it is neither.
+
     >>> import keras, whorl.keras
     >>> model = keras.Sequential([keras.Input((5, 8)), keras.layers.LSTM(16, name="rnn")], name="model")
     >>> print(whorl.keras.accelerate(model))
@@ -55,13 +59,15 @@ def restore(model: Any) -> Report:
 
 
 def _swap(model: Any, change: Callable[[Any], bool], package: str) -> Report:
+    if not isinstance(model, keras.layers.Layer):
+        raise InputError(f"model is of {type(model).__name__}: give a keras.Model or one layer, of several each alone.")
     rows = []
     for layer in _layers(model):
         kind: Any = type(layer)
         if change(layer):
-            rows.append((layer.path, kind.__name__, f"now {package}.{type(layer).__name__}"))
+            rows.append((layer.path or layer.name, kind.__name__, f"now {package}.{type(layer).__name__}"))
         elif issubclass(kind, tuple(layers.OURS)) and kind not in (*layers.OURS, *layers.STOCK):
-            rows.append((layer.path, kind.__name__, f"left as it is: a class of {kind.__module__}"))
+            rows.append((layer.path or layer.name, kind.__name__, f"left as it is: a class of {kind.__module__}"))
     for part in [model, *_layers(model)]:
         if isinstance(part, keras.Model):  # these hold the layers as they were, where they are compiled
             part.train_function = part.test_function = part.predict_function = None
@@ -76,14 +82,19 @@ _HOOKS: dict[tuple[type, str], Callable[..., Any]] = {}
 """What `enable` put others in the place of."""
 
 
+@dataclass(frozen=True)
 class Enabled:
-    """What `enable` gives: used in a `with` statement, `disable` comes at the end of the block."""
+    """What `enable` gives: used in a `with` statement, `disable` comes at the end of the block that switched it on."""
+
+    before: bool
+    """It was on already, and stays on."""
 
     def __enter__(self) -> "Enabled":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        disable()
+        if not self.before:
+            disable()
 
 
 def enable() -> Enabled:
@@ -96,14 +107,14 @@ def enable() -> Enabled:
     ...     y = keras.layers.LSTM(16, activation="relu")(numpy.zeros((3, 5, 8)))
     """
     if _HOOKS:
-        return Enabled()
+        return Enabled(before=True)
     for name in ("RNN", "LSTM", "GRU"):
         kind = getattr(keras.layers, name)
         _replace(kind, "inner_loop", _inner_loop(kind.inner_loop))
     _replace(keras.layers.Bidirectional, "call", _call(keras.layers.Bidirectional.call))
     for name in ("_can_attempt_fused_lstm", "_can_attempt_fused_gru"):
         _replace(keras.layers.Bidirectional, name, lambda self, *args, **kwargs: False)
-    return Enabled()
+    return Enabled(before=False)
 
 
 def disable() -> None:
@@ -121,6 +132,8 @@ def _replace(kind: type, name: str, function: Callable[..., Any]) -> None:
 def _inner_loop(own: Callable[..., Any]) -> Callable[..., Any]:
     @loops.of_whorl
     def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
+        if len(sequences.shape) != 3:  # a ConvLSTM, which has this loop of RNN too: whorl has none for it
+            return own(self, sequences, initial_state, mask=mask, training=training)
         return loops.inner_loop(self, own.__get__(self), sequences, initial_state, mask, training)
 
     return inner_loop
