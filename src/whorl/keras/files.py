@@ -18,6 +18,8 @@ from whorl.weights import from_cudnn_keras
 
 _RECURRENT = ("LSTM", "GRU", "SimpleRNN", "RNN")
 _CUDNN = {"CuDNNLSTM": "LSTM", "CuDNNGRU": "GRU"}
+_STEPPING = (*_RECURRENT, *_CUDNN, "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D")
+_WRAPPED = ("layer", "backward_layer", "cell")
 _GONE = ("time_major", "implementation", "input_length", "ragged", "optional")
 """Arguments of Keras 2 that are without effect, or have none in Keras 3."""
 
@@ -40,7 +42,7 @@ def load_model(path: Any, custom_objects: Any = None, compile: bool = True, safe
         custom_objects, compile, safe_mode: as in `keras.models.load_model`.
 
     Raises:
-        InputError: a Keras 2 file with a layer that Keras 3 cannot be.
+        InputError: a Keras 2 file with a layer that Keras 3 cannot be, or an `.h5` file of weights alone.
 
     >>> import keras, tempfile, whorl.keras
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,6 +66,8 @@ def load_model(path: Any, custom_objects: Any = None, compile: bool = True, safe
 def _h5_of_keras_2(path: Path, folder: Path) -> Path | None:
     """The file as Keras 3 reads it, or None where Keras 3 wrote it."""
     with h5py.File(path) as file:
+        if "model_config" not in file.attrs:
+            raise InputError(f"{path} has weights and no config of a model: build the model, then model.load_weights.")
         if not _is_old(_text(file.attrs.get("keras_version", b""))):
             return None
     made = folder / "model.h5"
@@ -114,37 +118,100 @@ def modern(config: Any) -> Any:
         return [modern(part) for part in config]
     if not isinstance(config, dict):
         return config
-    config = {name: modern(part) for name, part in config.items()}
-    kind, inner = config.get("class_name"), config.get("config")
+    config = {name: modern(part) for name, part in _in_full(config).items()}
     if str(config.get("module", "")).startswith(("tf_keras.", "keras.engine", "keras.src.engine")):
         config["module"] = "keras.src.models.functional"
     config.pop("compile_config", None)
+    kind, inner = config.get("class_name"), config.get("config")
+    if isinstance(inner, dict):
+        _mend_arguments(kind, inner)
+        if "output_layers" in inner:
+            _renumber(inner)
+            _name_states(inner)
+    if kind in (*_STEPPING, "Bidirectional") and isinstance(config.get("build_config"), dict):
+        _keep_first_shape(config["build_config"])
+    if kind in _CUDNN:
+        config["class_name"] = _CUDNN[kind]
+    return config
+
+
+def _in_full(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with what Keras 2 left unsaid: a Sequential's input, and where the class of a wrapped layer is."""
+    kind, inner = config.get("class_name"), config.get("config")
+    if kind == "Sequential":
+        inner = (
+            {"name": config.get("name"), "layers": inner} if isinstance(inner, list) else inner
+        )  # in 2.2.2 and before
+        return {**config, "config": {**inner, "layers": _with_input(inner["layers"])}}
     if not isinstance(inner, dict):
         return config
+    wrapped = {name: _located(inner[name]) for name in _WRAPPED if name in inner}
+    if kind == "StackedRNNCells":
+        wrapped["cells"] = [_located(cell) for cell in inner["cells"]]
+    return {**config, "config": {**inner, **wrapped}}
+
+
+def _with_input(layers: list[Any]) -> list[Any]:
+    """The layers of a Sequential; before them an InputLayer, where the first of them carries the shape."""
+    given = _input_of(layers[0]) if layers and layers[0]["class_name"] != "InputLayer" else None
+    return layers if given is None else [{"class_name": "InputLayer", "config": given}, *layers]
+
+
+def _input_of(layer: dict[str, Any]) -> dict[str, Any] | None:
+    """The config of an InputLayer for what this layer says that it takes; a model says it in its own first layer."""
+    inner = layer["config"]
+    inside = inner if isinstance(inner, list) else inner.get("layers")
+    if inside is not None:
+        return _input_of(inside[0]) if inside else None
+    if inner.get("batch_input_shape") is None:
+        return None
+    dtype = inner.get("dtype")
+    return {
+        "batch_input_shape": inner["batch_input_shape"],
+        "dtype": dtype if isinstance(dtype, str) else "float32",
+        "name": f"{inner['name']}_input",
+    }
+
+
+def _located(part: Any) -> Any:
+    """A wrapped layer or a cell, with the module of its class; a class that Keras has not is found by its name."""
+    if not isinstance(part, dict) or "module" in part:
+        return part
+    kind = part["class_name"]
+    if kind in ("Model", "Functional"):
+        return {**part, "class_name": "Functional", "module": "keras.src.models.functional", "registered_name": None}
+    if kind in _CUDNN or hasattr(keras.layers, kind):
+        return {**part, "module": "keras.layers", "registered_name": None}
+    return {**part, "module": "keras", "registered_name": None} if kind == "Sequential" else part
+
+
+def _mend_arguments(kind: Any, inner: dict[str, Any]) -> None:
+    """The arguments of a layer, an initializer or the like, in place."""
     if inner.get("time_major"):
         raise InputError(f"{inner.get('name')} is time_major: Keras 3 takes [batch, time, features] alone.")
     for name in _GONE:
-        if kind in (*_RECURRENT, *_CUDNN, "Embedding", "InputLayer"):
+        if kind in (*_STEPPING, "Embedding", "InputLayer"):
             inner.pop(name, None)
+    if hasattr(keras.initializers, str(kind)) and "name" not in inner:  # Identity is a layer, too, and has a name
+        inner.pop("dtype", None)
     shape = inner.pop("batch_input_shape", None)
     if kind == "InputLayer" and shape is not None:
         inner["batch_shape"] = shape
-    elif shape is not None and "registered_name" not in config:  # the first layer of a Sequential in an old h5 file
-        inner["batch_input_shape"] = shape
     for name in ("activation", "recurrent_activation"):
         if inner.get(name) == "hard_sigmoid":
             inner[name] = keras.saving.serialize_keras_object(hard_sigmoid_of_keras_2)
-    if "output_layers" in inner:
-        _renumber(inner)
+    axis = inner.get("axis")
+    if kind == "BatchNormalization" and isinstance(axis, list) and len(axis) == 1:
+        inner["axis"] = axis[0]
+    if kind in ("GRU", "GRUCell"):
+        inner.setdefault("reset_after", False)  # the only kind there was before the argument
     if kind in _CUDNN:
-        config["class_name"] = _CUDNN[kind]
         inner.update(modern_arguments(kind))
-    return config
 
 
 def _renumber(model: dict[str, Any]) -> None:
     """Calls of a model inside a model, in place: Keras 2 counts its making as call 0, Keras 3 does not."""
-    inside = [layer["config"]["name"] for layer in model["layers"] if "layers" in layer["config"]]
+    inside = [layer["name"] for layer in model["layers"] if "layers" in layer["config"]]
 
     def change(part: Any) -> None:
         if not isinstance(part, list):
@@ -156,6 +223,34 @@ def _renumber(model: dict[str, Any]) -> None:
 
     change([layer.get("inbound_nodes") for layer in model["layers"]])
     change([model["input_layers"], model["output_layers"]])
+
+
+def _name_states(model: dict[str, Any]) -> None:
+    """Calls of recurrent layers on [x, states], in place: Keras 3 takes the states as `initial_state`."""
+    for layer in model["layers"]:
+        if layer["class_name"] in (*_STEPPING, "Bidirectional"):
+            layer["inbound_nodes"] = [_with_states(call) if len(call) > 1 else call for call in layer["inbound_nodes"]]
+
+
+def _with_states(call: list[Any]) -> dict[str, Any]:
+    """One such call, as Keras 3 writes it; each tensor is [layer, call, place among its outputs, other arguments]."""
+
+    def tensor(part: list[Any]) -> Any:
+        if not isinstance(part[0], str):  # the states of one of the stacked cells
+            return [tensor(one) for one in part]
+        config = {"shape": [None], "dtype": "float32", "keras_history": part[:3]}  # Keras 3 looks at the history alone
+        return {"class_name": "__keras_tensor__", "config": config}
+
+    x, *states = call
+    others = x[3] if len(x) > 3 else {}
+    return {"args": [tensor(x)], "kwargs": {**others, "initial_state": tensor(states)}}
+
+
+def _keep_first_shape(build: dict[str, Any]) -> None:
+    """The shapes that a recurrent layer was built with, in place: of x, without those of its states."""
+    shape = build.get("input_shape")
+    if shape and isinstance(shape[0], list):
+        build["input_shape"] = shape[0]
 
 
 def modern_arguments(kind: str) -> dict[str, Any]:
