@@ -150,10 +150,10 @@ def _as_keras_graph(activation: Function, why: str) -> Function:
 
 
 def _graph(activation: Function, why: str, shape: tuple[int, ...]) -> Function:
-    """
+    """The graph of an input of one shape.
+
     Args:
         why: torch's way cannot read the function.
-        shape: of the input that Keras records it with.
     """
     entering, title = keras.KerasTensor(shape), _title(activation)
     try:

@@ -139,9 +139,8 @@ def _in_full(config: dict[str, Any]) -> dict[str, Any]:
     """The config with what Keras 2 left unsaid: a Sequential's input, and where the class of a wrapped layer is."""
     kind, inner = config.get("class_name"), config.get("config")
     if kind == "Sequential":
-        inner = (
-            {"name": config.get("name"), "layers": inner} if isinstance(inner, list) else inner
-        )  # in 2.2.2 and before
+        if isinstance(inner, list):  # in Keras 2.2.2 and before
+            inner = {"name": config.get("name"), "layers": inner}
         return {**config, "config": {**inner, "layers": _with_input(inner["layers"])}}
     if not isinstance(inner, dict):
         return config
