@@ -19,7 +19,7 @@ from comparison import assert_agrees, draw, error, make
 from emulation import CHIP, _matrix, emulated
 from test_machine_code import listed, nvdisasm
 from whorl.bench.baseline import to_tf32
-from whorl.engines.cuda import aligned, layers, products, source, split
+from whorl.engines.cuda import aligned, beside, layers, products, split
 from whorl.engines.cuda.aligned import Copied, Products
 from whorl.engines.cuda.compile import cubin, missing
 from whorl.engines.cuda.plain import Plain
@@ -379,7 +379,7 @@ def test_parts_have_room_that_does_not_grow_with_the_product(monkeypatch: pytest
 @pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
 def test_the_kernel_that_splits_compiles_for_every_chip_that_takes_it(tmp_path: Path) -> None:
     for major, minor in split._FAST:
-        code = cubin(source.splitter(), "split", Chip((major, minor), 132).architecture)
+        code = cubin(beside.splitter(), "split", Chip((major, minor), 132).architecture)
         assert b"split_float32" in code
         if nvdisasm():
             lines = listed(code, tmp_path / "split.cubin")
