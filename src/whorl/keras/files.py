@@ -138,7 +138,7 @@ def modern(config: Any) -> Any:
 def _in_full(config: dict[str, Any]) -> dict[str, Any]:
     """The config with what Keras 2 left unsaid: a Sequential's input, and where the class of a wrapped layer is."""
     kind, inner = config.get("class_name"), config.get("config")
-    if kind == "Sequential":
+    if kind == "Sequential" and inner is not None:
         if isinstance(inner, list):  # in Keras 2.2.2 and before
             inner = {"name": config.get("name"), "layers": inner}
         return {**config, "config": {**inner, "layers": _with_input(inner["layers"])}}
