@@ -16,7 +16,7 @@ from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
 from whorl.cells.cell import Cell
 from whorl.cells.wrappers import counted
 from whorl.engines.cuda import taped
-from whorl.errors import InputError, UnsupportedError
+from whorl.errors import CellError, InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
 from whorl.problem import Call, Form, Plan, kind_of, switches
@@ -115,13 +115,12 @@ class Layer(Recurrence, torch.nn.Module):
             raise InputError(
                 f"units is {units}: write 1 to {self.hidden_size}, the units of this {type(self).__name__}."
             )
-        before, self._counted, built = self._counted, units, False
+        before, self._counted = self._counted, units
         try:
             self._build()
-            built = True
-        finally:
-            if not built:
-                self._counted = before
+        except CellError:  # then the layer is as it was
+            self._counted = before
+            raise
 
     def _make_parameters(self, device: Any, dtype: Any, anew: bool = True) -> None:
         """Every parameter of the form, or (not `anew`) the vectors beside those that torch made."""

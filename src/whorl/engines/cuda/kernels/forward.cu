@@ -511,12 +511,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         sums[g][n][0] = sums[g][n][1] = LATE_BIAS || HALVES ? 0.f : bias[g][0];
         sums[g][n][2] = sums[g][n][3] = LATE_BIAS || HALVES ? 0.f : bias[g][1];
       }
-#if BY_STEP
-    const float* const scales_from = scales + now * SCALES + (split * DEPTHS * ITEMS + sub * 2 * PART) * 4;
-#endif
 #if BY_STEP && !EXACT
     // The states of a sequence are brought to the scale of the largest of the warp's depths: 4 instructions for all gates,
     // where as many for each gate would bring its sums there.
+    const float* const scales_from = scales + now * SCALES + (split * DEPTHS * ITEMS + sub * 2 * PART) * 4;
     const auto unscale_of_depth = [&](int depth, int n) {  // of the sequence whose states the thread has
       return scales_from[(depth * ITEMS + 2 * n + lane / 4 % 2) * 4 + lane / 8];
     };
@@ -597,7 +595,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
 #if HALVES && EXACT
             right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
-            const float* const at = scales_from + ((d + half) * ITEMS + 2 * n) * 4 + lane % 4;
+            const float* const at =
+                scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
             right[n].unscale = {at[0], at[4]};
 #endif
           }
