@@ -92,6 +92,42 @@ def test_what_is_not_pointwise_runs_on_keras_loop_and_says_so(activation: Any) -
         ours(x)
 
 
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_what_keras_runs_it_runs_as_fast_as_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask Keras makes the input products of all steps in one, and calls no cell."""
+    ours, stock = (getattr(source, name)(4, activation="softmax") for source in (whorl.keras, keras.layers))
+    for layer in (ours, stock):
+        layer.build(x.shape)
+    ours.set_weights(stock.get_weights())
+    wanted = stock(x)
+    with whorl.settings(slow="allow"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(stock.cell), "call", None)
+            patch.setattr(loops, "_STOCK_CALLS", [None])
+            assert torch.equal(ours(x), wanted)
+            with whorl.keras.enable(), loops.recording() as calls:
+                assert torch.equal(stock(x), wanted)
+                assert len(calls) == 1
+        assert ours.use_cudnn is False
+        with whorl.keras.enable(), loops.recording() as calls:
+            stock(x, mask=mask)
+            assert len(calls) == 1
+
+
+def test_a_cell_put_into_an_lstm_runs_its_own_call() -> None:
+    class Twice(keras.layers.LSTMCell):
+        def call(self, inputs: Any, states: Any, training: bool = False) -> Any:
+            return super().call(2 * inputs, states, training)
+
+    layer, stock = whorl.keras.LSTM(4), keras.layers.LSTM(4)
+    layer.cell = Twice(4)
+    for one in (layer, stock):
+        one.build(x.shape)
+    layer.set_weights(stock.get_weights())
+    with whorl.settings(slow="allow"):
+        torch.testing.assert_close(layer(x), stock(2 * x))
+
+
 @pytest.mark.parametrize("activation", [lambda x, v: x * v, lambda x, v: v * x, lambda x, v: keras.ops.relu(x) - v])
 def test_a_variable_in_an_activation_is_no_constant(activation: Any) -> None:
     """Keras' own loop reads its value at each call, and takes its gradient."""

@@ -110,7 +110,7 @@ def enable() -> Enabled:
         return Enabled(before=True)
     for name in ("RNN", "LSTM", "GRU"):
         kind = getattr(keras.layers, name)
-        _replace(kind, "inner_loop", _inner_loop(kind.inner_loop))
+        _replace(kind, "inner_loop", _inner_loop(kind, kind.inner_loop))
     _replace(keras.layers.Bidirectional, "call", _call(keras.layers.Bidirectional.call))
     for name in ("_can_attempt_fused_lstm", "_can_attempt_fused_gru"):
         _replace(keras.layers.Bidirectional, name, lambda self, *args, **kwargs: False)
@@ -129,10 +129,12 @@ def _replace(kind: type, name: str, function: Callable[..., Any]) -> None:
     setattr(kind, name, function)
 
 
-def _inner_loop(own: Callable[..., Any]) -> Callable[..., Any]:
+def _inner_loop(kind: type, own: Callable[..., Any]) -> Callable[..., Any]:
     @loops.of_whorl
     def inner_loop(self: Any, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
-        if len(sequences.shape) != 3:  # a ConvLSTM, which has this loop of RNN too: whorl has none for it
+        convolves = len(sequences.shape) != 3  # a ConvLSTM, which has this loop of RNN too: whorl has none for it
+        hands_on = kind is keras.layers.RNN and isinstance(self, (keras.layers.LSTM, keras.layers.GRU))
+        if convolves or hands_on:  # the loop of those two ends here where their own cannot run
             return own(self, sequences, initial_state, mask=mask, training=training)
         return loops.inner_loop(self, own.__get__(self), sequences, initial_state, mask, training)
 

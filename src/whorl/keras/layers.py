@@ -87,9 +87,12 @@ class Recurrent:
     def inner_loop(self, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         """Keras' hook: the last output, all outputs and the final states."""
         try:
-            return loops.inner_loop(self, super().inner_loop, sequences, initial_state, mask, training)  # type: ignore[misc]
+            return loops.inner_loop(self, self._own_loop, sequences, initial_state, mask, training)
         finally:  # Keras itself lets them go after a loop that raised nothing: the next call would have this one's
             self._maybe_reset_dropout_masks(self.cell)
+
+    def _own_loop(self, *args: Any, **kwargs: Any) -> Any:
+        return super().inner_loop(*args, **kwargs)  # type: ignore[misc]
 
     def explain(self, x: Any = None, **kwargs: Any) -> Explanation:
         """Which engine would run a call, and every reason against the faster ones: see `whorl.keras.explain`."""
@@ -104,13 +107,15 @@ class Recurrent:
 class _WithCuDNN(Recurrent):
     """LSTM and GRU, which have an argument `use_cudnn`."""
 
+    _in_own_loop = False
+
     @property
     def use_cudnn(self) -> Any:
         """True: the engine `cudnn` runs, or the call raises.  "auto" and False leave the choice to whorl.
 
         Read, it is True where the engine is `cudnn`: Keras' Bidirectional goes round a layer that says "auto".
         """
-        if loops.BACKEND == "tensorflow":
+        if loops.BACKEND == "tensorflow" or self._in_own_loop:
             return self.__dict__.get("use_cudnn", "auto")
         return self.engine == "cudnn"
 
@@ -121,6 +126,13 @@ class _WithCuDNN(Recurrent):
             self.engine = "cudnn"
         elif self.engine == "cudnn":
             self.engine = "auto"
+
+    def _own_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_in_own_loop"] = True  # where it reads "auto" it makes the input products of all steps in one
+        try:
+            return super()._own_loop(*args, **kwargs)
+        finally:
+            del self.__dict__["_in_own_loop"]
 
 
 @register

@@ -38,8 +38,7 @@ def inner_loop(
         _announce(layer, reasons)
         for cell in cells_of(layer):
             settle(cell)
-        loop = own if BACKEND not in ("torch", "jax") else partial(KERAS_LOOP, layer)
-        return loop(sequences, initial_state, mask=mask, training=training)
+        return _keras_loop(layer, own)(sequences, initial_state, mask=mask, training=training)
     stacked = is_stacked(layer)
     cells, grouped = cells_of(layer), initial_state if stacked else [initial_state]
     entering, tensors = sequences[:, 0, :], []
@@ -61,6 +60,18 @@ def inner_loop(
         for given, ends in zip(grouped, swept.states, strict=True)
     ]
     return swept.last, swept.outputs, type(initial_state)(finals)
+
+
+def _keras_loop(layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer's own, as fast as Keras is, or the loop of any cell.
+
+    On torch and JAX the own loop of LSTM and GRU reads its cell's weights alone, whatever the cell does with them.
+    """
+    known = BACKEND not in ("torch", "jax") or type(layer.cell).call in _STOCK_CALLS
+    return own if known else partial(KERAS_LOOP, layer)
+
+
+_STOCK_CALLS = [keras.layers.LSTMCell.call, keras.layers.GRUCell.call]
 
 
 def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any, mask: Any, training: Any) -> Any:
