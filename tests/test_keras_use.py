@@ -92,6 +92,21 @@ def test_what_is_not_pointwise_runs_on_keras_loop_and_says_so(activation: Any) -
         ours(x)
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "Bidirectional"])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+def test_one_row_for_all_sequences_as_keras_takes_it(name: str, wrapped: bool) -> None:
+    """Masks with an axis of 1 at their end too."""
+    kinds = [(source, getattr(source, name)(4)) for source in (whorl.keras, keras.layers)]
+    ours, stock = (source.Bidirectional(layer) if wrapped else layer for source, layer in kinds)
+    for layer in (ours, stock):
+        layer.build(x.shape)
+    ours.set_weights(stock.get_weights())
+    for given in (mask[:, :, None], mask[1:2], mask[1:2, :, None]):
+        torch.testing.assert_close(ours(x, mask=given), stock(x, mask=given))
+    states = [torch.full((1, 4), 0.5 + place) for place in range((1 + wrapped) * (1 + (name == "LSTM")))]
+    torch.testing.assert_close(ours(x, initial_state=states), stock(x, initial_state=states))
+
+
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_what_keras_runs_it_runs_as_fast_as_keras(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask Keras makes the input products of all steps in one, and calls no cell."""

@@ -31,19 +31,19 @@ def inner_loop(
         layer: a `keras.layers.RNN`, or a subclass.
         own: the layer's own `inner_loop`, for backends that whorl has no engines for.
     """
-    if isinstance(mask, list | tuple):
-        mask = mask[0]
     parts, reasons = parts_of(layer, sequences)
     if reasons:
         _announce(layer, reasons)
         for cell in cells_of(layer):
             settle(cell)
-        return _keras_loop(layer, own)(sequences, initial_state, mask=mask, training=training)
+        return _keras_loop(layer, own)(sequences, initial_state, mask=_first(mask), training=training)
+    mask = _whole_mask(mask, sequences)
     stacked = is_stacked(layer)
     cells, grouped = cells_of(layer), initial_state if stacked else [initial_state]
     entering, tensors = sequences[:, 0, :], []
     for cell, given in zip(cells, grouped, strict=True):
         states = tuple(given) if isinstance(given, list | tuple) else (given,)
+        states = tuple([_of_whole_batch(state, sequences) for state in states])
         if layer.stateful:  # these are the variables that the final states are assigned to, in place
             states = tuple([keras.ops.copy(state) for state in states])
         tensors.append(tensors_of(cell, entering, states[0], states, training))
@@ -98,8 +98,7 @@ def call(layer: Any, own: Callable[..., Any], sequences: Any, initial_state: Any
     parts, reasons = parts_of(layer, sequences)
     if reasons:
         return own(sequences, mask=mask, training=training)
-    if isinstance(mask, list | tuple):
-        mask = mask[0]
+    mask = _whole_mask(mask, sequences)
     notes, dtype = notes_of_a_call(), layer.compute_dtype
     tensors = _tensors_of_call(layer, sequences, (), training)
     how = layer.go_backwards, layer.zero_output_for_mask, layer.return_sequences
@@ -121,6 +120,27 @@ def _check_nesting(who: str, cells: list[Any], initial_state: Any) -> None:
             f"initial_state has lists of {found} tensors, this {who} takes {wanted}, one list of states for each cell: "
             "[[h, c], [h]] for an LSTMCell and a GRUCell."
         )
+
+
+def _first(mask: Any) -> Any:
+    """The mask of x, where those of initial states come after it."""
+    return mask[0] if isinstance(mask, list | tuple) else mask
+
+
+def _whole_mask(mask: Any, sequences: Any) -> Any:
+    """[batch, time] of what Keras takes too: an axis of 1 at its end, one row for all sequences."""
+    mask = _first(mask)
+    if mask is None:
+        return None
+    if len(mask.shape) == 3 and mask.shape[-1] == 1:
+        mask = mask[..., 0]
+    return _of_whole_batch(mask, sequences)
+
+
+def _of_whole_batch(rows: Any, sequences: Any) -> Any:
+    """One row for all sequences, as one for each of them."""
+    batch = sequences.shape[0]
+    return keras.ops.broadcast_to(rows, (batch, *rows.shape[1:])) if rows.shape[0] == 1 != batch else rows
 
 
 def _as(tensor: Any, dtype: str) -> Any:
@@ -280,8 +300,7 @@ def bidirectional(
     part = _joint(layer, sequences)
     if part is None or (initial_state is not None and len(initial_state) != 2 * len(there.state_size)):
         return own(sequences, initial_state=initial_state, mask=mask, training=training)
-    if isinstance(mask, list | tuple):
-        mask = mask[0]
+    mask = _whole_mask(mask, sequences)
     count, tensors, zero = len(there.state_size), [], start_at_zero(there, back)
     for place, one in enumerate((there, back)):
         if initial_state is not None:
@@ -289,6 +308,7 @@ def bidirectional(
         else:
             given = () if zero else one.get_initial_state(keras.ops.shape(sequences)[0])
         starts = tuple([keras.ops.convert_to_tensor(state, one.cell.compute_dtype) for state in given])
+        starts = tuple([_of_whole_batch(state, sequences) for state in starts])
         tensors.append(_tensors_of_call(one, sequences, starts, training))
     notes, x = notes_of_a_call(), keras.ops.cast(sequences, there.cell.compute_dtype)
     how = there.zero_output_for_mask, there.return_sequences
