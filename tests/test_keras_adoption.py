@@ -425,6 +425,36 @@ def test_explain_lists_every_layer() -> None:
     assert "not onednn: the cell is relu_gru" in text
 
 
+class Subclassed(keras.Model):
+    """Whose layers are built by its first call; where it is told to it raises after their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = whorl.keras.LSTM(4, return_sequences=True, recurrent_dropout=0.2, seed=3)
+        self.norm = keras.layers.BatchNormalization()
+        self.last = whorl.keras.GRU(4, dropout=0.1, seed=4)
+
+    def call(self, x: Any, training: bool = False, mask: Any = None, fails: bool = False) -> Any:
+        y = self.last(self.norm(self.first(x, training=training, mask=mask), training=training), training=training)
+        if fails:
+            raise RuntimeError("asked for")
+        return y
+
+
+def test_explain_of_a_model_that_is_not_built_lists_its_layers_once() -> None:
+    model = Subclassed()
+    found = whorl.keras.explain(model, x, mask=np.ones(x.shape[:2], bool))
+    assert [kind for _, kind, _ in found.rows] == ["LSTM", "GRU"]
+    assert found.rows[0][2].problem.extras == ("mask", "dropout_masks")
+    states = [np.asarray(variable) for variable in model.non_trainable_variables]
+    np.testing.assert_array_equal(states[0], [3, 0])  # nothing was drawn
+    np.testing.assert_array_equal(states[1], np.zeros(4))
+    with pytest.raises(RuntimeError, match="asked for"):
+        whorl.keras.explain(model, x, fails=True)
+    for one, other in zip(states, model.non_trainable_variables, strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other))
+
+
 def test_explain_on_the_cpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with several, each generator asked for would cost a context, and torch would warn."""
 

@@ -58,13 +58,18 @@ def explain(
       for gru, 8 inputs, 16 units; 5 steps, batch 3; float32 on cpu, with gradient
     """
     entering = _ones(model, batch, time) if x is None else x
+    if not model.built:  # by a call of its own, whose layers are not those of the one that is planned
+        with settings(slow="allow"):
+            model(_shaped(entering), training=training, **{name: _shaped(given) for name, given in kwargs.items()})
     variables = [variable for variable in model.variables if not variable.trainable]
     before = [keras.ops.copy(variable) for variable in variables]
     drawing = torch.random.fork_rng(gpus([variable.value for variable in model.variables], entering, kwargs))
-    with loops.recording() as found, torch.set_grad_enabled(training), drawing, settings(slow="allow"):
-        model(entering, training=training, **kwargs)
-    for variable, value in zip(variables, before, strict=True):
-        variable.assign(value)
+    try:
+        with loops.recording() as found, torch.set_grad_enabled(training), drawing, settings(slow="allow"):
+            model(entering, training=training, **kwargs)
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
     rows = [(layer.path, type(layer).__name__, made) for layer, made in found]
     seen = {id(layer) for layer, _ in found}
     for layer in model._flatten_layers():
@@ -77,6 +82,18 @@ def _inside(layer: Any, model: Any, seen: set[int]) -> bool:
     """Whether a Bidirectional ran the layer as one of its directions."""
     outer = [one for one in model._flatten_layers() if isinstance(one, keras.layers.Bidirectional) and id(one) in seen]
     return any(layer is one.forward_layer or layer is one.backward_layer for one in outer)
+
+
+def _shaped(given: Any) -> Any:
+    """Tensors of the same shapes without numbers; what is no tensor as it is."""
+
+    def one(value: Any) -> Any:
+        return keras.KerasTensor(value.shape, keras.backend.standardize_dtype(value.dtype)) if has(value) else value
+
+    def has(value: Any) -> bool:
+        return hasattr(value, "shape") and hasattr(value, "dtype")
+
+    return keras.tree.map_structure(one, given)
 
 
 def _ones(model: Any, batch: int, time: int) -> Any:
