@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+import cubins
 import emulation
 from emulation import emulated
 from whorl import compiler, plan, problem, settings
@@ -54,13 +55,24 @@ def fresh() -> Iterator[None]:
     assert not emulation.left_behind()
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels that are compiled for the host lie: one for all tests and all workers, which share many."""
-    own = tmp_path_factory.getbasetemp()
-    made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels_of_the_host"
+def _shared(factory: pytest.TempPathFactory, name: str) -> Path:
+    """A folder of all tests and all workers."""
+    own = factory.getbasetemp()
+    made = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
     made.mkdir(exist_ok=True)
     return made
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels that are compiled for the host lie, which tests share."""
+    return _shared(tmp_path_factory, "kernels_of_the_host")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine_code(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests read of it is compiled once."""
+    cubins.FOLDER = _shared(tmp_path_factory, "machine_code")
 
 
 @pytest.fixture

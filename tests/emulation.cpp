@@ -4,6 +4,7 @@
 // each round, in which warps sleep: then what should be waited for and is not comes too late or is overwritten.
 //
 // Without headers of C++, which the compiler would read again for each kernel, for as long as the kernel itself takes.
+// So what launches is compiled once for all of them (OF_LAUNCH), and linked to each (OF_KERNEL).
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -128,11 +129,17 @@ struct Fiber {
   int last;  // the first of those that were begun last
 };
 
-static Place scheduler;
-static Fiber* now;
-static Block* blocks;  // of the cluster
-static Meeting of_cluster;
-static unsigned threads, in_cluster, puts;
+#ifdef OF_KERNEL
+#define SHARED_BY_PARTS extern __attribute__((visibility("hidden")))
+#else
+#define SHARED_BY_PARTS __attribute__((visibility("hidden")))
+#endif
+SHARED_BY_PARTS Place scheduler;
+SHARED_BY_PARTS Fiber* now;
+SHARED_BY_PARTS Block* blocks;  // of the cluster
+SHARED_BY_PARTS Meeting of_cluster;
+SHARED_BY_PARTS unsigned threads, in_cluster, puts;
+SHARED_BY_PARTS const void* arguments_of_launch;
 
 // Lets a thread run until it yields.
 inline void resume(Fiber& f, void (*enter)()) {
@@ -461,14 +468,19 @@ inline void emulated_pause(unsigned) {}
 inline void emulated_ready(float&) {}
 inline void emulated_ready(unsigned&) {}
 
+extern "C" __attribute__((visibility("hidden"))) void enter();  // what a thread does
+
+#ifndef OF_LAUNCH
 //: kernel
 
-static const Arguments* arguments_of_launch;
-static void enter() {
-  KERNEL(*arguments_of_launch);
+void enter() {
+  KERNEL(*(const Arguments*)host::arguments_of_launch);
   host::now->done = true;
   host::yield();
 }
+#endif
+
+#ifndef OF_KERNEL
 
 extern "C" { uint64_t order_of_threads; }  // 0: one after the other; else the generator's next number
 inline unsigned drawn(unsigned below) {
@@ -478,8 +490,8 @@ inline unsigned drawn(unsigned below) {
 
 // `shared`: bytes of a block's shared memory.  0: all is well, 1: threads wait for each other, 2: who has less wrote to more.
 extern "C" int launch(
-    unsigned grid, unsigned second, unsigned block, unsigned cluster, unsigned shared, const Arguments* arguments) {
-  arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block, host::in_cluster = cluster;
+    unsigned grid, unsigned second, unsigned block, unsigned cluster, unsigned shared, const void* arguments) {
+  host::arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block, host::in_cluster = cluster;
   const unsigned all = block * cluster;
   unsigned char* const stacks = (unsigned char*)malloc(host::STACK * all);  // most of it is never touched
   bool over = true, within = true;
@@ -540,3 +552,4 @@ extern "C" int launch(
   free(stacks);
   return !over ? 1 : !within ? 2 : 0;
 }
+#endif

@@ -137,12 +137,14 @@ class Stream:
 
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
-    text = _HOST.read_text().replace("//: kernel", on_host(source))
+    host = _HOST.read_text()
+    text = host.replace("//: kernel", on_host(source))
     defines = re.findall(r"^#define (ELEMENT_BYTES|BFLOAT16|HALVES) (\d)$", source, re.M)
     if found := re.match(r"sm_(\d+)", architecture):
         defines.append(("__CUDA_ARCH__", f"{found[1]}0"))
     text = "".join(f"#define {key} {value}\n" for key, value in defines) + text
-    return str(built(text, folder, FLAGS, "g++")).encode()
+    launches = built(host, folder, (*FLAGS, "-DOF_LAUNCH", "-c"), "g++")
+    return str(built(text, folder, (*FLAGS, "-DOF_KERNEL"), "g++", [launches])).encode()
 
 
 def _matrix(place: int, kind: int, rows: int, columns: int, step: int) -> Tensor:

@@ -11,14 +11,18 @@ from pathlib import Path
 from whorl import compiler
 
 
-def built(text: str, folder: Path, flags: Sequence[str], command: str = "") -> Path:
-    """The shared library of a source in a folder, compiled where it is not there yet."""
+def built(text: str, folder: Path, flags: Sequence[str], command: str = "", objects: Sequence[Path] = ()) -> Path:
+    """The shared library of a source in a folder, compiled where it is not there yet.
+
+    Args:
+        objects: what it is linked with, which the flag -c makes.
+    """
     line = [*shlex.split(command or compiler.found()), "-std=c++17", "-w", "-shared", "-fPIC", *flags]
-    path = folder / f"{hashlib.sha256(chr(0).join([*line, text]).encode()).hexdigest()[:24]}.so"
+    path = folder / f"{hashlib.sha256(chr(0).join([*line, *map(str, objects), text]).encode()).hexdigest()[:24]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as own:  # another worker may be at it
             made = Path(own) / "library.so"
-            words = [*line, "-x", "c++", "-", "-o", str(made)]
+            words = [*line, "-x", "c++", "-", "-x", "none", *map(str, objects), "-o", str(made)]
             done = subprocess.run(words, input=text, text=True, capture_output=True)
             assert done.returncode == 0, done.stderr[:4000]
             os.replace(made, path)

@@ -91,12 +91,12 @@ class Recorder:
 @pytest.mark.parametrize("capturing, free", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_recurrent_weights_get_their_gradients_on_the_branch(
-    name: str, capturing: bool, free: bool, tmp_path: Path
+    name: str, capturing: bool, free: bool, folder: Path
 ) -> None:
     kind, options, _ = LAYERS[name]
     layer = getattr(whorl, kind)(5, 8, engine="persistent", **options)
     x, note = torch.randn(3, 2, 5, requires_grad=True), Recorder(free)
-    with emulated(tmp_path):
+    with emulated(folder):
         wanted = gradients(name, layer, x)
 
     class Kernel(emulation.Kernel):
@@ -104,7 +104,7 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
             note.done.append(f"{self.name.split('_')[0]} on {stream}")
             super().__call__(stream, *given)
 
-    with emulated(tmp_path) as patch:
+    with emulated(folder) as patch:
         patch.setattr(plain, "branch_of", lambda index: note)
         for module in (prepare, options_of_calls):
             patch.setattr(module, "Kernel", Kernel)
@@ -203,10 +203,10 @@ def test_gradients_that_a_norm_reads_stay_where_they_are(folder: Path) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[list[int]]:
+def made(folder: Path) -> Iterator[list[int]]:
     """Gets the device of each branch that is asked for, on a chip that has one."""
     found: list[int] = []
-    with emulated(tmp_path) as patch:
+    with emulated(folder) as patch:
         patch.setattr(plain, "branch_of", found.append)
         yield found
 

@@ -7,10 +7,10 @@ import torch
 
 import test_persistent
 import test_spread
+from cubins import cubin
 from engine_cases import CELLS
 from test_machine_code import needs_tools
 from whorl.engines.cuda import source, spreading, tiling
-from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.tiling import Chip

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cubins import cubin
 from emulation import Kernel, compiled
 from test_machine_code import listed, needs_tools
 from whorl.engines.cuda import beside, options
-from whorl.engines.cuda.compile import cubin
 from whorl.noise import RECURRENT, ZONEOUT, drawn, tag, threshold
 
 SEED = torch.tensor(-(2**62) + 12345)

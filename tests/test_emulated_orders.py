@@ -121,7 +121,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (right, wrong, run), on_host, changed = FAULTS[fault], emulation.on_host, []
 
     def faulty(source: str) -> str:
@@ -131,5 +131,5 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(emulation, "on_host", faulty)
     monkeypatch.setattr(sys.modules[__name__], "ORDERS", 8)
     with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
-        run(tmp_path, patch)
+        run(folder, patch)
     assert any(changed)

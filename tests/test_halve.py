@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cubins import cubin
 from emulation import Kernel, compiled
 from test_machine_code import listed, nvdisasm
 from whorl.engines.cuda import beside
 from whorl.engines.cuda.beside import Halving
-from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.tiling import Chip
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from cells_for_tests import CELLS
+from cubins import cubin
 from whorl.engines.cuda import beside, grid, source, spreading, tiling
-from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.overlapped import part_of
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import whorl
 from comparison import flat, make, weighted
+from thinned import thinned
 from whorl.engines.cuda import aligned, layers, persistent
 from whorl.engines.cuda.marked import Marked
 
@@ -89,11 +90,13 @@ def assert_same(found: tuple[list[Tensor], list[Tensor]]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("what", ["mask", "gate", "mask gate", "shared", "mask shared", "gate gradient",
-                                  "mask shared gradient", "lengths", "reset", "lengths mask reset", "reset gate",
-                                  "lengths shared"])  # fmt: skip
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cell", CELLS)
+GIVEN = [
+    "mask", "gate", "mask gate", "shared", "mask shared", "gate gradient", "mask shared gradient", "lengths", "reset",
+    "lengths mask reset", "reset gate", "lengths shared",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cell, form, what", thinned(3, CELLS, FORMS, GIVEN))
 def test_it_is_what_layers_gives(cell: str, form: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     mode = "shared" if "shared" in what else "gate"

@@ -14,6 +14,7 @@ from torch import Tensor
 import whorl
 from tapes import counted
 from test_plain_cells import BATCH, INPUTS, TIME, UNITS, ways
+from thinned import thinned
 from whorl.engines.cuda.marked import Marked
 from whorl.engines.cuda.plain import Plain
 
@@ -52,12 +53,11 @@ def made(kind: str, option: str, form: str, dtype: torch.dtype = torch.bfloat16)
     return getattr(whorl, kind)(INPUTS, UNITS, **options, dtype=dtype, engine="persistent")
 
 
-@pytest.mark.parametrize("form, marks", PAIRS)
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("kind, option, pair", thinned(3, ["LSTM", "GRU", "RNN"], OPTIONS, PAIRS))
 def test_it_is_what_layers_gives(
-    kind: str, option: str, form: str, marks: str, counted: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, option: str, pair: tuple[str, str], counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    form, marks = pair
     initial = marks == "marks"
     layer = made(kind, option, form)
     ways(layer, Marked, counted, monkeypatch, True, initial, TIME, **MARKS[marks])

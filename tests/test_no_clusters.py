@@ -18,6 +18,7 @@ import whorl
 from anew import made_anew
 from cells_for_tests import CELLS
 from comparison import error
+from cubins import cubin
 from emulation import H200
 from test_emulated import outcome
 from test_machine_code import needs_tools
@@ -25,7 +26,6 @@ from test_persistent import assert_right, build
 from whorl import problem
 from whorl.cells import library
 from whorl.engines.cuda import grid, source, spreading, tiling
-from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import Features

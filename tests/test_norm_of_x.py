@@ -13,6 +13,7 @@ import torch
 import whorl
 from cells_for_tests import layer_norm_lstm
 from comparison import error
+from cubins import cubin
 from emulation import H200, emulated
 from test_emulated import assert_right, with_gradients
 from test_machine_code import needs_tools, nvdisasm
@@ -21,7 +22,6 @@ from whorl.cells.expr import var
 from whorl.cells.wrappers import EPS, ahead, clipped, layer_norm, norm_vectors
 from whorl.cells.wrappers import counted as padded
 from whorl.engines.cuda.beside import Norm, norming
-from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.norms import Norms, _aligned, inside, norm_of, normed
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.tiling import Chip

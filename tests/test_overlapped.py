@@ -18,6 +18,7 @@ from anew import made_anew
 from comparison import flat, in_a_graph, weighted
 from emulation import CHIP, emulated
 from test_emulated import assert_right
+from thinned import thinned
 from whorl.cells import library
 from whorl.engines.cuda import grid, layers, overlapped, prepare, products, spreading, store, tiling
 from whorl.engines.cuda.overlapped import Chunk, Overlapped, Streams
@@ -75,16 +76,15 @@ def close(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("count", [2, 3, TIME])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind, dtype, tf32", [
+@pytest.mark.parametrize("cell, form, count", thinned(3, [
     ("LSTM", torch.bfloat16, False), ("GRU", torch.float16, False), ("GRU", torch.float32, True),
     ("LSTM", torch.float32, False), ("RNN", torch.bfloat16, False),
-])  # fmt: skip
+], FORMS, [2, 3, TIME]))  # fmt: skip
 def test_chunks_give_what_all_steps_at_once_do(
-    kind: str, dtype: torch.dtype, tf32: bool, form: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    cell: tuple[str, torch.dtype, bool], form: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """States between chunks are float32: with the tile of all steps outputs of two bytes are the same to the bit."""
+    kind, dtype, tf32 = cell
     if tf32:  # a product of the host that is made in parts has other bits
         monkeypatch.setattr(products, "_LONGEST", 1 << 30)
     given = dict(kind=kind, folder=folder, dtype=dtype, tf32=tf32, initial=count != 3, **FORMS[form])

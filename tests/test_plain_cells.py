@@ -16,6 +16,7 @@ from cells_for_tests import gru_before, layer_norm_lstm, odd_ends
 from emulation import emulated
 from engine_cases import Case, assert_agrees
 from tapes import counted
+from thinned import thinned
 from whorl import mean, sigmoid, tanh
 from whorl.cells import library
 from whorl.engines.cuda import aligned, layers, persistent, taped
@@ -109,18 +110,19 @@ def made(cell: str, form: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.
     return layer
 
 
-@pytest.mark.parametrize("of_x, initial, time", [(True, True, TIME), (False, False, TIME), (True, True, 1)])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell, form, how", thinned(3, CELLS, FORMS, [(True, True, TIME), (False, False, TIME), (True, True, 1)])
+)
 def test_it_is_what_layers_gives(
-    cell: str, form: str, of_x: bool, initial: bool, time: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
+    cell: str, form: str, how: tuple[bool, bool, int], counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ways(made(cell, form), Plain, counted, monkeypatch, of_x, initial, time)
+    ways(made(cell, form), Plain, counted, monkeypatch, *how)
 
 
-@pytest.mark.parametrize("what", ["mask", "lengths mask reset"])
-@pytest.mark.parametrize("form", ["one layer", "both directions, no bias"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell, form, what",
+    thinned(2, CELLS, ["one layer", "both directions, no bias"], ["mask", "lengths mask reset"]),
+)
 def test_with_marks(cell: str, form: str, what: str, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     mask, reset = torch.rand(TIME, BATCH) < 0.7, torch.rand(TIME, BATCH) < 0.3
     every = {"mask": mask, "reset": reset, "lengths": torch.tensor([4, 0, 2])}

@@ -16,12 +16,13 @@ from torch import Tensor
 
 import whorl
 from comparison import assert_agrees, draw, error, make
+from cubins import cubin
 from emulation import CHIP, _matrix, emulated
 from test_machine_code import listed, nvdisasm
 from whorl.bench.baseline import to_tf32
 from whorl.engines.cuda import aligned, beside, layers, products, split
 from whorl.engines.cuda.aligned import Copied, Products
-from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.plain import Plain
 from whorl.engines.cuda.products import Product, better_together, each_product, handle, laid, product
 from whorl.engines.cuda.split import Split
@@ -123,13 +124,13 @@ def test_a_long_sum_of_float32_is_as_precise_as_a_short_one() -> None:
 
 @pytest.mark.parametrize("turned", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
 def test_a_long_sum_of_float32_is_made_of_parts(
-    turned: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turned: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = (torch.randn(*shape) for shape in ((6, 2500), (2500, 7)))
     a, b = (one.t().contiguous().t() if way else one for one, way in zip((a, b), turned, strict=True))
     (a, a_turned, a_step), (b, b_turned, b_step) = laid(a), laid(b)
     assert (a_turned, b_turned) == turned
-    with emulated(tmp_path):
+    with emulated(folder):
         depths, library = [], products.cublas()
         multiply = library.cublasGemmEx
         library.cublasGemmEx = lambda *given: depths.append(given[5].value) or multiply(*given)
@@ -159,9 +160,9 @@ def several(count: int, rows: int, depth: int, columns: int, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-def test_several_products_in_one_launch(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_several_products_in_one_launch(dtype: torch.dtype, folder: Path) -> None:
     a, b, made = several(3, 5, 6, 7, dtype, "cpu")
-    with emulated(tmp_path):
+    with emulated(folder):
         each_product(a, b, made)
     assert error(made, a.double() @ b.double()) <= EPS[dtype]
 

@@ -9,10 +9,11 @@ import torch
 
 import whorl
 from cells_for_tests import CELLS
+from cubins import cubin
 from whorl.cells import library
 from whorl.cells.intervals import bounded, contained
 from whorl.engines.cuda import grid, source, spreading, tiling
-from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.kernel_text import text_of, texts
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, DRAWN, PLAIN, Features

@@ -17,17 +17,18 @@ import torch
 import whorl
 from cells_for_tests import of_a_constant
 from comparison import error
+from cubins import cubin
 from emulation import H200 as GPU
 from emulation import emulated
 from engine_cases import CELLS, DROPS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, results
 from test_machine_code import H200, needs_tools, nvdisasm, time_loop
+from thinned import thinned
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
 from whorl.cells.expr import Expr, var
 from whorl.cells.graphs import Evaluator, at_once
 from whorl.cells.lower import CUDA, stages
 from whorl.engines.cuda import grid, source, spreading, staging
-from whorl.engines.cuda.compile import cubin
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
@@ -285,8 +286,10 @@ def test_options_of_a_cell_with_products_where_blocks_exchange_through_l2(
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["mgu", "together", "layer norm and a product", "several_of_a_gate", "one_gradient"])
-@pytest.mark.parametrize("form", ["given, by gate", "given, by step", "given, shared", "recurrent dropout by gate"])
+@pytest.mark.parametrize("name, form", thinned(
+    2, ["mgu", "together", "layer norm and a product", "several_of_a_gate", "one_gradient"],
+    ["given, by gate", "given, by step", "given, shared", "recurrent dropout by gate"],
+))  # fmt: skip
 def test_masks_of_products_where_blocks_exchange_through_l2(
     name: str, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -585,9 +588,7 @@ def test_where_there_are_no_clusters_no_tile_has_any() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name, form", [
-    (name, form) for i, name in enumerate(WITH_PRODUCTS) for j, form in enumerate(DROPS) if (i + j) % 2 == 0
-])  # fmt: skip
+@pytest.mark.parametrize("name, form", thinned(3, WITH_PRODUCTS, DROPS))
 def test_recurrent_dropout_of_a_cell_with_products(name: str, form: str, folder: Path) -> None:
     """A mask, or that of its gate, multiplies what enters each product, those inside the step too."""
     case = replace(FORMS[form], time=4, batch=9, units=37)

@@ -22,6 +22,7 @@ import emulation
 import whorl
 from emulation import emulated
 from tapes import X, both_ways, counted, counting, layer, trained
+from thinned import thinned
 from whorl.engines import host
 from whorl.engines.cuda import grid, layers, prepare, spreading, store, tape, taped
 from whorl.engines.cuda.plain import Plain
@@ -90,12 +91,14 @@ def test_dropout_between_layers(counted: list[int], monkeypatch: pytest.MonkeyPa
     assert not torch.equal(call()[0], layer.eval()(X)[0])
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("noise", ["", "gate", "shared"])
-@pytest.mark.parametrize("make, layers", [(whorl.LSTM, 1), (whorl.GRU, 2), (whorl.RNN, 1)])
+@pytest.mark.parametrize(
+    "kind, noise, mask",
+    thinned(2, [(whorl.LSTM, 1), (whorl.GRU, 2), (whorl.RNN, 1)], ["", "gate", "shared"], [False, True]),
+)
 def test_masks(
-    counted: list[int], monkeypatch: pytest.MonkeyPatch, make: Any, layers: int, noise: str, mask: bool
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, kind: tuple[Any, int], noise: str, mask: bool
 ) -> None:
+    make, layers = kind
     torch.manual_seed(6)
     options = {"recurrent_dropout_mode": noise} if noise else {}
     layer = make(16, 18, layers, bidirectional=layers > 1, dtype=torch.bfloat16, engine="persistent", **options)

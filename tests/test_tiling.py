@@ -5,9 +5,10 @@ import torch
 
 import whorl
 from cells_for_tests import CELLS
+from cubins import cubin
 from whorl.cells import library
 from whorl.engines.cuda import grid, source, tiling
-from whorl.engines.cuda.compile import cubin, missing
+from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import blocks_of
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
