@@ -39,6 +39,15 @@ def test_random_options_of_a_step_with_a_product_inside(seed: int, folder: Path)
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_options_of_a_layer_with_a_projection(seed: int, folder: Path) -> None:
+    case = replace(drawn(80 + seed, largest=40, batch=20), kind="LSTM", arguments={})
+    case = replace(case, units=max(2, case.units), arguments=dict(proj_size=1 + seed * case.units // 9))
+    print(case)
+    with emulated(folder):
+        assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, on, dtype",
     [
