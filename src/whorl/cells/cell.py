@@ -86,11 +86,6 @@ class Graph:
                 raise CellError(f"the step of {self.name} reads {node}, which is none of {', '.join(sorted(known))}.")
 
     @property
-    def _projecting(self) -> list[str]:
-        """The gate that does, if one does."""
-        return [self.projection] if self.projection else []
-
-    @property
     def _leaves(self) -> dict[str, tuple[str, ...]]:
         return {"x": self.gates, "r": self.recurrent, "s": self.states, "v": self.vectors, "e": self.inputs}
 
@@ -111,7 +106,8 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """A key of the step's meaning: equal for two cells that compute the same, whatever their names or Python."""
-        names = json.dumps([self.gates, self.states, self.vectors, self.inputs, self.x_only, *self._projecting])
+        projection = [self.projection] if self.projection else []
+        names = json.dumps([self.gates, self.states, self.vectors, self.inputs, self.x_only, *projection])
         return fingerprint([var(names), *self.outputs])
 
     @cached_property
@@ -131,8 +127,8 @@ class Graph:
 
     def to_json(self) -> str:
         """The graph as one line of text, for compile caches and exports that outlive the process."""
-        keys = ("name", "gates", "states", "vectors", "inputs", "x_only", *["projection"] * len(self._projecting))
-        names = {key: getattr(self, key) for key in keys}
+        names = {key: getattr(self, key) for key in ("name", "gates", "states", "vectors", "inputs", "x_only")}
+        names |= {"projection": self.projection} if self.projection else {}
         return json.dumps(names | {"graph": to_json(self.outputs)}, separators=(",", ":"))
 
     @staticmethod

@@ -126,8 +126,8 @@ class Persistent(Engine):
         return [f"{what} {times}: without those of whole matrices, {share:.0%} of that is the limit"]
 
     def numbers(self, problem: Problem) -> list[str]:
-        lines, why = [], projected_inside.reason(problem)
-        if why:
+        lines = []
+        if why := projected_inside.reason(problem):
             lines.append(f"the projection: a product inside each step, which takes {why}")
         problem = with_product(problem)
         if normed(problem):

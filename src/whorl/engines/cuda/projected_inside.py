@@ -25,23 +25,20 @@ from whorl.weights import LayerWeights, join, split
 _Change = Callable[[Tensor], Tensor]
 
 
+def reason(problem: Problem) -> str:
+    """Why a problem's projection is a product inside each step, in words; empty where it is none."""
+    return ", ".join(beyond(problem)) if problem.form.projection else ""
+
+
 def obstacles(problem: Problem) -> list[str]:
-    """Why neither a loop over m runs a problem with a projection nor a product inside the step, each a sentence."""
-    form, taken = problem.form, ", ".join(beyond(problem))
+    """Why a projection that is to be a product inside each step is not, each a sentence."""
+    form, taken, found = problem.form, reason(problem), []
     width, units, gates = form.projection, form.units, len(form.cell.gates)
-    if not taken:
-        return []
-    found = []
-    if width > units:
+    if taken and width > units:
         found.append(f"beside a projection ({width} wide) of fewer units ({units}) these kernels take no {taken}")
-    if gates == MOST_GATES:
+    if taken and gates == MOST_GATES:
         found.append(f"beside a projection, of a cell of {gates} gates, these kernels take no {taken}")
     return found
-
-
-def reason(problem: Problem) -> str:
-    """Why a problem's projection is a product inside each step; empty where it is none."""
-    return ", ".join(beyond(problem)) if problem.form.projection else ""
 
 
 @lru_cache(maxsize=8192)
