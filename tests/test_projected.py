@@ -183,14 +183,16 @@ def test_layers_that_save_in_two_ways(device: str, monkeypatch: pytest.MonkeyPat
     assert_agrees("persistent", CELLS["lstm"], case, torch.bfloat16, device)
 
 
-def test_a_compiled_graph(device: str) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_graph(inside: bool, device: str) -> None:
     """Which keeps more tensors than there are, and plans backward by itself."""
     layer = whorl.LSTM(6, 24, 2, proj_size=5, device=device, dtype=torch.bfloat16, engine="persistent")
     x = torch.randn(4, 9, 6, device=device, dtype=torch.bfloat16, requires_grad=True)
+    lengths = torch.tensor([4, 0, 3, 1, 2, 4, 4, 1, 2], device=device)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        y, states = layer(x)
-        return y.square().sum() + states[0].sum()
+        y, states, *every = layer(x, lengths=lengths, return_states=True) if inside else layer(x)
+        return y.square().sum() + states[0].sum() + sum(made["c"].sum() for made in every)
 
     leaves = [x, *layer.parameters()]
     wanted = torch.autograd.grad(loss(x), leaves)
