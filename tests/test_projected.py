@@ -1,5 +1,6 @@
 """Projections on engine `persistent`: the error rule, on the host's emulation of the kernels and on an NVIDIA GPU."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +13,17 @@ import torch
 import whorl
 from anew import made_anew
 from comparison import error, in_a_graph
-from emulation import H200, emulated
+from emulation import CHIP, H200, emulated
 from engine_cases import CELLS, WRAPPED, Case, assert_agrees, in_dtype, results
+from test_machine_code import disassembled, needs_tools, time_loop
 from test_staged import TILES, spread
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells.cell import Graph
-from whorl.engines.cuda import aligned, grid, projected, spreading
+from whorl.engines.cuda import aligned, grid, projected, source, spreading
 from whorl.engines.cuda.persistent import Persistent
+from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.projected_inside import projecting
+from whorl.engines.cuda.source import Features
 from whorl.errors import CellError
 from whorl.problem import Form, Problem
 
@@ -273,6 +277,18 @@ def test_a_cell_that_projects_is_written_and_read() -> None:
     assert Graph.from_json(made.to_json()) == made != replace(made, projection="")
     with pytest.raises(CellError, match="projects by 'n', which is not its last recurrent gate"):
         replace(made, projection="n")
+
+
+@needs_tools
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("features", [Features(noise=source.BY_GATE), Features(zoneout=(source.AT_RANDOM,) * 2)])
+def test_nothing_is_spilled_in_the_time_loop(features: Features, kind: str, tmp_path: Path) -> None:
+    cell, dtype = projecting(CELLS["lstm"]), torch.bfloat16
+    tile = grid.estimated(size_of(cell, 512, 2, features), CHIP, 32, 1, kind)
+    assert tile is not None
+    make = source.forward if kind == "forward" else source.backward
+    loop = time_loop(disassembled(make(cell, 512, dtype, tile, True, features), tile, tmp_path / "kernel"))
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

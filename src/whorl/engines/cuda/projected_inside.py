@@ -100,14 +100,23 @@ class ProjectedInside(Layers):
 
     def _filled_weights(self, own: LayerWeights) -> LayerWeights:
         """With a gate more, which has P."""
-        units, hr = self.form.units, own.hr
+        units, ih, hr = self.form.units, own.ih, own.hr
         assert hr is not None, "the form has a projection"
-        hh = [] if own.hh is None else [self._filled(own.hh)]
-        of_x = None if own.bias_ih is None else pad(own.bias_ih, (0, units))
-        of_r = own.bias_hh if own.bias_hh is not None or of_x is None else hr.new_empty(0)
+        hh = hr.new_empty(0, len(hr)) if own.hh is None else own.hh
+        of_r = hr.new_empty(0) if own.hh is None and self.form.bias else own.bias_hh
+        most = max(units, self._behind * len(hh) // units, ih.shape[1])
+        nothing = hr.new_zeros(most * units)  # all that is needed, in one launch
+
+        def zeros(rows: int, columns: int) -> Tensor:
+            return nothing[: rows * columns].view(rows, columns)
+
+        def longer(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else torch.cat([bias, nothing[:units]])
+
+        wide = torch.cat([hh, zeros(len(hh), self._behind)], 1)
         return LayerWeights(
-            pad(own.ih, (0, 0, 0, units)), torch.cat([*hh, pad(hr, (0, 0, 0, self._behind))]), of_x,
-            None if of_r is None else pad(of_r, (0, units)), None, own.vectors,
+            torch.cat([ih, zeros(units, ih.shape[1])]), torch.cat([wide, hr, zeros(self._behind, units)]),
+            longer(own.bias_ih), longer(of_r), None, own.vectors,
         )  # fmt: skip
 
     def _cut_weights(self, grads: LayerWeights) -> LayerWeights:
