@@ -245,11 +245,17 @@ LSTM = Problem(Form(CELLS["lstm"], 24, 128, projection=32), H200, torch.bfloat16
 def test_why_it_is_inside_a_step_is_said(change: dict[str, Any], why: str) -> None:
     problem = replace(LSTM, **change)
     assert Persistent().obstacles(problem) == []
-    assert f"the projection: a product inside each step, which takes {why}" in Persistent().numbers(problem)
+    assert f"the projection: a product inside each step, because of {why}" in Persistent().numbers(problem)
     wide = replace(problem, form=replace(problem.form, projection=129))
     assert f"beside a projection (129 wide) of fewer units (128) these kernels take no {why}" in Persistent().obstacles(
         wide
     )
+
+
+def test_explain_says_which_way_a_projection_goes(device: str) -> None:
+    layer = whorl.LSTM(6, 24, proj_size=5, zoneout=0.1, device=device, engine="persistent")
+    told = str(whorl.explain(layer, torch.zeros(4, 3, 6, device=device)))
+    assert "the projection: a product inside each step, because of zoneout" in told
 
 
 def test_a_cell_with_as_many_gates_as_there_may_be_has_none_for_a_projection() -> None:

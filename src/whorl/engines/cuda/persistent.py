@@ -128,7 +128,7 @@ class Persistent(Engine):
     def numbers(self, problem: Problem) -> list[str]:
         lines = []
         if why := projected_inside.reason(problem):
-            lines.append(f"the projection: a product inside each step, which takes {why}")
+            lines.append(f"the projection: a product inside each step, because of {why}")
         problem = with_product(problem)
         if normed(problem):
             lines.append("the layer norm of x: by a kernel of its own, for all steps before the first")
