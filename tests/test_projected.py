@@ -20,9 +20,9 @@ from test_staged import TILES, spread
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import aligned, grid, projected, source, spreading
-from whorl.engines.cuda.persistent import Persistent
+from whorl.engines.cuda.persistent import Persistent, most_units
 from whorl.engines.cuda.prepare import size_of
-from whorl.engines.cuda.projected_inside import projecting
+from whorl.engines.cuda.projected_inside import projecting, with_product
 from whorl.engines.cuda.source import Features
 from whorl.errors import CellError
 from whorl.problem import Form, Problem
@@ -272,6 +272,18 @@ def test_what_a_loop_over_m_takes_is_left_to_it() -> None:
         assert not [line for line in Persistent().numbers(problem) if "inside each step" in line]
 
 
+def test_as_many_units_fit_as_the_reason_says() -> None:
+    """Of a cell that projects once."""
+    form = replace(LSTM.form, recurrent_dropout=0.5)
+    problem = replace(LSTM, form=form, extras=("drawn",), dtype=torch.float32)
+    assert with_product(with_product(problem)) == with_product(problem)
+    most = most_units(problem)
+    assert Persistent().obstacles(replace(problem, form=replace(form, units=most))) == []
+    (reason,) = Persistent().obstacles(replace(problem, form=replace(form, units=most + 16)))
+    assert reason.startswith(f"{most + 16} units of projected_lstm in float32, with options, do not fit")
+    assert reason.endswith(f"at most {most} do")
+
+
 def test_a_cell_that_projects_is_written_and_read() -> None:
     made = projecting(gated.graph)
     assert (made.gates, made.recurrent, made.masked, made.projection) == (
@@ -351,7 +363,7 @@ def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["dropout by gate", "given by gate", "dropout by step", "reset to"])
-@pytest.mark.parametrize("units, projection, batch", [(512, 128, 32), (300, 77, 40), (1024, 512, 32), (130, 64, 131)])
+@pytest.mark.parametrize("units, projection, batch", [(512, 128, 32), (300, 77, 40), (960, 512, 32), (130, 64, 131)])
 def test_sizes_inside_a_step(name: str, units: int, projection: int, batch: int, dtype: torch.dtype) -> None:
     form = INSIDE[name].form | {"projection": projection}
     case = replace(INSIDE[name], form=form, time=9, batch=batch, inputs=33, units=units)

@@ -26,8 +26,9 @@ _Change = Callable[[Tensor], Tensor]
 
 
 def reason(problem: Problem) -> str:
-    """Why a problem's projection is a product inside each step, in words; empty where it is none."""
-    return ", ".join(beyond(problem)) if problem.form.projection else ""
+    """Why a problem's projection is to become a product inside each step, in words; empty where it is not."""
+    form = problem.form
+    return ", ".join(beyond(problem)) if form.projection and not form.cell.projection else ""
 
 
 def obstacles(problem: Problem) -> list[str]:
