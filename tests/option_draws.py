@@ -93,14 +93,18 @@ class Drawn:
         cell = (CELLS[self.kind][0],) if self.kind in CELLS else ()
         layer = getattr(whorl, "Recurrent" if cell else self.kind)(*cell, self.inputs, self.units, **made)
         with torch.no_grad():
-            for weight in layer.parameters():
-                weight.copy_((torch.randn(weight.shape) * (0.6 / max(1.0, self.units / 24) ** 0.5)).to(dtype))
+            for name, weight in layer.named_parameters():
+                scale = 0.6 / max(1.0, self.units / 24) ** 0.5
+                if name.startswith("weight_hr"):  # with which the recurrent weights amplify as they do alone
+                    scale = self.units**-0.5
+                weight.copy_((torch.randn(weight.shape) * scale).to(dtype))
         return layer.train("eval" not in self.on).to(device)
 
     def call(self, device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What gradients flow to, and marks; values that `dtype` can hold."""
         draw = torch.Generator().manual_seed(self.seed)
         time, batch, units, count = self.time, self.batch, self.units, self.layers * self.directions
+        width = self.arguments.get("proj_size", units)  # of h
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw).to(dtype).double().to(device)
@@ -108,21 +112,22 @@ class Drawn:
         tensors = {"x": normal(time, batch, self.inputs)}
         for name in ("initial", "reset_to"):
             if name in self.on:
-                tensors |= {f"{name} {state}": normal(count, batch, units) for state in STATES[self.kind]}
+                widths = {state: width if state == "h" else units for state in STATES[self.kind]}
+                tensors |= {f"{name} {state}": normal(count, batch, wide) for state, wide in widths.items()}
         if self.kind in CELLS:
             widths = {name: units if place == 0 else 1 for place, name in enumerate(CELLS[self.kind][1])}
             tensors |= {f"inputs {name}": normal(time, batch, width) for name, width in widths.items()}
         if "given" in self.on:
             lead = [time] if "step" in self.on else [GATES[self.kind]] if "gate" in self.on else []
             for index in range(count):
-                below = self.inputs if index < self.directions else units * self.directions
+                below = self.inputs if index < self.directions else width * self.directions
                 if {"gate", "shared", "step"} & self.on:
-                    tensors[f"recurrent_dropout {index}"] = normal(*lead, batch, units)
+                    tensors[f"recurrent_dropout {index}"] = normal(*lead, batch, width)
                 if "input_dropout" in self.on:
                     by_gate = [len(self._gates())] if self.seed % 2 else []
                     tensors[f"input_dropout {index}"] = normal(*by_gate, batch, below)
                 if "zoneout" in self.on:
-                    tensors[f"zoneout_h {index}"] = normal(time, batch, units).sigmoid().to(dtype).double()
+                    tensors[f"zoneout_h {index}"] = normal(time, batch, width).sigmoid().to(dtype).double()
         marks: dict[str, Any] = {}
         lengths = torch.randint(0 if "packed" not in self.on else 1, time + 1, (batch,), generator=draw)
         if "packed" in self.on:

@@ -39,6 +39,19 @@ def test_random_options_of_a_step_with_a_product_inside(seed: int, folder: Path)
         assert case.errors("cpu", (torch.float16, torch.bfloat16, torch.float32)[seed % 3]) == {}
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_random_options_of_a_layer_with_a_projection(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster, or where blocks exchange through L2; there with TF32 products too, backward of float16."""
+    if seed >= 8:
+        spread_thinly(monkeypatch, 1 + seed % 2)
+    case, tf32 = replace(drawn(80 + seed, largest=40, batch=20), kind="LSTM"), seed >= 12
+    case = replace(case, units=case.units + 1, arguments=dict(proj_size=1 + seed * 7 % case.units))
+    print(case)
+    dtype = torch.float32 if tf32 else (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
+    with emulated(folder, tf32=tf32):
+        assert case.errors("cpu", dtype, tf32) == {}
+
+
 @pytest.mark.parametrize(
     "kind, units, batch, on, dtype",
     [

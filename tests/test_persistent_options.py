@@ -62,6 +62,18 @@ def test_random_options_of_a_step_with_a_product_inside(seed: int) -> None:
     check(case, DTYPES[seed % 3])
 
 
+@pytest.mark.parametrize("how", ["", "spread", "tf32"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_options_of_a_layer_with_a_projection(seed: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "spread":
+        monkeypatch.setattr(grid, "choose", spreading.choose)
+        made_anew(monkeypatch)
+    case = replace(drawn(5000 + seed, largest=300 if seed % 4 == 0 else 60, batch=70), kind="LSTM")
+    case = replace(case, units=case.units + 1, arguments=dict(proj_size=1 + seed * 7 % case.units))
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=how == "tf32"):
+        check(case, torch.float32 if how == "tf32" else DTYPES[seed % 3], tf32=how == "tf32")
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("more", ["step", "gate", "packed"])
 def test_many_steps_where_blocks_exchange(more: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ class Form:
 
     def __post_init__(self) -> None:
         read = {node.args[0] for node in topological(self.cell.outputs) if node.op == "var"}
-        if self.projection and (self.cell.products or f"s.{self.cell.states[0]}" in read):
+        by_unit = self.cell.products or f"s.{self.cell.states[0]}" in read
+        if self.projection and by_unit and not self.cell.projection:
             raise InputError(
                 f"projection is {self.projection}, but {self.cell.name} reads its state {self.cell.states[0]} unit by "
                 "unit, and a projected state has no units: leave the projection out."

@@ -69,12 +69,16 @@ class Graph:
     x_only: tuple[str, ...]
     outputs: tuple[Expr, ...]
     """The state after the step, for each state in order."""
+    projection: str = ""
+    """The gate, the last, whose recurrent weights give the first state of what the cell makes of it; "" for none."""
 
     def __post_init__(self) -> None:
         _check_names(self.name, self.gates, self.states, self.vectors, self.inputs, self.x_only)
         for state, node in zip(self.states, self.outputs, strict=True):
             if node.is_condition:
                 raise CellError(f"{self.name} gives the condition {node} as {state}: write whorl.where(it, 1.0, 0.0).")
+        if self.projection and self.recurrent[-1:] != (self.projection,):
+            raise CellError(f"{self.name} projects by {self.projection!r}, which is not its last recurrent gate.")
         known = {f"{kind}.{name}" for kind, names in self._leaves.items() for name in names}
         for node in topological(self.outputs):
             name = f"r.{node.args[0]}" if node.op == "product" else node.args[0] if node.op == "var" else None
@@ -90,6 +94,11 @@ class Graph:
         """The gates that have recurrent weights, in order."""
         return tuple(gate for gate in self.gates if gate not in self.x_only)
 
+    @cached_property
+    def masked(self) -> tuple[str, ...]:
+        """The recurrent gates whose operand recurrent dropout multiplies: a projection's it does not."""
+        return tuple(gate for gate in self.recurrent if gate != self.projection)
+
     def named(self) -> dict[str, Expr]:
         """Every output by a name that C can hold: `after.h`, `after.c`."""
         return {f"after.{state}": node for state, node in zip(self.states, self.outputs, strict=True)}
@@ -97,7 +106,8 @@ class Graph:
     @cached_property
     def fingerprint(self) -> str:
         """A key of the step's meaning: equal for two cells that compute the same, whatever their names or Python."""
-        names = json.dumps([self.gates, self.states, self.vectors, self.inputs, self.x_only])
+        projection = [self.projection] if self.projection else []
+        names = json.dumps([self.gates, self.states, self.vectors, self.inputs, self.x_only, *projection])
         return fingerprint([var(names), *self.outputs])
 
     @cached_property
@@ -118,6 +128,7 @@ class Graph:
     def to_json(self) -> str:
         """The graph as one line of text, for compile caches and exports that outlive the process."""
         names = {key: getattr(self, key) for key in ("name", "gates", "states", "vectors", "inputs", "x_only")}
+        names |= {"projection": self.projection} if self.projection else {}
         return json.dumps(names | {"graph": to_json(self.outputs)}, separators=(",", ":"))
 
     @staticmethod
@@ -130,7 +141,8 @@ class Graph:
         try:
             data = json.loads(text)
             names = {key: tuple(data[key]) for key in ("gates", "states", "vectors", "inputs", "x_only")}
-            return Graph(name=str(data["name"]), outputs=tuple(from_json(data["graph"])), **names)
+            outputs, projection = tuple(from_json(data["graph"])), str(data.get("projection", ""))
+            return Graph(name=str(data["name"]), outputs=outputs, projection=projection, **names)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CellError(f"this is no cell as whorl writes it: {error!r}.") from error
 

@@ -77,7 +77,8 @@ class ByGate:
     """What entered the recurrent products of each gate, behind a mask of its own that is held over all steps.
 
     Args:
-        mask: float32 [recurrent gates, batch, units], which is multiplied with `scale`.
+        mask: float32 [gates, batch, units] of the first recurrent gates, which is multiplied with `scale`; what enters
+            the product of another has none.
         rows: the first state before each step, [rows, units], then what entered each round of products inside the step.
         links: the results of products; None: one of each gate with the first state.
     """
@@ -98,8 +99,11 @@ class ByGate:
         """The same of all."""
         if self._at_once:
             return self._options.masked(self._rows[0], self._mask, self._scale)
-        pairs = [(self._rows[link.round], self._mask[link.gate]) for link in self._links]
-        return [self._options.masked(rows, mask, self._scale) for rows, mask in pairs]
+        rows = [self._rows[link.round] for link in self._links]
+        for place, link in enumerate(self._links):
+            if link.gate < len(self._mask):
+                rows[place] = self._options.masked(rows[place], self._mask[link.gate], self._scale)
+        return rows
 
     def enter(self) -> None:
         """Make that on the current stream, for products on others."""
@@ -114,6 +118,8 @@ class ByGate:
         """
         found, each = torch.zeros_like(self._mask), weight.split(self._options.form.units)
         for link, part in zip(self._links, parts, strict=True):
+            if link.gate >= len(self._mask):
+                continue
             to_operand = product(part, each[link.gate], wide=True)
             found[link.gate] += _by_sequence(to_operand * self._rows[link.round], self._options)
         return found

@@ -164,7 +164,7 @@ class Layers:
             if keep:
                 saved += [as_bytes(gate) for gate in gates] + spaces
                 saved += [as_bytes(y)] if layer < form.layers - 1 else []
-            x = _with_dropout(y, call, layer)
+            x = _with_dropout(self._above(y), call, layer) if layer < form.layers - 1 else y
         return Outcome(y, tuple(finals), (*saved, *(normed if keep else ())), tuple(sequences))
 
     def backward(self, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
@@ -193,7 +193,7 @@ class Layers:
             kept = saved[layer * each : (layer + 1) * each]
             spaces = kept[directions : 2 * directions]
             out = y if layer == form.layers - 1 else from_bytes(kept[-1], width, dtype)
-            below = from_bytes(saved[layer * each - 1], width[:-1] + (-1,), dtype) if layer else call.x
+            below = self._above(from_bytes(saved[layer * each - 1], width, dtype)) if layer else call.x
             x = _with_dropout(below, call, layer - 1) if layer else below
             if options is not None and (layer == 0 or call.dropout):
                 x = options.cleaned(x)
@@ -280,10 +280,18 @@ class Layers:
                     of_mask = grad_x * below
                     grad_dropout[layer - 1] = of_mask if options is None else options.cleaned(of_mask)
                 grad_x = grad_x * (mask if options is None else options.cleaned(mask))
-            grad_y = grad_x
+            grad_y = self._below(grad_x) if layer and grad_x is not None else grad_x
         if found is None:
             return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout]
         return [grad_y, *grad_starts, *join(grad_weights), *grad_dropout, *found.results()]
+
+    def _above(self, y: Tensor) -> Tensor:
+        """What the layer above is given of a layer's output."""
+        return y
+
+    def _below(self, grad: Tensor) -> Tensor:
+        """The gradient of a layer's output, from that of `_above`."""
+        return grad
 
     def _entering(self, x: Tensor, call: Call, layer: int, options: Options | None) -> Tensor:
         """x of every row; before a norm, whose gradient reads it, with zeros in the steps that do not count."""

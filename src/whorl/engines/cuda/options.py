@@ -68,7 +68,7 @@ def is_ordered(batch: int) -> bool:
 
 def is_by_gate(form: Form) -> bool:
     """Whether the masks of recurrent dropout are one for each gate, of several."""
-    return form.recurrent_dropout_mode == "gate" and len(form.cell.recurrent) > 1
+    return form.recurrent_dropout_mode == "gate" and len(form.cell.masked) > 1
 
 
 class Options:
@@ -196,7 +196,7 @@ class Options:
         form, probability = self.form, self.form.recurrent_dropout
         masks = [self._given[index].recurrent for index in self._indices(layer)]
         draws, by_step = self.seed is not None and probability > 0, form.recurrent_dropout_mode == "step"
-        if not form.cell.recurrent or (not draws and all(mask is None for mask in masks)):
+        if not form.cell.masked or (not draws and all(mask is None for mask in masks)):
             return 0, []
         if by_step and all(mask is None for mask in masks):
             return DRAWN, []
@@ -215,16 +215,16 @@ class Options:
             else:
                 made.append(self._seedless(1.0, by_step))
         if is_by_gate(form):
-            gates, like = len(form.cell.recurrent), (self.batch, form.units)
+            gates, like = len(form.cell.masked), (self.batch, form.units)
             kind = BY_GATE if all(mask is None for mask in masks) else GIVEN_BY_GATE
             return kind, [None if mask is None else mask.expand(gates, *like).contiguous() for mask in made]
         return (GIVEN if by_step else HELD), made
 
     def _draw_by_gate(self, layer: int, direction: int, kept: float) -> Tensor:
-        """float32 [recurrent gates, batch, units]."""
+        """float32 [gates with masks, batch, units]."""
         form, first = self.form, 0
-        made = empty(*laid_out((len(form.cell.recurrent), self.batch, form.units), torch.float32))
-        for purpose, count in by_gate(len(form.cell.recurrent)):
+        made = empty(*laid_out((len(form.cell.masked), self.batch, form.units), torch.float32))
+        for purpose, count in by_gate(len(form.cell.masked)):
             code, into = tag(purpose, layer, direction), made[first : first + count]
             self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept, into)
             first += count

@@ -11,7 +11,7 @@ from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
 from whorl.engines.base import Continue, Engine, Grads
-from whorl.engines.cuda import aligned, cudnn, grid, projected, source, split, taped
+from whorl.engines.cuda import aligned, cudnn, grid, projected_inside, source, split, taped
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked, masks_of
@@ -34,6 +34,7 @@ from whorl.engines.cuda.prepare import (
     splitter_code,
 )
 from whorl.engines.cuda.projected import Projected
+from whorl.engines.cuda.projected_inside import ProjectedInside, with_product
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import have_gradients, spreadable, staged
 from whorl.engines.cuda.tiling import Chip
@@ -48,10 +49,11 @@ class Persistent(Engine):
     summary = "whorl's CUDA kernels, all steps in one launch and the recurrent weights on the chip"
 
     def obstacles(self, problem: Problem) -> list[str]:
+        found = projected_inside.obstacles(problem)
+        problem = with_product(problem)
         norm, problem = normed(problem), inside(problem)
         form, device = problem.form, problem.device
         cell = form.cell
-        found = []
         if device.kind != "cuda":
             return [f"the tensors are on {device.kind}, whorl's CUDA kernels run on cuda"]
         if not (8, 0) <= device.capability <= (9, 0):
@@ -60,8 +62,6 @@ class Persistent(Engine):
         found += [reason] if (reason := missing()) is not None else []
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             found.append(f"the dtype is {problem.precision}, these kernels take float16, bfloat16 and float32")
-        if form.projection:
-            found += projected.obstacles(problem)
         if problem.batch == 0:
             found.append("the batch is 0, these kernels take 1 or more")
         if norm and (rows := problem.time * problem.batch) > MOST_ROWS:
@@ -69,7 +69,8 @@ class Persistent(Engine):
         if problem.virtual:
             found.append(VIRTUAL)
         features = expected(problem)
-        if features.noise_gradient and features.noise in (source.HELD, source.GIVEN) and not have_gradients(cell):
+        of_masks = features.noise_gradient and features.noise in (source.HELD, source.GIVEN)
+        if of_masks and not (cell.projection or have_gradients(cell)):
             what = f"what enters a product inside the step of {cell.name} has no gradient"
             found.append(f"{what}, these kernels then make none of masks of recurrent dropout")
         if form.units == 1 and any(node.op == "mean" for node in topological(cell.outputs)):
@@ -112,7 +113,8 @@ class Persistent(Engine):
         if problem.dtype == torch.float16 and problem.batch <= 128 and plain and not wide:
             return []  # there its LSTM took 1.5 times the time whatever the rows
         # cuDNN takes the plain cells alone
-        size = size_of(form.cell, form.units, problem.dtype.itemsize, exact=exact(problem))
+        cell = with_product(problem).form.cell
+        size = size_of(cell, form.units, problem.dtype.itemsize, exact=exact(problem))
         kinds = ("forward", "backward") if problem.gradient else ("forward",)
         own = sum(grid.step_time(size, _chip(problem.device), problem.batch, form.directions, kind) for kind in kinds)
         rival, shares = cudnn.step_time(problem), _TRAINING if problem.gradient else _INFERENCE
@@ -124,13 +126,15 @@ class Persistent(Engine):
         return [f"{what} {times}: without those of whole matrices, {share:.0%} of that is the limit"]
 
     def numbers(self, problem: Problem) -> list[str]:
-        ahead = (
-            ["the layer norm of x: by a kernel of its own, for all steps before the first"] if normed(problem) else []
-        )
+        lines = []
+        if why := projected_inside.reason(problem):
+            lines.append(f"the projection: a product inside each step, because of {why}")
+        problem = with_product(problem)
+        if normed(problem):
+            lines.append("the layer norm of x: by a kernel of its own, for all steps before the first")
         whole, problem = problem, inside(problem)
         form, features, chip = problem.form, expected(problem), _chip(problem.device)
         size = size_of(form.cell, form.units, problem.dtype.itemsize, features, exact(problem))
-        lines = ahead
         for kind in ("forward", "backward")[: 1 + problem.gradient]:
             where = (size, chip, problem.batch, form.directions, kind)
             tile = grid.choose(*where)
@@ -200,7 +204,8 @@ def _way(plan: Plan, device: torch.device, call: Call) -> Layers | Projected:
 
 def _made(plan: Plan, device: torch.device, call: Call) -> Layers | Projected:
     if plan.problem.form.projection:
-        return Projected(plan, device, _loops)
+        within = projected_inside.reason(plan.problem)
+        return ProjectedInside(plan, device) if within else Projected(plan, device, _loops)
     problem = plan.problem
     return Marked(plan, device, masks_of(problem.form, call)) if is_marked(problem) else _loops(plan, device)
 
@@ -229,6 +234,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     reasons = Persistent().obstacles(problem)
     if reasons:
         raise UnsupportedError("\n  ".join([f"the engine 'persistent' cannot run {problem}:", *reasons]))
+    problem = with_product(problem)
     norm = norm_of(problem.form, problem.dtype) if normed(problem) else None
     whole, problem = problem, inside(problem)
     form, features = problem.form, expected(problem)
@@ -257,14 +263,14 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
 
 def fits(problem: Problem) -> bool:
     """Whether kernels for such a problem fit its device."""
-    problem = inside(problem)
+    problem = inside(with_product(problem))
     width = problem.dtype.itemsize, exact(problem)
     return _fits(problem.form.cell, problem.form.units, width, _chip(problem.device), expected(problem))
 
 
 def most_units(problem: Problem) -> int:
     """The most units with which kernels for such a problem fit its device."""
-    problem = inside(problem)
+    problem = inside(with_product(problem))
     width = problem.dtype.itemsize, exact(problem)
     return _most_units(problem.form.cell, width, _chip(problem.device), expected(problem))
 

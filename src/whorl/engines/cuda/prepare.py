@@ -37,7 +37,7 @@ def size_of(cell: Graph, units: int, element: int, features: Features = PLAIN, e
     apart, gate = len(source.kept(cell).apart), 4 if source.wide_gates(cell) else element
     counts = len(cell.gates), len(cell.recurrent), len(cell.states), len(cell.vectors)
     own = cell if staged(cell) else None
-    masks = len(cell.recurrent) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
+    masks = len(cell.masked) * (features.noise == source.GIVEN_BY_GATE), features.noise == source.BY_GATE
     halves = element == 4 and features.noise != source.GIVEN_BY_GATE
     halves = halves and not (exact and (own is not None or source.has_options(cell, features)))
     known = halves and not features.of_any_size and contained_inside(cell)

@@ -24,22 +24,20 @@ _OVER_M = tuple(EXTRAS[name] for name in ("lengths", "mask", "reset"))
 """Options that do to m what they do to h."""
 
 
-def obstacles(problem: Problem) -> list[str]:
-    """What of a problem with a projection is not that of the loop without one, each a sentence."""
+def beyond(problem: Problem) -> list[str]:
+    """What of a problem with a projection a loop over m does not take, in the words of a reason."""
     form = problem.form
     marked = [*problem.additions, *["a PackedSequence"] * problem.packed]
-    others = [words for words in problem.additions if words not in _OVER_M]
-    beside = f"beside a projection ({form.projection} wide) these kernels take no "
-    found = [f"{beside}{', '.join(others)}"] if others else []
+    found = [words for words in problem.additions if words not in _OVER_M]
     if not form.cell.recurrent:
-        found.append(f"{beside}cell without recurrent weights")
+        found.append("a cell without recurrent weights")
     if problem.initial and marked:
-        found.append(f"{beside}initial states with {', '.join(marked)}")
+        found.append(f"initial states with {', '.join(marked)}")
     kept = source.kept(form.cell)
     if problem.initial and (kept.apart or min(kept.sums) < 0):
-        found.append(f"{beside}initial states where a gate of {form.cell.name} is not the sum of its two parts")
+        found.append(f"initial states where a gate of {form.cell.name} is not the sum of its two parts")
     if problem.dropout and marked:
-        found.append(f"{beside}dropout between layers with {', '.join(marked)}")
+        found.append(f"dropout between layers with {', '.join(marked)}")
     return found
 
 

@@ -183,8 +183,8 @@ def _source(
     saves = kept(graph)
     numbers = {
         "UNITS": units, "SLICE": tile.slice, "TILES": tile.tiles, "SHARED": tile.shared, "GATES": len(graph.gates),
-        "RECURRENT": len(graph.recurrent), "STATES": len(graph.states), "VECTORS": len(graph.vectors),
-        "APART": len(saves.apart), "INPUTS": len(graph.inputs), **own,
+        "RECURRENT": len(graph.recurrent), "MASKED": len(graph.masked), "STATES": len(graph.states),
+        "VECTORS": len(graph.vectors), "APART": len(saves.apart), "INPUTS": len(graph.inputs), **own,
     }  # fmt: skip
     inside = _stages(kind, graph, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide

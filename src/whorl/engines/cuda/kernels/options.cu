@@ -8,12 +8,14 @@
 // PACKED           each step has the rows of the sequences that last so long
 // NOISE            what the operand of each recurrent product is multiplied with; by gate the operand of each gate with a
 //                  mask of its own, held over all steps and kept in shared memory: as bits, or where masks are given in
-//                  the shape of the operand
+//                  the shape of the operand; MASKED gates have one, and where those are not all RECURRENT ones,
+//                  what enters a product inside the step is multiplied with none
 // zoneout(state)   how much of a state stays as it was
 
 // kinds of NOISE: held over all steps, of each step, or by gate
 constexpr int HELD = 1, GIVEN = 2, DRAWN = 3, BY_GATE = 4, GIVEN_BY_GATE = 5;
 constexpr bool GATEWISE = NOISE == BY_GATE || NOISE == GIVEN_BY_GATE;
+constexpr bool NOISE_INSIDE = MASKED == RECURRENT;  // masks multiply what enters products inside the step, too
 constexpr int BY_SHARE = 1, AT_RANDOM = 2, BY_MASK = 3;    // kinds of zoneout
 constexpr bool MARKED = LENGTHS || MASK;
 constexpr bool BEFORE = MARKED || RESET || NOISE;
@@ -43,7 +45,7 @@ struct Options {
   const long long* starts;         // [time + 1]: the first row of each step of a PackedSequence
   const float* inputs[MOST(INPUTS)];     // [rows, UNITS]
   const Element* reset_to[STATES];       // [directions, batch, UNITS]
-  const float* noise[2];  // [batch, UNITS] where it is held, [RECURRENT, batch, UNITS] by gate, else [rows, UNITS]
+  const float* noise[2];  // [batch, UNITS] where it is held, [MASKED, batch, UNITS] by gate, else [rows, UNITS]
   const unsigned short* drawn[2];        // [time, batch, DRAWN_PAIRS]: as draw_bits.cu has it
   const float* zoneout[2][STATES];       // [rows, UNITS]
   Element* before[2];                    // [rows, UNITS]: the first state before each step
@@ -249,6 +251,7 @@ struct Forwards {
 
   // what multiplies unit u of the operand of a product inside the step; masks by gate are in the product
   __device__ __forceinline__ float inside(const Ahead& i, int u) const {
+    if constexpr (!NOISE_INSIDE) return 1.f;
     if constexpr (NOISE == HELD) return i.noise[u];
     if constexpr (NOISE == GIVEN) return i.now[u];
     if constexpr (NOISE == DRAWN) return i.drawn >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
@@ -408,6 +411,7 @@ struct Backwards {
   }
   // the same of a product inside the step; masks by gate are in the product, but for their scale
   __device__ __forceinline__ float inside(const Step& step, int u, bool valid) const {
+    if constexpr (!NOISE_INSIDE) return 1.f;
     if constexpr (GATEWISE) return a.o.noise_scale;
     if constexpr (NOISE > 0) return factor(step, u, valid);
     return 1.f;
@@ -491,7 +495,7 @@ __device__ __forceinline__ unsigned gate_bits(const Arguments& a, int place, int
   for (int word = 0; word < 2; ++word)
     for (int e = 0; e < WORD_ELEMENTS; ++e) {
       const int column = first_column + word * 4 * WORD_ELEMENTS + e;
-      for (int g = 0; g < RECURRENT && place < a.batch && column < UNITS; ++g)
+      for (int g = 0; g < MASKED && place < a.batch && column < UNITS; ++g)
         if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
     }
   return bits;

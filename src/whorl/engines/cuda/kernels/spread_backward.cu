@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int item = warp; item < STRIPS * SUBS * TILES; item += WARPS) {
       const int tile = item % (SUBS * TILES);
       unsigned bits = 0;
-      for (int i = 0; i < RECURRENT * 4; ++i)
+      for (int i = 0; i < MASKED * 4; ++i)
         bits |= (mask_of(i / 4, tile / TILES, item / (SUBS * TILES), tile % TILES, i % 4) != 0.f) << i;
       masks[item * 32 + lane] = bits;
     }
@@ -643,7 +643,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                       if constexpr (NOISE == BY_GATE) bits = masks[((strip * SUBS + sub) * TILES + n) * 32 + lane];
 #pragma unroll
                       for (int e = 0; e < 4; ++e) {
-                        if constexpr (NOISE == GIVEN_BY_GATE)
+                        if (!NOISE_INSIDE && gate >= MASKED)
+                          all[c][n][e] += sum[e];
+                        else if constexpr (NOISE == GIVEN_BY_GATE)
                           all[c][n][e] += mask_of(gate, sub, strip, n, e) * sum[e];
                         else if (bits >> (gate * 4 + e) & 1)
                           all[c][n][e] += sum[e];
@@ -888,7 +890,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
               q[j][u][round - 1] = stepper.inside(marks, u, valid) * sums[j][u];
-              if (NOISE_GRADIENT && there && (u == 0 || has_second))
+              if (NOISE_GRADIENT && NOISE_INSIDE && there && (u == 0 || has_second))
                 own.noise_sums[u] += sums[j][u] * entered_in(between[j][u], round - 1);
             }
           }

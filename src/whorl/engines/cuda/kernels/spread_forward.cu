@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const unsigned bits = bits_from(all, first_gate);
       return right_of(passed(word, bits, gate * 2), passed(second, bits, gate * 2 + 1));
     }
-    const int place = row0 + sub * ROWS + n * 8 + lane / 4, own = min(first_gate + gate, RECURRENT - 1);
+    const int place = row0 + sub * ROWS + n * 8 + lane / 4, own = min(first_gate + gate, MASKED - 1);
     const int column = ((split * DEPTHS + depth) * 8 + lane % 4) * WORD_ELEMENTS;
     return right_of(times(word, mask_word(a, own, place, column, direction)),
                     times(second, mask_word(a, own, place, column + 4 * WORD_ELEMENTS, direction)));
@@ -416,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 0; s < SHARE; ++s) {
           if (!is_in(round, s)) continue;
-          if constexpr (GATEWISE)
+          if (GATEWISE && (NOISE_INSIDE || round == 0))
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
               right[n] = behind_mask(sub, n, d + half, gate_of_strip(group, s), words_of(n).x, words_of(n).y);
@@ -451,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       if (ROWS % PASS != 0 && own_row + j * PASS >= ROWS) break;
-      float scale = GATEWISE ? (float)a.o.noise_scale : 1.f;
+      float scale = GATEWISE && (NOISE_INSIDE || round == 0) ? (float)a.o.noise_scale : 1.f;
 #if HALVES
       scale *= round == 0 ? unscale_at(sub, j, begins) : unscale_inside(sub, j, begins);
 #endif

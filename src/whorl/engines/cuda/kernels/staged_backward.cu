@@ -31,7 +31,7 @@ constexpr int GATE_DEPTHS = SLICE / (8 * WORD_ELEMENTS);
 // masks by gate, for two units of two sequences as a thread has its sums: 4 bits for each gate for [strip, tile, lane],
 // or [gate, strip, tile, lane, 4]
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? STRIPS * TILES * 32
-                           : NOISE == GIVEN_BY_GATE ? RECURRENT * STRIPS * TILES * 128 / WORD_ELEMENTS
+                           : NOISE == GIVEN_BY_GATE ? MASKED * STRIPS * TILES * 128 / WORD_ELEMENTS
                                                     : 0;
 constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;  // of what is exchanged
 constexpr int ARRIVED_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * SUM_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (GATEWISE)
     for (int item = threadIdx.x; item < STRIPS * TILES * 32; item += THREADS) {
       unsigned bits = 0;
-      for (int i = 0; i < RECURRENT * 4; ++i) {
+      for (int i = 0; i < MASKED * 4; ++i) {
         const int e = i % 4, its = item % 32, tile = item / 32 % TILES, strip = item / 32 / TILES;
         const int gate = i / 4, unit = strip * 16 + its / 4 * 2 + e / 2;
         const int place = cluster * ROWS + tile * 8 + its % 4 * 2 + e % 2;
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int i = 0; i < INPUTS; ++i) given.e[i] = half_of(item[j].inputs[b][i], u);
     return given;
   };
-  const auto noise_of = [&](int j, int b, int u) {  // what multiplied each operand of the step
+  const auto noise_of = [&](int j, int b, int u) {  // what multiplied each operand of the step that has a mask
     if constexpr (NOISE == HELD || NOISE == GIVEN) return half_of(item[j].noise[b], u);
     if constexpr (NOISE == DRAWN) return drawn[j][b] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
     return 1.f;  // masks by gate are in the product
@@ -460,7 +460,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                       const Element* const mask = masks + (gate * STRIPS * TILES * 32 + item) * 4;
 #pragma unroll
                       for (int e = 0; e < 4; ++e) {
-                        if constexpr (NOISE == BY_GATE)
+                        if (!NOISE_INSIDE && gate >= MASKED)
+                          all[c][n][e] += sums[c][n][e];
+                        else if constexpr (NOISE == BY_GATE)
                           all[c][n][e] += bits >> e & 1 ? a.o.noise_scale * sums[c][n][e] : 0.f;
                         else
                           all[c][n][e] += a.o.noise_scale * wide(mask[e]) * sums[c][n][e];
@@ -643,8 +645,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int b = 0; b < PER; ++b)
 #pragma unroll
                 for (int u = 0; u < 2; ++u) {
-                  q[j][b][u][round - 1] = noise_of(j, b, u) * sums[b][u];
-                  if (NOISE_GRADIENT && in[j][b][u] && (!MARKED || item[j].valid[b]))
+                  q[j][b][u][round - 1] = NOISE_INSIDE ? noise_of(j, b, u) * sums[b][u] : sums[b][u];
+                  if (NOISE_GRADIENT && NOISE_INSIDE && in[j][b][u] && (!MARKED || item[j].valid[b]))
                     noise_sums[j][b][u] += sums[b][u] * entered_in(values[j][b][u], round - 1);
                 }
             }

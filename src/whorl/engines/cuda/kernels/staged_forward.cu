@@ -17,7 +17,8 @@
 //   global     as in forward.cu; for backward also means, and the operands of products inside the step
 //
 // The operand of each product is multiplied with a mask: the first state with that of the step that it enters, what enters
-// a product inside a step with that of the same step, and by gate each with that of the gate, as it is multiplied.
+// a product inside a step with that of the same step (or, as options.cu says, with none), and by gate each with that of
+// the gate, as it is multiplied.
 //
 // What is exchanged lies in shared memory once where a step has several exchanges, twice where it has one: who sends at
 // step t + 1 has waited, in between, for what was sent after everything of step t was read.
@@ -38,7 +39,7 @@ constexpr int VECTOR_WORDS = VECTORS * SLICE;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
 // masks by gate: bits of all gates for [depth, tile, lane], or as the states for each gate
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
-                           : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
+                           : NOISE == GIVEN_BY_GATE ? MASKED * STATE_WORDS
                                                     : 0;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 static_assert(4 * (WEIGHT_WORDS + OPERAND_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + PARTIAL_WORDS + MASK_WORDS) +
@@ -124,13 +125,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int word = 0; word < 2; ++word)
         for (int e = 0; e < WORD_ELEMENTS; ++e) {
           const int column = (i / 32 / TILES * 8 + its % 4 + word * 4) * WORD_ELEMENTS + e;
-          for (int g = 0; g < RECURRENT && place < last_place && column < UNITS; ++g)
+          for (int g = 0; g < MASKED && place < last_place && column < UNITS; ++g)
             if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
         }
       masks[i] = bits;
     }
   if constexpr (NOISE == GIVEN_BY_GATE)
-    for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
+    for (int i = threadIdx.x; i < MASKED * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {
       const int column = i % (WORDS * WORD_ELEMENTS), line = i / (WORDS * WORD_ELEMENTS);
       const int gate = line / ROWS, place = first_place + line % ROWS;
       const bool there = place < last_place && column < UNITS;
@@ -232,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     noise[j][0] = value.x, noise[j][1] = value.y;
   };
   const auto noise_inside = [&](int j, int u) {  // of what enters a product inside the step
+    if constexpr (!NOISE_INSIDE) return 1.f;
     if constexpr (NOISE == HELD) return noise[j][u];
     if constexpr (NOISE == GIVEN) return noise_now[j][u];
     if constexpr (NOISE == DRAWN) return drawn[j] >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
@@ -365,6 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float r[OWN][2][MOST(LINKS)];
   // results of all links of a round
   const auto multiply_round = [&](int round, int copy) {
+    const bool behind_masks = NOISE_INSIDE || round == 0;
     float sums[MOST(WIDEST)][TILES][4];
 #pragma unroll
     for (int i = 0; i < WIDEST; ++i)
@@ -399,10 +402,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
           own[n] = b[n];
-          if constexpr (NOISE == BY_GATE)
+          if (NOISE == BY_GATE && behind_masks)
             own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
                       passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
-          if constexpr (NOISE == GIVEN_BY_GATE) {
+          if (NOISE == GIVEN_BY_GATE && behind_masks) {
             const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + n) * 64) * 4;
             const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
             own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
@@ -458,8 +461,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         } else {
           sum = {sums[i][j / 2][j % 2], sums[i][j / 2][j % 2 + 2]};
         }
-        r[j][0][l] = GATEWISE ? a.o.noise_scale * sum.x + bias[l][0] : sum.x;
-        r[j][1][l] = GATEWISE ? a.o.noise_scale * sum.y + bias[l][1] : sum.y;
+        const float scale = behind_masks ? a.o.noise_scale : 1.f;
+        r[j][0][l] = GATEWISE ? scale * sum.x + bias[l][0] : sum.x;
+        r[j][1][l] = GATEWISE ? scale * sum.y + bias[l][1] : sum.y;
       }
     }
   };
