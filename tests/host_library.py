@@ -12,13 +12,16 @@ from whorl import compiler
 
 
 def built(text: str, folder: Path, flags: Sequence[str], command: str = "", objects: Sequence[Path] = ()) -> Path:
-    """The shared library of a source in a folder, compiled where it is not there yet.
+    """The shared library of a source in a folder, or with the flag -c the object, compiled where it is not there yet.
 
     Args:
-        objects: what it is linked with, which the flag -c makes.
+        objects: what it is linked with.
     """
     line = [*shlex.split(command or compiler.found()), "-std=c++17", "-w", "-shared", "-fPIC", *flags]
-    path = folder / f"{hashlib.sha256(chr(0).join([*line, *map(str, objects), text]).encode()).hexdigest()[:24]}.so"
+    path = (
+        folder
+        / f"{hashlib.sha256(chr(0).join([*line, *map(str, objects), text]).encode()).hexdigest()[:24]}.{'o' if '-c' in flags else 'so'}"
+    )
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as own:  # another worker may be at it
             made = Path(own) / "library.so"
