@@ -18,10 +18,8 @@ def built(text: str, folder: Path, flags: Sequence[str], command: str = "", obje
         objects: what it is linked with.
     """
     line = [*shlex.split(command or compiler.found()), "-std=c++17", "-w", "-shared", "-fPIC", *flags]
-    path = (
-        folder
-        / f"{hashlib.sha256(chr(0).join([*line, *map(str, objects), text]).encode()).hexdigest()[:24]}.{'o' if '-c' in flags else 'so'}"
-    )
+    key = hashlib.sha256(chr(0).join([*line, *map(str, objects), text]).encode()).hexdigest()[:24]
+    path = folder / f"{key}.{'o' if '-c' in flags else 'so'}"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as own:  # another worker may be at it
             made = Path(own) / "library.so"
