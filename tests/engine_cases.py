@@ -39,6 +39,8 @@ class Case:
     """Extra inputs are one number for all units."""
     beside: int = 0
     """The number of a point beside the one that `seed` draws; 0: that one."""
+    scale: float = 0.2
+    """Of the weights: with many units such large ones lose every digit in a few steps."""
 
     def build(self, graph: Graph) -> tuple[Form, Call]:
         """The form, and a call in float64."""
@@ -58,7 +60,7 @@ class Case:
             # what a step divides by, as steps make it: above zero
             return tuple(d.abs() + 1 if name == "n" else d for d, name in zip(drawn, cells.states, strict=True))
 
-        weights = [0.2 * _normal(*shape) for shape in shapes(form)]
+        weights = [self.scale * _normal(*shape) for shape in shapes(form)]
         weights = [
             0.1 * w + 1 if "gain" in kind or "gamma" in kind else w
             for w, kind in zip(weights, list(kinds(form)) * count, strict=True)

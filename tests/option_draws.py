@@ -118,7 +118,7 @@ class Drawn:
             widths = {name: units if place == 0 else 1 for place, name in enumerate(CELLS[self.kind][1])}
             tensors |= {f"inputs {name}": normal(time, batch, width) for name, width in widths.items()}
         if "given" in self.on:
-            lead = [time] if "step" in self.on else [GATES[self.kind]] if "gate" in self.on else []
+            lead = [time] if "step" in self.on else [GATES[self.kind] - self._coupled()] if "gate" in self.on else []
             for index in range(count):
                 below = self.inputs if index < self.directions else width * self.directions
                 if {"gate", "shared", "step"} & self.on:
@@ -154,8 +154,19 @@ class Drawn:
         kind = name.split()[0]
         return kind in ("x", "inputs", "zoneout_h") or (kind == "recurrent_dropout" and "step" in self.on)
 
+    def _coupled(self) -> bool:
+        """Whether it is an LSTM without a forget gate."""
+        with torch.random.fork_rng([]):
+            return self.kind == "LSTM" and self.layer("cpu", torch.float32).coupled
+
     def _gates(self) -> str:
-        return {"LSTM": "ifgo", "GRU": "rzn", "RNN": "n", "timed_lstm": "ifgo", "three_states": "abk"}[self.kind]
+        return {
+            "LSTM": "igo" if self._coupled() else "ifgo",
+            "GRU": "rzn",
+            "RNN": "n",
+            "timed_lstm": "ifgo",
+            "three_states": "abk",
+        }[self.kind]
 
     def as_called(
         self, tensors: Mapping[str, Tensor], marks: Mapping[str, Any]

@@ -366,6 +366,6 @@ def test_a_graph_replays_with_new_marks_and_a_new_seed() -> None:
 @pytest.mark.parametrize("units, projection, batch", [(512, 128, 32), (300, 77, 40), (960, 512, 32), (130, 64, 131)])
 def test_sizes_inside_a_step(name: str, units: int, projection: int, batch: int, dtype: torch.dtype) -> None:
     form = INSIDE[name].form | {"projection": projection}
-    case = replace(INSIDE[name], form=form, time=9, batch=batch, inputs=33, units=units)
+    case = replace(INSIDE[name], form=form, time=9, batch=batch, inputs=33, units=units, scale=units**-0.5)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         assert_agrees("persistent", CELLS["lstm"], case, dtype, "cuda")
