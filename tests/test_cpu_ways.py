@@ -11,6 +11,7 @@ import whorl
 from comparison import error, flat, weighted
 from engine_cases import CELLS, FORMS, WRAPPED, Case, in_dtype, results
 from test_cpu_engine import DTYPES, spread_alone, sweeps
+from thinned import thinned
 from whorl import compiler
 from whorl.engines.cpu import plain
 from whorl.engines.cpu.masks import NONE
@@ -147,11 +148,12 @@ LENGTHENED: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("reset", ["", "reset", "reset_to"])
-@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
-@pytest.mark.parametrize("cell", ["lstm", "gru", "layer norm", "spread alone"])
+@pytest.mark.parametrize(
+    "cell, masked, reset, lengths, dtype",
+    thinned(
+        2, ["lstm", "gru", "layer norm", "spread alone"], [False, True], ["", "reset", "reset_to"], LENGTHS, DTYPES
+    ),
+)
 def test_lengths_and_resets_give_to_the_bit_what_they_give_in_the_way_of_all_calls(
     cell: str, masked: bool, reset: str, lengths: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import whorl
 from comparison import broken, error, flat, weighted
 from emulation import CHIP, Kernel, compiled, emulated, left_behind
 from option_draws import Drawn
+from thinned import thinned
 from whorl.bench.baseline import TF32_EPS, PlainLoop, to_tf32
 from whorl.engines.cuda import beside, grid, options, prepare, spreading, store, tiling
 from whorl.engines.cuda.spreading import Spread
@@ -259,25 +260,21 @@ def test_initial_states_and_weights_of_any_size_are_as_good_as_others(
     assert ((got - truth).abs() / terms).max() <= (2.0**-10 if tf32 else 2.0**-20)  # each of two is rounded
 
 
-@pytest.mark.parametrize("gathered", [0, 1, 2])
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize(
-    "kind, of_x, of_weights, of_states, of_loss",
-    [  # float16 holds none of these sizes
-        ("LSTM", 1.0, 10.0, 1e3, 2.0**100), ("LSTM", 1e-7, 1.0, 0.0, 2.0**-100), ("RNN", 1.0, 1e-4, 1e30, 1e-8),
-        ("GRU", 1.0, 1.0, 1e3, 1e30), ("RELU", 1e20, 1e-4, 1e-30, 1e-30),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("of, tf32, gathered", thinned(2, [
+    # float16 holds none of these sizes
+    ("LSTM", 1.0, 10.0, 1e3, 2.0**100), ("LSTM", 1e-7, 1.0, 0.0, 2.0**-100), ("RNN", 1.0, 1e-4, 1e30, 1e-8),
+    ("GRU", 1.0, 1.0, 1e3, 1e30), ("RELU", 1e20, 1e-4, 1e-30, 1e-30),
+], [False, True], [0, 1, 2]))  # fmt: skip
 def test_float32_of_any_size(
-    kind: str, of_x: float, of_weights: float, of_states: float, of_loss: float, tf32: bool, gathered: int,
-    folder: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    of: tuple[str, float, float, float, float], tf32: bool, gathered: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As well as a plain loop, each sequence taken for itself, which has another size than its neighbours."""
     if gathered:
         spread_thinly(monkeypatch, gathered)
     else:
         in_a_pair(monkeypatch)
     torch.manual_seed(1)
+    kind, of_x, of_weights, of_states, of_loss = of
     relu = dict(nonlinearity="relu") if kind == "RELU" else {}
     layer = getattr(whorl, kind.replace("RELU", "RNN"))(6, 40, bias=False, **relu)
     with torch.no_grad():
@@ -340,9 +337,7 @@ def test_what_is_not_a_number_stays_in_its_sequence(
     assert to_wrong[:, fine].equal(to_x[:, fine])
 
 
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("gathered", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("kind, gathered, tf32", thinned(2, ["LSTM", "GRU", "RNN"], [0, 1, 2], [False, True]))
 def test_large_initial_states_stay_right_in_float32(
     kind: str, gathered: int, tf32: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,9 +90,9 @@ def for_each_layer(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def calls_of(stateful: bool, *layer: Any) -> Iterator[tuple[Any, dict[str, bool], str]]:
-    """The ways to call one layer: a mask, the flags, and a title.  A sixth of them, another for each layer."""
+    """The ways to call one layer: a mask, the flags, and a title.  A ninth of them, another for each layer."""
     every = list(itertools.product(MASKS, *[NO_YES] * len(FLAGS)))
-    share = 1 if "WHORL_TEST_ALL" in os.environ else 6
+    share = 1 if "WHORL_TEST_ALL" in os.environ else 9
     for mask, *chosen in every[zlib.crc32(repr((stateful, layer)).encode()) % share :: share]:
         given = dict(zip(FLAGS, chosen, strict=True))
         without = given["zero_output_for_mask"] and mask == "none"
