@@ -7,6 +7,7 @@ with the reason.
 
 import errno
 import importlib.util
+import os
 import platform
 import shlex
 import shutil
@@ -119,7 +120,8 @@ FAULTS = {
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     name, planted, found = FAULTS[fault]
     program = compiled(tmp_path, _gcc(), sanitizer(name, tmp_path), ["lstm"], planted=planted)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    first = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}  # or it goes on, and writes of each race
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600, env=first)
     assert done.returncode != 0
     assert found in done.stderr
 

@@ -33,7 +33,8 @@ TESTS = {
     "four warps": [
         "test_emulated.py::test_products_of_four_warps[float16-LSTM-37-37-36-ahead1-None-options1]",
         "test_emulated.py::test_products_of_four_warps[tf32-LSTM-70-33-3-ahead3-3-options3]",
-        "test_emulated.py::test_products_of_what_has_come_while_the_rest_is_on_its_way",
+        "test_emulated.py::test_products_of_what_has_come_while_the_rest_is_on_its_way[bfloat16-520-ahead0]",
+        "test_emulated.py::test_products_of_what_has_come_while_the_rest_is_on_its_way[tf32-520-ahead1]",
         "test_emulated.py::test_products_of_four_warps_backward[dtype0-LSTM-150-33-3-back3-3-options3]",
         "test_emulated.py::test_products_of_four_warps_backward[dtype2-GRU-45-43-4-back2-0-options2]",
     ],
@@ -42,7 +43,9 @@ TESTS = {
         "test_staged.py::test_a_step_of_several_stages[layer norm and a product]",
         "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[3-layer_norm_lstm]",
         "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[4-gru_before]",
-        "test_norm_of_x.py::test_its_kernels",
+        "test_norm_of_x.py::test_its_kernels[no whole word at a gate's end-True]",
+        "test_norm_of_x.py::test_its_kernels[several warps, several rows in a block-False]",
+        "test_norm_of_x.py::test_its_kernels[sums of many blocks-True]",
     ],
 }
 
@@ -73,7 +76,7 @@ def test_kernels_read_and_write_tensors_alone(regime: str, tmp_path: Path) -> No
 
 def test_a_planted_fault_is_found(tmp_path: Path) -> None:
     """A bias is read eight places further."""
-    tests = [test for test in TESTS["four warps"] if test.endswith("_on_its_way")]
+    tests = [test for test in TESTS["four warps"] if "_on_its_way" in test][:1]
     code, said = run(tests, tmp_path, planted="wide(at[1]) -> wide(at[9])")
     assert "ERROR: AddressSanitizer: heap-buffer-overflow" in said
     assert code != 0
