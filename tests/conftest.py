@@ -40,16 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _run_once(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what test_emulated_orders.py runs too, with all that is asserted there and more."""
-    of_orders = {
-        (getattr(item, "function", None), item.name) for item in items if item.path.stem == "test_emulated_orders"
-    }
-    twice = [
-        item
-        for item in items
-        if item.path.stem != "test_emulated_orders" and (getattr(item, "function", None), item.name) in of_orders
-    ]
-    config.hook.pytest_deselected(items=twice)
-    items[:] = [item for item in items if item not in {*twice}]
+
+    def known(item: pytest.Item) -> tuple[object, str]:
+        return getattr(item, "function", None), item.name
+
+    there = [item.path.stem == "test_emulated_orders" for item in items]
+    of_orders = {known(item) for item, own in zip(items, there, strict=True) if own}
+    twice = {item for item, own in zip(items, there, strict=True) if not own and known(item) in of_orders}
+    config.hook.pytest_deselected(items=[*twice])
+    items[:] = [item for item in items if item not in twice]
 
 
 @pytest.fixture(scope="session", autouse=True)
