@@ -1,6 +1,8 @@
 """How whorl.keras layers behave in Keras: activations, configs, files, training, precision, engines, announcements."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,16 @@ def test_what_keras_runs_it_runs_as_fast_as_keras(name: str, monkeypatch: pytest
         with whorl.keras.enable(), loops.recording() as calls:
             stock(x, mask=mask)
             assert len(calls) == 1
+
+
+def test_threads_call_what_keras_runs_at_once() -> None:
+    layer, inputs = whorl.keras.LSTM(4, activation="softmax"), torch.randn(4, 30, 3)
+    with whorl.settings(slow="allow"):
+        wanted = layer(inputs)
+        with ThreadPoolExecutor(4) as pool:  # each with the settings of this thread
+            ways = [copy_context() for _ in range(40)]
+            found = list(pool.map(lambda context: context.run(layer, inputs), ways))
+    assert all(torch.equal(one, wanted) for one in found)
 
 
 def test_a_cell_put_into_an_lstm_runs_its_own_call() -> None:

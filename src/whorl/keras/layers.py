@@ -5,9 +5,11 @@ over time is another.
 """
 
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 import keras
+import torch
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell
 
 from whorl.errors import InputError
@@ -107,15 +109,13 @@ class Recurrent:
 class _WithCuDNN(Recurrent):
     """LSTM and GRU, which have an argument `use_cudnn`."""
 
-    _in_own_loop = False
-
     @property
     def use_cudnn(self) -> Any:
         """True: the engine `cudnn` runs, or the call raises.  "auto" and False leave the choice to whorl.
 
         Read, it is True where the engine is `cudnn`: Keras' Bidirectional goes round a layer that says "auto".
         """
-        if loops.BACKEND == "tensorflow" or self._in_own_loop:
+        if loops.BACKEND == "tensorflow" or (not torch.compiler.is_compiling() and _own_loop_runs.get()):
             return self.__dict__.get("use_cudnn", "auto")
         return self.engine == "cudnn"
 
@@ -128,11 +128,17 @@ class _WithCuDNN(Recurrent):
             self.engine = "auto"
 
     def _own_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["_in_own_loop"] = True  # where it reads "auto" it makes the input products of all steps in one
+        if torch.compiler.is_compiling():  # which knows no context variables, and unrolls any loop
+            return super()._own_loop(*args, **kwargs)
+        token = _own_loop_runs.set(True)
         try:
             return super()._own_loop(*args, **kwargs)
         finally:
-            del self.__dict__["_in_own_loop"]
+            _own_loop_runs.reset(token)
+
+
+_own_loop_runs: ContextVar[bool] = ContextVar("own_loop_runs", default=False)
+"""Where `use_cudnn` reads as it was given: with "auto" Keras' loop makes the input products of all steps in one."""
 
 
 @register

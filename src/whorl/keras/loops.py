@@ -29,7 +29,7 @@ def inner_loop(
 
     Args:
         layer: a `keras.layers.RNN`, or a subclass.
-        own: the layer's own `inner_loop`, for backends that whorl has no engines for.
+        own: the layer's own `inner_loop`, for what whorl has no engine for.
     """
     parts, reasons = parts_of(layer, sequences)
     if reasons:
