@@ -348,6 +348,7 @@ inline uint2 emulated_product(unsigned a, unsigned b) {
   const uint64_t all = (uint64_t)a * b;
   return {(unsigned)all, (unsigned)(all >> 32)};
 }
+inline unsigned emulated_load_mark(const bool* global, bool there) { return there ? *global : 0u; }
 inline void emulated_prefetch(const void*) {}
 // Of products of four warps each warp has its own 16 rows.
 inline unsigned word_at(unsigned operand, int row, int word) {

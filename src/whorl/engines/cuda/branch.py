@@ -47,6 +47,11 @@ class Branch:
             self.as_torch.wait_event(main.record_event())
             return True
 
+    def meet(self) -> None:
+        """Both go on when either has done what it has so far."""
+        self.join()
+        self.as_torch.wait_event(torch.cuda.current_stream(self._index).record_event())
+
     def space(self) -> torch.Tensor:
         """What cuBLAS writes to meanwhile: asked for as it forks, since what is freed later may be in use."""
         return empty(*workspace(self._index))

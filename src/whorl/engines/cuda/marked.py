@@ -212,7 +212,7 @@ class Marked(Plain):
     def _products_back(self) -> list[Made | Each]:
         return [*super()._products_back(), *(some.over for some in self._of_whole)]
 
-    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int], stream: int) -> Entered:
+    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]) -> Entered:
         assert options is not None, "the problem has some"
         base, before = room.data_ptr(), self._kept[layer].before
         if not self._gatewise:
@@ -220,13 +220,13 @@ class Marked(Plain):
             return Entered(state if self._features.before else (), self._inside_of(layer, base))
         leaves = len(self.gates) if self.links is None else len(self._of_state())  # the first gates
         of_state, of_inner = list[Tensor](), list[list[Tensor]]()
-        (_, masks), how = options.noise(layer), (options.noise_scale(layer), stream)
+        (_, masks), scale = options.noise(layer), options.noise_scale(layer)
         for mask, at, places in zip(masks, before, self._inside_of(layer, 0), strict=True):
             assert mask is not None, "each direction has some"
             if leaves:
-                of_state.append(options.masked(self._rows_at(room, at), mask[:leaves], *how))
-            both = zip(places, self._of_inner, strict=True)
-            of_inner.append([options.masked(self._rows_at(room, place), mask[some.gate], *how) for place, some in both])
+                of_state.append(options.masked(self._rows_at(room, at), mask[:leaves], scale))
+            both = [(self._rows_at(room, place), some.gate) for place, some in zip(places, self._of_inner, strict=True)]
+            of_inner.append([options.masked(rows, mask[gate], scale) for rows, gate in both])
         alive = [*of_state, *(tensor for row in of_inner for tensor in row)]
         inside = [[tensor.data_ptr() for tensor in row] for row in of_inner]
         return Entered([tensor.data_ptr() for tensor in of_state], inside, alive)

@@ -1,6 +1,7 @@
 """The options of a call as the kernels take them: which of kernels/options.cu a layer has, and its argument."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from math import prod
 
@@ -154,6 +155,15 @@ class Options:
             self.noise_scale(layer), *probabilities,
         ]  # fmt: skip
 
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """What is launched meanwhile goes to a stream."""
+        own, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = own
+
     # --- masks --------------------------------------------------------------------------------------------------------
 
     def noise(self, layer: int) -> tuple[int, list[Tensor | None]]:
@@ -286,13 +296,12 @@ class Options:
         """Zero in the steps that do not count: there may be anything, and zero times infinite is not a number."""
         return x if self.all_count else self.masked(x)
 
-    def masked(self, x: Tensor, masks: Tensor | None = None, scale: float = 1.0, stream: int | None = None) -> Tensor:
+    def masked(self, x: Tensor, masks: Tensor | None = None, scale: float = 1.0) -> Tensor:
         """x [..., width] behind masks that are held over all steps, and zero in the steps that do not count.
 
         Args:
             masks: float32 [batch, width], or [count, batch, width] for as many results, [count, ..., width].
             scale: what they are multiplied with.
-            stream: on which it is made; None: the call's.
         """
         x, width = x.contiguous(), x.shape[-1]
         masks = None if masks is None else masks.contiguous()
@@ -309,8 +318,7 @@ class Options:
         blocks = max(1, -(-self.batch * (width // vector) // _THREADS))
         parts = parts_of_steps(-(-self.count // max(1, self.batch)), blocks, _MASKING * self._chip.multiprocessors)
         numbers = prod(count), self.count, self.batch, width
-        on = self._stream if stream is None else stream
-        kernel(on, blocks, parts, *_addresses(tensors, 6), *numbers, scale)
+        kernel(self._stream, blocks, parts, *_addresses(tensors, 6), *numbers, scale)
         return made
 
     def _drawn(self, layer: int) -> list[Tensor]:

@@ -17,7 +17,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.wrappers import ahead
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
-from whorl.engines.cuda.branch import branch_of
+from whorl.engines.cuda.branch import Branch, branch_of
 from whorl.engines.cuda.input_products import InputProducts
 from whorl.engines.cuda.layers import address, leaves_room, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
@@ -95,12 +95,16 @@ class Plain(Places):
         self._ready(self._features, self._features)
         self._ahead = self._kernel("forward", self._features)
         self._input_products = self._products_of_input()
+        self._divides = False
+        """In a graph products of backward run beside each other."""
         if self.problem.gradient:
             room = Room()
             self._make_ready_for_backward(room)
-            self._aside = branch_of(self.index) if self._leaves_room() else None
+            self._divides = self._leaves_room()
             self._meanwhile = laid_out((room.size,), torch.uint8)
         self._make_ready_to_launch()
+        beside = self._divides or (self.optional and self.chip.capability == (9, 0))  # on others nothing was measured
+        self._aside = branch_of(self.index) if beside else None
         self.number = -1
         """By which C++ knows its tapes, once it does."""
 
@@ -235,12 +239,22 @@ class Plain(Places):
         room = empty(*self._room)
         base, stream, blas = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
+        aside = self._forked() if options is not None and self._divides else None
+        extra: Sequence[Any] | None = None
+        # draws and orders beside the product: of more steps what is drawn would not be in the cache by its use
+        if aside is not None and options is not None:
+            with options.on(aside.stream):
+                extra = self._argument(options, 0, base)
         self._project(options, 0, stream, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         y, finals, places, _also = self._listed(call, at, base, self._in_room)
+        if aside is not None:
+            aside.join()
         for layer in range(last + 1):
             if layer:
                 self._project(options, layer, stream, blas, entered, at, base)
-            self._ahead(stream, *self._takes_ahead[layer](places), time, batch, *self._argument(options, layer, base))
+            if layer or extra is None:
+                extra = self._argument(options, layer, base)
+            self._ahead(stream, *self._takes_ahead[layer](places), time, batch, *extra)
             if layer < last:
                 entered = self._output_in(room, layer)
                 if call.dropout:
@@ -306,7 +320,6 @@ class Plain(Places):
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options(call, stream)
         cleaned: Callable[[Tensor], Tensor] = as_it_is if options is None else options.cleaned
-        x = cleaned(x)
         starts = [as_read(state, dtype) for state in call.states]
         grad_starts = [empty(*self._state) for _ in starts]
         grad_x: Tensor | None = None
@@ -322,10 +335,16 @@ class Plain(Places):
             output, address(grad_y), *[state.data_ptr() + away for state in (*starts, *grad_starts) for away in far],
             *[0 if grad is None else grad.data_ptr() + away for grad in grad_finals for away in far],
         ]  # fmt: skip
-        branch = self._aside if torch._C._cuda_isCurrentStreamCapturing() else None
-        for layer in reversed(range(self.form.layers)):
+        last = self.form.layers - 1
+        for layer in reversed(range(last + 1)):
             reads, first = self._reads[layer], layer * directions * self._every
             extra = self._argument(options, layer, base, buffers)
+            aside, whole = self._forked(), None
+            if options is not None:
+                with options.on(stream if aside is None else aside.stream):
+                    x = options.cleaned(x) if layer == last else x
+                    if aside is not None:  # beside the kernel; else what it writes is read at once, from the cache
+                        whole = self._whole(options, layer, room, buffers)
             self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
@@ -346,11 +365,13 @@ class Plain(Places):
             elif "x" not in constants:
                 grad_x = to_entered = empty(*self._input)
             _space = None  # the last layer's goes back before this one's is taken
-            aside = branch if branch is not None and branch.fork() else None
             beside = stream  # where products with recurrent weights are
-            if aside is not None:
+            if aside is not None and self._divides:
+                aside.meet()
                 _space, beside = aside.space(), aside.stream
-            whole = self._whole(options, layer, room, buffers, beside)
+            elif aside is not None:
+                aside.join()
+            whole = whole or self._whole(options, layer, room, buffers)
             if self._adding.columns:
                 of_x = [into[place] for place in reads[4:]]
                 if self.norms is not None:  # whose kernel gives it
@@ -379,7 +400,7 @@ class Plain(Places):
                 for some, operand in zip(self._of_inner, whole.inside[direction], strict=True):
                     gradients = (to_apart if some.apart else to_gates)[direction] + some.first
                     some.over(blas, gradients, operand, into[recurrent] + some.into)
-            if aside is not None:
+            if aside is not None and _space is not None:
                 aside.join()
                 blas = handle(dtype)
             if call.dropout and layer:
@@ -417,8 +438,13 @@ class Plain(Places):
                 made[vectors + place] = part
         return to_projected
 
-    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int], stream: int) -> Entered:
-        """What entered the recurrent products, where a stream has come to them."""
+    def _forked(self) -> Branch | None:
+        """The branch of a CUDA graph that is being captured, which begins here."""
+        branch = self._aside if torch._C._cuda_isCurrentStreamCapturing() else None
+        return branch if branch is not None and branch.fork() else None
+
+    def _whole(self, options: Options | None, layer: int, room: Tensor, buffers: Sequence[int]) -> Entered:
+        """What entered the recurrent products."""
         return Entered((), self._inside_of(layer, room.data_ptr()))
 
     def _inside_of(self, layer: int, base: int) -> list[list[int]]:

@@ -91,7 +91,7 @@ struct Item {  // what one thread reads for an item at a step: two units of each
   GatePair gates[PER][GATES], apart[PER][MOST(APART)];
   Pair y_gradient[PER], before[PER];
   float2 states[PER][MOST(STATES - 1)];
-  unsigned valid[PER];  // the step counts: as loaded
+  unsigned valid[PER], cut[PER];  // the step counts; no state came into it from the one before: as loaded
   float2 zones[PER][STATES], noise[PER], inputs[PER][MOST(INPUTS)];
   Pair state_gradients[PER][STATES];
 };
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   // of the step before, whose product arrives: what multiplied its operand, whether a reset came before it
   float factor[OWN][PER][2], held[OWN][PER][2] = {}, noise_sums[OWN][PER][2] = {}, reset_sums[OWN][STATES][PER][2] = {};
   float2 operand_before[OWN][PER];
-  unsigned was_cut[OWN][PER];  // as loaded
+  unsigned was_cut[OWN][PER];
   unsigned drawn[OWN][PER];
   const auto away = [&](int j, int b) { return (long long)(ORDER ? sequence[j][b] - sequence[j][0] : b); };
   const Gate* gates_at[OWN];
@@ -223,15 +223,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int i = 0; i < INPUTS; ++i) to.inputs[b][i] = load_wide_pair(a.o.inputs[i] + from, there, also);
   };
-  // Ahead of what nobody waits for: wanted as soon as the sums of the step before have come.
-  const auto load_valid = [&](int j, int b, int step, long long at) {
+  // With what the step is computed from, whose first use waits for every load that is on its way.
+  const auto load_marks = [&](int j, int b, int step, long long at) {
     const bool there = in[j][b][0] && (!LENGTHS || step < ends[j][b]);
-    item[j].valid[b] = there ? loaded<MASK>(a.o.mask, at + sequence[j][b], 1) : 0;
-  };
-  // Of this step, whose sums are to arrive: kept from when the step began it would be moved, and a move waits for the load.
-  const auto load_cut = [&](int j, int b, int step, long long at) {
-    const bool there = in[j][b][0], may = reverse ? there && step + 1 < ends[j][b] : there && (!LENGTHS || step < ends[j][b]);
-    was_cut[j][b] = may ? loaded<RESET>(a.o.reset, (reverse ? rows_of(a, step + 1) : at) + sequence[j][b], 0) : 0;
+    const bool may = reverse ? in[j][b][0] && step + 1 < ends[j][b] : there;
+    item[j].valid[b] = loaded<MASK>(a.o.mask, at + sequence[j][b], there, 1);
+    if constexpr (RESET)
+      item[j].cut[b] = loaded<RESET>(a.o.reset, (reverse ? rows_of(a, step + 1) : at) + sequence[j][b], may, 0);
   };
   // what the item reads at the step that the places above have come to; `last`: nothing came before it
   const auto load = [&](int j, int step, bool last) {
@@ -322,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int b = 0; b < PER; ++b) {
         load_options(j, b, its_first, begin);
-        if constexpr (MARKED) load_valid(j, b, its_first, begin);
+        load_marks(j, b, its_first, begin);
         if constexpr (NOISE == HELD)
           item[j].noise[b] = load_wide_pair(a.o.noise[direction] + (long long)sequence[j][b] * UNITS + unit, in[j][b][0], in[j][b][1]);
       }
@@ -422,6 +420,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     Pair entered[OWN][PER];
     const bool all_go_on = t + 1 < time || wants_initial;
     const auto goes_on = [&](int sub) { return PARTED ? t - late(sub) + 1 < lasting[sub] || wants_initial : all_go_on; };
+    const auto read_marks = [&](int j) {
+#pragma unroll
+      for (int b = 0; b < PER && (MARKED || RESET); ++b) load_marks(j, b, next, next_rows);
+    };
     const auto read_on = [&](int sub) {  // what the next step needs
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
@@ -436,17 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (DRAWS) drawn_from += row_step * UNITS;
         }
         load(j, next, t + 2 == time && !goes_on_before(a));
-      }
-    };
-    const auto read_marks = [&](int sub) {
-#pragma unroll
-      for (int j = first_item(sub); j < last_item(sub); ++j) {
-        if (SUBS > 1 && !has(sub, j)) continue;
-#pragma unroll
-        for (int b = 0; b < PER; ++b) {
-          if (MARKED && t - late(sub) + 1 < lasting[sub]) load_valid(j, b, next, next_rows);
-          if constexpr (RESET) load_cut(j, b, step_now, rows);
-        }
+        if constexpr (ROOMY) read_marks(j);
       }
     };
     const auto leave = [&](int sub) {  // what nobody waits for
@@ -454,6 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int j = first_item(sub); j < last_item(sub); ++j) {
         if (SUBS > 1 && !has(sub, j)) continue;
+        if (!ROOMY && its + 1 < lasting[sub]) read_marks(j);
 #pragma unroll
         for (int b = 0; b < PER; ++b) {
           const bool shown = !PACKED || step_now < ends[j][b], first = shown && in[j][b][0], second = shown && in[j][b][1];
@@ -547,6 +540,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int b = 0; b < PER; ++b) {
           const float2 output = wide_pair(item[j].y_gradient[b]), h = wide_pair(item[j].before[b]);
+          if constexpr (RESET) was_cut[j][b] = item[j].cut[b];
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             float x[GATES], r[RECURRENT] = {}, before[STATES], v[MOST(VECTORS)], d[STATES];
@@ -664,7 +658,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int j = first_item(sub); j < last_item(sub); ++j)
           if (has(sub, j) && lane == 0) arrive_here(made + 8 * (2 * sub + its % 2));
         if (its + 1 < lasting[sub]) read_on(sub);
-        read_marks(sub);
         leave(sub);
       }
 #endif
@@ -843,7 +836,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (goes_on(0)) __syncthreads();
       if (warp < ITEMS && t + 1 < time) read_on(0);
       if (goes_on(0)) multiply_and_send(0);
-      if ((MARKED || RESET) && warp < ITEMS) read_marks(0);
       leave(0);
 #if CLUSTER > 1
     } else {  // each is computed while others multiply the one before it

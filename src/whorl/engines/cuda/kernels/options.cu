@@ -33,7 +33,7 @@ constexpr bool KEEPS_STATES = MARKED || RESET_TO || zoneout(0) > 0;  // such as 
 // Whether what enters the product is scaled by one number for each sequence and all its steps (`largest_operand`).
 constexpr bool SCALES_STAY =
     HALVES && !EXACT && !BY_STEP &&
-    (OPTIONS ? !BOUNDED || KEEPS_STATES || (NOISE && !GATEWISE) : FORWARD && !SPREAD && !BOUNDED);
+    (OPTIONS ? !BOUNDED || KEEPS_STATES || RESET || (NOISE && !GATEWISE) : FORWARD && !SPREAD && !BOUNDED);
 static_assert(!HALVES || NOISE != GIVEN_BY_GATE, "masks by gate that are given multiply no float16");
 
 // Addresses are null where a kernel has no use for them.  Rows: [time, batch], or those of a PackedSequence.
@@ -166,11 +166,13 @@ __device__ __forceinline__ float largest_operand(const Arguments& a, int place, 
 }
 #endif
 
-// A mark as a number: were it a truth value, its load would be awaited where it begins.
-template <bool THERE>
-__device__ __forceinline__ unsigned loaded(const bool* marks, long long at, unsigned other) {
-  if constexpr (THERE) return ((const unsigned char*)marks)[at];
-  return other;
+// A mark as a number, where there are some, else `other`; zero where it is not `there`.  Were it a truth value, its load would
+// be awaited where it begins.
+template <bool SOME>
+__device__ __forceinline__ unsigned loaded(const bool* marks, long long at, bool there, unsigned other) {
+  if constexpr (SOME && SPREAD) return there ? ((const unsigned char*)marks)[at] : 0;  // where the compiler would have it
+  if constexpr (SOME) return load_mark(marks + at, there);
+  return there ? other : 0;
 }
 
 // What forward keeps for options of two neighbouring units of one sequence.
@@ -196,12 +198,12 @@ struct Forwards {
     return i.there && (!LENGTHS || step < i.ends);
   }
   __device__ __forceinline__ unsigned counts(const Ahead& i, int step, long long at) const {
-    return within(i, step) ? loaded<MASK>(a.o.mask, at + i.sequence, 1) : 0;
+    return loaded<MASK>(a.o.mask, at + i.sequence, within(i, step), 1);
   }
   // before a step, as it is computed; `before`: the rows of the step that is computed before it
   __device__ __forceinline__ unsigned is_cut(const Ahead& i, int step, long long at, long long before) const {
     const bool may = i.there && (reverse ? step + 1 < (LENGTHS ? i.ends : time) : within(i, step));
-    return may ? loaded<RESET>(a.o.reset, (reverse ? before : at) + i.sequence, 0) : 0;
+    return loaded<RESET>(a.o.reset, (reverse ? before : at) + i.sequence, may, 0);
   }
   __device__ __forceinline__ float reset_state(const Ahead& i, int s, int u) const {
     const bool given = RESET_TO && i.there && (u == 0 || has_second);
@@ -334,10 +336,10 @@ struct Backwards {
   __device__ __forceinline__ void load(Step& to, const Back& own, int step, long long at) const {
     const bool there = own.there && (!LENGTHS || step < own.ends), also = there && has_second;
     const long long row = at + own.sequence, from = row * UNITS + unit;
-    to.valid = there ? loaded<MASK>(a.o.mask, row, 1) : 0;
+    to.valid = loaded<MASK>(a.o.mask, row, there, 1);
     if constexpr (RESET) {
       const bool may = reverse ? own.there && step + 1 < own.ends : there;
-      to.cut = may ? loaded<RESET>(a.o.reset, reverse ? rows_of(a, step + 1) + own.sequence : row, 0) : 0;
+      to.cut = loaded<RESET>(a.o.reset, reverse ? rows_of(a, step + 1) + own.sequence : row, may, 0);
     }
     if constexpr (NOISE == GIVEN) to.noise = load_wide_pair(a.o.noise[direction] + from, there, also);
 #pragma unroll

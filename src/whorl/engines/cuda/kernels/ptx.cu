@@ -327,6 +327,15 @@ __device__ __forceinline__ void copy_4(unsigned to, const void* from, bool there
 }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// A byte as a number; zero where it is not `there`.  Loaded at this place, and without a branch: the compiler put such loads
+// behind what is stored.
+__device__ __forceinline__ unsigned load_mark(const bool* global, bool there) {
+  unsigned mark;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u32 %0, 0;\n@p ld.global.u8 %0, [%1];\n}"
+               : "=r"(mark)
+               : "l"(global), "r"((unsigned)there));
+  return mark;
+}
 __device__ __forceinline__ void prefetch(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
