@@ -15,6 +15,7 @@ import torch
 
 import whorl
 import whorl.keras
+from thinned import thinned
 from whorl.engines import ENGINES
 from whorl.keras import calls, on_jax, xla
 
@@ -79,9 +80,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+@pytest.mark.parametrize("name, option, masked", thinned(2, ["LSTM", "GRU", "SimpleRNN"], OPTIONS, [False, True]))
 def test_a_layer_is_keras_own(name: str, option: str, masked: bool) -> None:
     made = []
     for source in (whorl.keras, keras.layers):

@@ -3,13 +3,13 @@
 import importlib.util
 import re
 import runpy
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import cubins
 from cells_for_tests import CELLS
 from cubins import cubin
 from whorl.engines.cuda import beside, grid, source, spreading, tiling
@@ -58,10 +58,9 @@ def disassembled(text: str, tile: Tile | Spread, path: Path) -> list[str]:
 
 
 def listed(code: bytes, path: Path) -> list[str]:
-    path.write_bytes(code)
     tool = nvdisasm()
     assert tool is not None
-    return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
+    return cubins.listed(code, tool, path)
 
 
 def time_loop(lines: list[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from comparison import error
 from cubins import cubin
 from emulation import H200, emulated
 from test_emulated import assert_right, with_gradients
-from test_machine_code import needs_tools, nvdisasm
+from test_machine_code import listed, needs_tools
 from whorl.cells import library
 from whorl.cells.expr import var
 from whorl.cells.wrappers import EPS, ahead, clipped, layer_norm, norm_vectors
@@ -234,7 +233,7 @@ TAKEN, LATER = ["sm_80", "sm_86", "sm_89", "sm_90a"], ["sm_100a", "sm_120a"]
 @pytest.mark.parametrize(
     "units, counted, architecture",
     [(1500, None, one) for one in TAKEN + LATER]
-    + [(*size, one) for size in [(1504, 1500), (512, None)] for one in TAKEN],
+    + [(*size, one) for size in [(1504, 1500), (512, None)] for one in TAKEN[-1:]],
 )
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_its_kernels_compile_without_a_gpu(
@@ -242,10 +241,8 @@ def test_its_kernels_compile_without_a_gpu(
 ) -> None:
     """And read words of 16 bytes, with nothing spilled, at the size of the large language model and two others."""
     norm = Norm(4, units, torch.bfloat16, False, True, counted)
-    path, tool = tmp_path / "kernel.cubin", nvdisasm()
-    assert tool is not None
-    path.write_bytes(cubin(norming(kind, norm), norm.name(kind), architecture))
-    lines = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+    code = cubin(norming(kind, norm), norm.name(kind), architecture)
+    lines = "\n".join(listed(code, tmp_path / "kernel.cubin"))
     assert "SHFL" in lines
     assert "LDG.E.128" in lines
     assert re.findall(r"\b(LDL|STL)\b", lines) == []
