@@ -129,6 +129,9 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
         assert all(one.endswith("on 5") == forked for one in behind)
         kernels = [one for one in note.done if " on " in one and not one.startswith("add")]
         assert kernels[-1].startswith("masked") != forked  # what forward left is masked beside the loop over time
+    if "by step" in name:  # forward beside the product with x, backward before its kernel
+        drawn = [one.endswith("on 5") for one in note.done if one.startswith("draw")]
+        assert drawn == [forked, False]
     met = [place for place, one in enumerate(note.done) if one == "meet"]
     assert [note.done[place + 1] for place in met] == ["space"] * (forked * count)
     open_ = False

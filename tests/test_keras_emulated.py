@@ -15,6 +15,7 @@ if keras.backend.backend() != "torch":
 
 import whorl.keras  # noqa: E402
 from emulation import emulated  # noqa: E402
+from thinned import thinned  # noqa: E402
 from whorl.engines.cuda import aligned, entering, layers, products  # noqa: E402
 from whorl.engines.cuda.marked import Marked  # noqa: E402
 from whorl.engines.cuda.plain import Plain  # noqa: E402
@@ -44,10 +45,9 @@ def step(layer: Any, masked: bool) -> list[torch.Tensor]:
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), [own.value for own in layer.trainable_variables])]
 
 
-@pytest.mark.parametrize("sequences", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("rates", RATES)
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "SimpleRNN"])
+@pytest.mark.parametrize(
+    "name, rates, masked, sequences", thinned(2, ["LSTM", "GRU", "SimpleRNN"], RATES, [False, True], [False, True])
+)
 def test_training_is_keras_own(name: str, rates: str, masked: bool, sequences: bool, folder: Path) -> None:
     """Masks of dropout lie in the cell's order, where Keras' GRU has another."""
     stock, ours = pair(name, rates, return_sequences=sequences)
