@@ -185,6 +185,45 @@ def test_with_options_too(name: str, capturing: bool, free: bool, folder: Path) 
     assert not any(one.startswith(layer.mode.lower()) and one.endswith(note.as_torch) for one in note.done)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+@pytest.mark.parametrize("norm", [False, True], ids=["", "layer norm"])
+def test_what_reads_no_gradient_is_beside_the_loop(
+    norm: bool, large: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x without what does not count, where products are not divided too: of large layers, and behind a norm."""
+    layer = whorl.LSTM(5, 8, 2, engine="persistent", layer_norm=norm)
+    x, mask = torch.randn(3, 2, 5, requires_grad=True), torch.tensor([[1, 1], [1, 0], [0, 1]]).bool()
+    note, own = Recorder(True), layers._BESIDE
+
+    def passes() -> list[Tensor]:
+        y = layer(x, mask=mask)[0]
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+    class Kernel(emulation.Kernel):
+        def __call__(self, stream: int, *given: Any) -> None:
+            kind = "backward" if "_backward_" in self.name else self.name.split("_")[0]
+            note.done.append(f"{kind} on {stream}")
+            super().__call__(stream, *given)
+
+    with emulated(folder):
+        wanted = passes()
+    with emulated(folder) as patch:
+        patch.setattr(layers, "_BESIDE", 0 if large else own)
+        patch.setattr(plain, "branch_of", lambda index: note)
+        for module in (prepare, options_of_calls):
+            patch.setattr(module, "Kernel", Kernel)
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+        got = passes()
+    assert all(map(torch.equal, got, wanted))
+    behind = [place for place, one in enumerate(note.done) if one == "cleaned on 5"]
+    loops = [place for place, one in enumerate(note.done) if one.startswith("backward")]
+    assert len(behind) == 1
+    assert behind[0] < loops[0]
+    assert ("meet" in note.done) == (not norm and not large)
+    assert any(one in ("meet", "join") for one in note.done[loops[0] : loops[1]])
+
+
 def noting(product: Callable[..., Tensor], done: list[str], on: list[str]) -> Callable[..., Tensor]:
     """A product that says on which stream it is."""
 

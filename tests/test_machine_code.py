@@ -398,6 +398,13 @@ def test_backward_asks_for_marks_with_the_input(option: str, units: int, dtype: 
     marks, product = places(loop, "LDG.E.U8"), min(places(loop, r"HMMA\.\S+"))
     assert len(marks) == 1
     assert marks[0] < product
+    # it is not used before x, either, as it is moved out of the way of the next one
+    inputs = [line for line in loop[:product] if re.search(r"LDG\.E(\.64)? ", line)]
+    (mark, *_), *gates = (re.findall(r" R(\d+),", line) for line in [loop[marks[0]], *inputs])
+    used = [
+        min(at for at in places(loop, f"R{one}") if "LDG" not in loop[at]) for one in (mark, *(g[0] for g in gates))
+    ]
+    assert min(used[1:]) < used[0]
 
 
 @needs_tools

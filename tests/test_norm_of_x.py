@@ -232,8 +232,7 @@ TAKEN, LATER = ["sm_80", "sm_86", "sm_89", "sm_90a"], ["sm_100a", "sm_120a"]
 @needs_tools
 @pytest.mark.parametrize(
     "units, counted, architecture",
-    [(1500, None, one) for one in TAKEN + LATER]
-    + [(*size, one) for size in [(1504, 1500), (512, None)] for one in TAKEN[-1:]],
+    [(1500, None, one) for one in TAKEN + LATER] + [(1504, 1500, TAKEN[-1]), (512, None, TAKEN[-1])],
 )
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_its_kernels_compile_without_a_gpu(

@@ -323,8 +323,8 @@ FIXED = [
 @needs_nvrtc
 @pytest.mark.parametrize("exact, kind, size", thinned(2, [False, True], KINDS, FIXED), ids=str)
 def test_kernels_compile_without_a_gpu(exact: bool, kind: str, size: tuple[str, int, torch.dtype, int]) -> None:
-    name, units, dtype, batch = size
     """Static assertions in the kernel compare the tile's numbers with the kernel's own."""
+    name, units, dtype, batch = size
     if exact and dtype.itemsize == 2:
         pytest.skip("a product of two bytes is exact")
     cell = CELLS[name].graph
