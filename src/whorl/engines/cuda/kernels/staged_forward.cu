@@ -52,6 +52,9 @@ __device__ constexpr int arriving(int exchange) {
   return CLUSTER * (exchange == 0 || exchange > STAGES ? SLICE * ELEMENT_BYTES : GROUPS * packs(exchange - 1) * 16);
 }
 
+// The next step's x is asked for while what the first stage sends travels: later its loads stand behind what is sent.
+constexpr bool EARLY = ELEMENT_BYTES == 2;
+
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
   const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
@@ -478,6 +481,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       multiply_round(0, copy);
     }
     const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
+    const auto read_on = [&](int j) {  // x of the next step
+      if (t + 1 == time) return;
+      const bool read = within(j, next), also = read && has_second;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g)
+        x[j][g] = load_gates(gates_at + ((further(j) + row_step) * GATES + g) * UNITS, read, also);
+    };
     float given[OWN][2][GATES], after[OWN][2][STATES], m[OWN][MOST(MEANS)], entered[OWN][2][MOST(ROUNDS)];
     Values values[OWN][2];
 #pragma unroll
@@ -531,6 +541,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
       }
       if (stage + 1 < STAGES) expect_more(t, stage - 1, copy);
+      if (EARLY && stage == 0 && cells)
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) read_on(j);  // while what the stage sends travels
       if (CLUSTER == 1 && stage + 1 < STAGES) __syncthreads();
       if (packs(stage) > 0 && cells) {
         await(1 + stage, copy, t);
@@ -582,11 +595,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int j = 0; j < OWN; ++j) {
         const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
         Gate* const now_at = gates_at + further(j) * GATES * UNITS;
-        if (t + 1 < time) {
-          const bool read = within(j, next), also = read && has_second;
-#pragma unroll
-          for (int g = 0; g < GATES; ++g) x[j][g] = load_gates(now_at + (row_step * GATES + g) * UNITS, read, also);
-        }
+        if (!EARLY) read_on(j);
         if (t + AHEAD < time && is_there(j) && !PACKED) {
 #pragma unroll
           for (int g = 0; g < GATES; ++g) prefetch(now_at + (AHEAD * row_step * GATES + g) * UNITS);
