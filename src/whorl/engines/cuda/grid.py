@@ -1,6 +1,7 @@
 """A kernel of a plan with its tile: how it is launched for a whole batch, in either regime."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -63,7 +64,7 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
     optional = bool(size.ahead or size.back) and size.recurrent > 3  # what was measured with options is LSTM
     if size.element == 2 and size.staged is None:
         if kind == "forward":
-            return 1.0
+            return _MUCH_FEW if size.bare and size.recurrent < 4 else 1.0
         if _measured(size):
             return _MUCH_BACK_FEW if size.recurrent < 4 and size.units >= 576 else 1.0
         return _MUCH_BACK_OPTIONS if optional else _MUCH_BACK[size.recurrent > 3]
@@ -78,7 +79,8 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
     if size.staged is not None:
         return _MUCH_STAGED_TF32[kind]
     if optional:
-        return _MUCH_TF32_OPTIONS[kind]
+        few = size.bits and kind == "backward" and tile.tiles < 3
+        return _MUCH_TF32_BY_GATE if few else _MUCH_TF32_OPTIONS[kind]
     if kind == "backward":
         return _MUCH_TF32_BACK if _measured(size) else None
     return (_MUCH_TF32 if _measured(size) else 1.0) if tile.halves else _MUCH_TF32_ITSELF
@@ -89,6 +91,9 @@ def _measured(size: Size) -> bool:
     return size.bare and size.recurrent > 2 and size.units >= 256
 
 
+_MUCH_FEW = 1.05
+"""By how much, forward in two bytes, of cells with fewer than four gates: GRU with 384 units at batch 128 1.44 and 1.70
+us in a cluster and spread, 1.50 and 1.44 estimated (an H100)."""
 _MUCH_BACK = {True: 1.0, False: 1.6}
 """By how much, backward in two bytes, of a cell with more than three gates and of one with fewer.  This and what
 follows is fitted to both ways on an H200, 60 steps of LSTM and GRU, 128 to 768 units at batch 1 to 512, and of LSTM
@@ -123,6 +128,9 @@ _MUCH_TF32_OPTIONS = {"forward": 1.0, "backward": 0.85}
 """LSTM with options: zoneout 1.05 and 1.47 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and
 2.72, 3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.34 and 1.72, 2.50 and
 1.89, 3.68 and 3.13, 5.37 and 4.17."""
+_MUCH_TF32_BY_GATE = 0.95
+"""Backward with masks by gate: a cluster of up to 16 sequences leaves multiprocessors on which forward's states go
+behind them meanwhile. 1.91 and 1.92 us with 256 units at batch 128, of a train step 34 of 562 less (an H100)."""
 _MUCH_EXACT = {True: 1.2, False: 1.5}
 """In true float32 forward, where a cluster takes its rows in sub-tiles and where not: with 512 units at batch 128 LSTM
 took 9.25 us in a cluster (three rounds, 7.30 estimated) and 3.58 spread, GRU 5.23 (three sub-tiles, 4.24 estimated) and
@@ -196,6 +204,14 @@ def closer(tile: Tile | Spread, size: Size, chip: Chip, kind: str) -> str:
     return "one block holds it, and is estimated to take longer" if one_block else "no single block holds its weights"
 
 
+class Prepared(NamedTuple):
+    """What a kernel is launched with."""
+
+    values: tuple[int | float, ...]
+    space: torch.Tensor | None
+    """What some of them are addresses in, which lives until the launch."""
+
+
 class Grid:
     """Launches of one kernel for a batch.
 
@@ -257,7 +273,11 @@ class Grid:
         Args:
             values: of which the third and the fourth are the addresses of each direction's weights.
         """
-        ring = 0
+        self.launch(stream, self.prepared(stream, *values))
+
+    def prepared(self, stream: int, *values: int | float) -> Prepared:
+        """What `launch` launches: weights are float16 where it takes them so, and blocks have words to exchange by."""
+        space, ring = None, 0
         if self.halver is not None:
             halving, make = self.halver
             space = empty(*self._room)
@@ -271,7 +291,9 @@ class Grid:
             ring = space.data_ptr()
             assert self._filler is not None, "blocks exchange through these words"
             self._filler(stream, min(self.chip.multiprocessors, -(-self._quads // 256)), 1, ring, self._quads)
-        if isinstance(self.tile, Spread):
-            values = *values, ring
+        return Prepared((*values, ring) if isinstance(self.tile, Spread) else values, space)
+
+    def launch(self, stream: int, prepared: Prepared) -> None:
+        """The kernel alone."""
         for blocks, directions, where in self._launches:
-            self.kernel(stream, blocks, directions, *values, *where)
+            self.kernel(stream, blocks, directions, *prepared.values, *where)

@@ -27,6 +27,7 @@ from whorl.engines.cuda.products import Each, Product, handle
 from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.tape import Tape, parts, slots, written_to
 from whorl.engines.cuda.taped import Written
+from whorl.engines.cuda.tiling import Tile
 from whorl.problem import Call, Outcome, Plan, Problem
 
 
@@ -247,14 +248,16 @@ class Plain(Places):
                 extra = self._argument(options, 0, base)
         self._project(options, 0, stream, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
         y, finals, places, _also = self._listed(call, at, base, self._in_room)
-        if aside is not None:
-            aside.join()
         for layer in range(last + 1):
             if layer:
                 self._project(options, layer, stream, blas, entered, at, base)
             if layer or extra is None:
                 extra = self._argument(options, layer, base)
-            self._ahead(stream, *self._takes_ahead[layer](places), time, batch, *extra)
+            prepared = self._ahead.prepared(stream, *self._takes_ahead[layer](places), time, batch, *extra)
+            if aside is not None and layer == 0:
+                aside.join()
+            self._ahead.launch(stream, prepared)
+            del prepared  # its space goes back
             if layer < last:
                 entered = self._output_in(room, layer)
                 if call.dropout:
@@ -339,13 +342,17 @@ class Plain(Places):
         for layer in reversed(range(last + 1)):
             reads, first = self._reads[layer], layer * directions * self._every
             extra = self._argument(options, layer, base, buffers)
+            prepared = self._back.prepared(stream, *self._takes_back[layer](places), time, batch, *extra)
             aside, whole = self._forked(), None
-            if options is not None:
-                with options.on(stream if aside is None else aside.stream):
+            self._back.launch(stream, prepared)
+            del prepared
+            if options is not None:  # behind the kernel, or a graph begins with what fills the GPU
+                # blocks that exchange through L2 begin when all of them can: nothing runs beside those
+                near = aside if isinstance(self._back.tile, Tile) else None
+                with options.on(stream if near is None else near.stream):
                     x = options.cleaned(x) if layer == last else x
-                    if aside is not None:  # beside the kernel; else what it writes is read at once, from the cache
+                    if near is not None:  # beside the kernel; else what it writes is read at once, from the cache
                         whole = self._whole(options, layer, room, buffers)
-            self._back(stream, *self._takes_back[layer](places), time, batch, *extra)
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
                 own = first + direction * self._every

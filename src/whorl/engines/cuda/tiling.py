@@ -453,9 +453,16 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     if kind == "forward":
         takers, multiplying = tile.pointwise or tile.splits, groups * tile.splits
         uneven = 1 if tile.pointwise else -(-tile.warps // 4) * 4 / tile.warps  # warps of a scheduler
-        items = groups * tile.tiles / 2 * (size.recurrent / 4) ** 0.5
+        items, round_of = groups * tile.tiles / 2 * (size.recurrent / 4) ** 0.5, -(-2 * tile.tiles // takers)
+        arriving *= share / tile.rows
+        if size.element == 2 and _all_compute(tile):
+            of_all = tile.cluster, tile.splits, uneven * items, round_of, arriving, products
+            step = sum(cost * count for cost, count in zip(_EARLY, of_all, strict=True))
+            step *= 1.1 if tile.warps == 4 or tile.cluster == 1 else 1.0
+            step += 0.0031 * read * multiplying / tile.warps
+            return begin + taken * (step + _beside(size, kind, tile))
         step = 0.014 * tile.cluster + 0.057 * tile.splits + 0.317 * uneven * items
-        step += 0.037 * -(-2 * tile.tiles // takers) + 0.0985 * planes * arriving * share / tile.rows
+        step += 0.037 * round_of + 0.0985 * planes * arriving
         if tile.pointwise:
             step *= (0.77 if tile.cluster == LARGEST_CLUSTER else 0.84) * (0.97 if tile.subs > 1 else 1.0)
         if tile.pointwise and size.ragged:  # they fall behind: 0.05, 0.3 and 1.25 us more with 1, 2 and 3 sub-tiles
@@ -464,6 +471,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
             step *= 0.88  # 2.12 us with 512 units at batch 128
         step *= 1.15 if size.element == 4 else 1.0
         step *= {1: 0.75, 2: 0.9}.get(tile.cluster, 1.0)  # none or one to exchange with
+        if size.element == 2 and tile.pointwise:  # with 16 to 64 units LSTM 0.48 to 0.52 us, GRU 0.42 to 0.46
+            step = max(step, 0.48 * (size.recurrent / 4) ** 0.3)
         if tile.warps == 4 and tile.cluster > 1 and not tile.pointwise:
             step *= 1.1  # 0.75 us where 12 warps took 0.65, and GRU 0.69 and 0.58, with 128 units at batch 128
         step += 0.0025 * read * multiplying / tile.warps * tile.subs
@@ -471,6 +480,9 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         # 128, 59 and 72 at 32; RNN with relu 88 and 102 with 768 at 16, 137 and 118 with 512 at 128 (60 steps, an H200)
         if tile.by_step and not size.exact:
             step += 0.2 + 1.15 * (size.recurrent < 3) + 0.0055 * products
+            if size.recurrent > 3:  # LSTM with softplus, 256 units at batch 128 1.39 and 1.48 us, TF32 itself 1.80
+                step *= 0.85 if tile.splits == 2 and tile.warps <= 8 else 1.0
+                step *= 0.82 if tile.subs > 1 and tile.pointwise else 1.0
         return begin + taken * (step + _beside(size, kind, tile))
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves
@@ -532,14 +544,20 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
 
 def _beside_options(size: Size, kind: str, tile: Tile) -> float:
     """The same of LSTM with options: one H200, steps of 50, 2026-11-23."""
-    if kind == "forward":  # all options at once: 256 units at batch 128 1.74 us, spread 1.62
-        # a mask, and resets: 512 units at batch 128 2.34 and 2.33 us, spread 2.14 and 2.16
-        slow = tile.subs > 2 and tile.pointwise > 0 and not size.drawn
-        return 0.4 * (size.many and (tile.slice > 48 or tile.tiles > 1)) + 0.25 * slow
+    if kind == "forward":  # all options at once: 512 units at batch 128 4.54 us, spread 2.67; 256 at 512 3.30 and 3.43
+        much = size.many and (tile.slice > (64 if _all_compute(tile) else 48) or tile.tiles > 1)
+        # lengths: 512 units at batch 128 2.78 us, spread 2.15, but a mask 2.05 and 2.22
+        marked = not size.drawn and (size.ragged or size.ahead > _AHEAD_OF_A_MASK or size.element == 4)
+        return 0.4 * much + 0.25 * (tile.subs > 2 and tile.pointwise > 0 and marked)
     # as one warp for each item took with 512 and 256 units at batch 32: 2.67 us, spread 2.30; 1.90 and 1.84
     if size.many and size.element == 2:
         return 0.3 + 0.02 * streamed(size, tile, kind)
     return 0.0
+
+
+def _all_compute(tile: Tile) -> bool:
+    """Forward, whether all warps of a block compute the cell, of all its sequences at once."""
+    return tile.subs == 1 and not tile.pointwise
 
 
 def _time_by_two(size: Size, tile: Tile, read: float) -> float:
@@ -556,6 +574,14 @@ def _time_by_two(size: Size, tile: Tile, read: float) -> float:
     # with scaled products a mask and most options 3.00 and 3.28, spread 3.16 and 3.41; dropout by gate, with forward,
     # 5.44 and 5.32
     time += 0.1 * (size.optional and size.many and tile.slice > 32)
+    if size.optional and size.element == 2:
+        # with 256 units: zoneout 1.41 us in clusters of 4 and 1.32 of 8 at batch 128; at 32 most options at once 1.13
+        # in clusters of 16 and 1.09 of 8, dropout by step 0.87 by 4 warps and 0.84 by 8 (an H100, as what follows)
+        widest = tile.cluster == LARGEST_CLUSTER and tile.slice == 16
+        time += 0.1 * (size.drawn and not size.bits and tile.slice > 32) + 0.1 * (size.many and widest)
+        time -= 0.08 * (size.drawn and size.back > 12 and widest and not few)
+    elif size.optional and not size.ragged:
+        time += 0.1 * few  # zoneout 0.96 us and 0.90 by 8 warps with 256 units at batch 32; lengths 0.95 and 0.98
     apart = 0.15 * (size.optional and tile.halves and tile.tiles == 2)
     return time + apart if size.bits else time - apart
 
@@ -571,6 +597,12 @@ block of the cluster, each warp above 8, 4 warps (less), each 16 units of 8 sequ
 read, and a second 8 sequences.  Fitted to LSTM and GRU on an H200, 128 to 512 units, batch 1 to 128, 349 tiles,
 2026-11-23; RNN, and what it was not fitted to, chose within 5 percent of the best of 4 to 10 that were measured.
 Exact products that are not of two float16, which options have, were not measured and are taken for the same."""
+_EARLY = 0.0021, 0.0934, 0.198, 0.0116, 0.0878, 0.0031
+"""Forward in two bytes, where all warps compute the cell and ask for a step's input before they wait for its states,
+microseconds of a step for: each block of the cluster, each warp of a split, each item of a scheduler's warps, each
+round of items, each KB that arrives and each product. Fitted to LSTM and GRU on an H100, 128 to 650 units, batch 20 to
+512, 112 tiles, 2026-11-26, to 7 percent of their times in the mean."""
+_AHEAD_OF_A_MASK = 5  # registers that a mask takes of a thread, forward: `Size.ahead`
 _FOUR_BYTES = {
     ("forward", False): (0.0, 0.0211, 0.0261, 0.351, 0.0008, 0.0, 0.0572, 0.0030),
     ("backward", False): (0.844, 0.0, 0.0206, 0.363, 0.0, 0.0, 0.0424, 0.0018),
