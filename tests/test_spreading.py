@@ -115,7 +115,7 @@ OPTIONS: dict[str, Any] = {
         ("gru", "tf32", 640, 64, None, Spread, Spread),
         ("lstm", "tf32", 256, 32, "zoneout", Tile, Tile),
         ("lstm", "tf32", 256, 128, "zoneout", Tile, Tile),
-        ("lstm", "tf32", 256, 128, "gate", Tile, Spread),
+        ("lstm", "tf32", 256, 128, "gate", Tile, Tile),
         ("lstm", "tf32", 512, 32, "zoneout", Tile, Tile),
         ("lstm", "tf32", 512, 128, "gate", Spread, Spread),
         ("lstm", "float32", 512, 32, None, Tile, Tile),
@@ -178,13 +178,17 @@ def test_plain_layers_have_more_of_their_weights_in_registers(
 
 
 @pytest.mark.parametrize("option", [*OPTIONS])
-def test_256_units_with_options_lie_in_clusters_of_four_blocks_backward(option: str) -> None:
+def test_256_units_with_options_lie_in_clusters_backward(option: str) -> None:
     """Where two warps share what of the cell they compute; before, over four blocks that exchange through L2: train
-    steps of 100 on an H200 334 us and 350 (zoneout), by step 319 and 334, by gate 361 and 381, lengths 300 and 310."""
+    steps of 100 on an H200 334 us and 350 (zoneout), by step 319 and 334, by gate 361 and 381, lengths 300 and 310.
+
+    In clusters of four and of eight blocks the loops alone took 84 us and 79 (zoneout), by step 87 and 85, by gate 86
+    and 94, lengths 83 and 83 (60 steps, an H100).
+    """
     size = size_of(library.lstm.graph, 256, 2, Features(**OPTIONS[option]))
     tile = grid.choose(size, H200, 128, 1, "backward")
     assert isinstance(tile, Tile)
-    assert (tile.cluster, tile.slice, tile.splits) == (4, 64, 2)
+    assert (tile.cluster, tile.slice, tile.splits) == ((8, 32, 2) if option in ("zoneout", "step") else (4, 64, 2))
 
 
 @pytest.mark.parametrize("element", [2, 4])
