@@ -373,6 +373,23 @@ def test_no_state_waits_behind_the_input_of_the_next_step(option: str, dtype: to
 
 @needs_tools
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cell", ["layer_norm_lstm", "gru_before"])
+def test_steps_of_several_stages_ask_for_x_while_the_first_travels(
+    cell: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """In two bytes before they wait for what the last stage sends to make the next step's state; else behind it."""
+    graph = CELLS[cell].graph
+    tile = grid.estimated(size_of(graph, 256, dtype.itemsize), H200, 32, 1, "forward")
+    assert isinstance(tile, Tile)
+    text = source.forward(graph, 256, dtype, tile, True)
+    loop = [line for line in time_loop(disassembled(text, tile, tmp_path / "kernel.cubin")) if "/*" in line]
+    asked, waits, sent = places(loop, "LDG"), places(loop, r"SYNCS\.PHASECHK\S+"), places(loop, "STAS")
+    assert (max(asked) < max(waits)) == (dtype == torch.bfloat16)
+    assert (max(asked) < max(sent)) == (dtype == torch.bfloat16)
+
+
+@needs_tools
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("units", [256, 512])
 @pytest.mark.parametrize("option", ["zoneout", "step", "mask", "reset"])
 def test_forward_asks_for_marks_and_what_was_drawn_beside_x(

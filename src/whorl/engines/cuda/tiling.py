@@ -543,7 +543,7 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
 
 
 def _beside_options(size: Size, kind: str, tile: Tile) -> float:
-    """The same of LSTM with options: one H200, steps of 50, 2026-11-23."""
+    """The same of LSTM with options: one H200, steps of 50, 2026-11-23, and one H100, steps of 60, 2026-11-26."""
     if kind == "forward":  # all options at once: 512 units at batch 128 4.54 us, spread 2.67; 256 at 512 3.30 and 3.43
         much = size.many and (tile.slice > (64 if _all_compute(tile) else 48) or tile.tiles > 1)
         # lengths: 512 units at batch 128 2.78 us, spread 2.15, but a mask 2.05 and 2.22
