@@ -4,7 +4,8 @@
 // each round, in which warps sleep: then what should be waited for and is not comes too late or is overwritten.
 //
 // Without headers of C++, which the compiler would read again for each kernel, for as long as the kernel itself takes.
-// So what launches is compiled once for all of them (OF_LAUNCH), and linked to each (OF_KERNEL).
+// So what launches, and what warps do together, is compiled once for all of them (OF_LAUNCH), and linked to each
+// (OF_KERNEL).
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -52,7 +53,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 
 namespace host {
 
-constexpr size_t STACK = 256 << 10, SHARED = 232448;
+// Stacks begin 17 lines further each, else they are all in the same few places of a cache.
+constexpr size_t STACK = (256 << 10) + 17 * 64, SHARED = 232448;
 
 // What lies in zeroed memory.
 template <class T>
@@ -115,24 +117,25 @@ inline void begin_at(Place& place, unsigned char* stack, size_t bytes, void (*en
 }
 #endif
 struct Fiber {
+  const unsigned* watched;  // null, or it waits while the bits of `mask` there are `stale`
+  unsigned mask, stale;
+  unsigned seen;  // how many words had been put as it looked last
+  bool looks;     // it waits for words that others put
+  bool begun, done;
   Place at;
   unsigned char* stack;
   Block* block;
   dim thread, of_block;
-  bool begun, done;
-  const unsigned* watched;  // null, or it waits while the bits of `mask` there are `stale`
-  unsigned mask, stale;
-  bool looks;     // it waits for words that others put
-  unsigned seen;  // how many had been put as it looked last
   List<Copy> copies;
   List<Product> products;
   int last;  // the first of those that were begun last
 };
 
+#define OF_BOTH __attribute__((visibility("hidden")))
 #ifdef OF_KERNEL
-#define SHARED_BY_PARTS extern __attribute__((visibility("hidden")))
+#define SHARED_BY_PARTS extern OF_BOTH
 #else
-#define SHARED_BY_PARTS __attribute__((visibility("hidden")))
+#define SHARED_BY_PARTS OF_BOTH
 #endif
 SHARED_BY_PARTS Place scheduler;
 SHARED_BY_PARTS Fiber* now;
@@ -141,20 +144,12 @@ SHARED_BY_PARTS Meeting of_cluster;
 SHARED_BY_PARTS unsigned threads, in_cluster, puts;
 SHARED_BY_PARTS const void* arguments_of_launch;
 
-// Lets a thread run until it yields.
-inline void resume(Fiber& f, void (*enter)()) {
-  now = &f;
-  if (!f.begun) begin_at(f.at, f.stack, STACK, enter);
-  f.begun = true;
-  go_on(&scheduler, f.at);
-}
-inline void yield() { go_on(&now->at, scheduler); }
-inline bool waits(const Fiber& f) { return f.watched && (*f.watched & f.mask) == f.stale; }
-inline void wait_while(const unsigned& word, unsigned mask, unsigned stale) {
-  now->watched = &word, now->mask = mask, now->stale = stale;
-  while (waits(*now)) yield();
-  now->watched = nullptr;
-}
+inline int lane() { return now->thread.x % 32; }
+OF_BOTH void yield();
+OF_BOTH void wait_while(const unsigned& word, unsigned mask, unsigned stale);
+// All lanes give some words; the last to come runs `act` for all.  What it leaves for a lane stays until that comes again.
+OF_BOTH unsigned* together(const unsigned* words, int count, void (*act)(Warp&));
+
 inline void come(Meeting& at, int wanted) {
   if (++at.came == wanted) at.came = 0, ++at.turn;
 }
@@ -162,17 +157,6 @@ inline void meet(Meeting& at, int wanted) {
   const unsigned turn = at.turn;
   come(at, wanted);
   wait_while(at.turn, ~0u, turn);
-}
-inline int lane() { return now->thread.x % 32; }
-// All lanes give some words; the last to come runs `act` for all.
-template <class Act>
-inline unsigned* together(const unsigned* words, int count, Act act) {
-  Warp& warp = now->block->warps[now->thread.x / 32];
-  memcpy(warp.given[lane()], words, 4 * count);
-  const unsigned turn = warp.turn;
-  if (++warp.came == 32) act(warp), warp.came = 0, ++warp.turn;
-  wait_while(warp.turn, ~0u, turn);
-  return warp.taken[lane()];
 }
 
 inline unsigned address_of(const void* p) {
@@ -198,7 +182,13 @@ inline void settle(Barrier& b) {
   if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase;
 }
 
-inline float half_to_float(unsigned short v) { _Float16 h; memcpy(&h, &v, 2); return (float)h; }
+inline float half_to_float(unsigned short v) {
+  const unsigned exponent = v & 0x7c00;
+  if (exponent && exponent != 0x7c00) return __uint_as_float((v & 0x8000u) << 16 | ((v & 0x7fffu) << 13) + (112u << 23));
+  _Float16 h;
+  memcpy(&h, &v, 2);
+  return (float)h;
+}
 inline unsigned short float_to_half(float v) { const _Float16 h = (_Float16)v; unsigned short r; memcpy(&r, &h, 2); return r; }
 inline float bfloat_to_float(unsigned short v) { return __uint_as_float((unsigned)v << 16); }
 inline unsigned short float_to_bfloat(float v) {
@@ -215,46 +205,17 @@ inline dim grid_of_launch;
 #define gridDim grid_of_launch
 
 inline void __syncthreads() { host::meet(host::now->block->meetings[0], (int)host::threads); }
-inline void __syncwarp() { host::together(nullptr, 0, [](host::Warp&) {}); }
-inline unsigned shuffle_words(unsigned value, int apart) {
-  const int mine = host::lane() ^ apart;
-  unsigned* const taken = host::together(&value, 1, [](host::Warp& w) {
-    for (int l = 0; l < 32; ++l) w.taken[l][0] = w.given[l][0];
-  });
-  const unsigned result = (taken - 8 * host::lane() + 8 * mine)[0];
-  __syncwarp();
-  return result;
-}
+OF_BOTH void __syncwarp();
+OF_BOTH unsigned shuffle_words(unsigned value, int apart);
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, int apart) { return shuffle_words(value, apart); }
 inline float __shfl_xor_sync(unsigned, float value, int apart) {
   return __uint_as_float(shuffle_words(__float_as_uint(value), apart));
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
-inline unsigned __ballot_sync(unsigned, bool value) {
-  unsigned bits = value ? 1u << host::lane() : 0u;
-  for (int apart = 16; apart > 0; apart /= 2) bits |= shuffle_words(bits, apart);
-  return bits;
-}
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
-  const unsigned result = host::together(&value, 1, [](host::Warp& w) {
-    unsigned most = 0;
-    for (int l = 0; l < 32; ++l) most = w.given[l][0] > most ? w.given[l][0] : most;
-    for (int l = 0; l < 32; ++l) w.taken[l][0] = most;
-  })[0];
-  __syncwarp();
-  return result;
-}
-inline bool __all_sync(unsigned, bool value) {
-  const unsigned word = value;
-  const bool result = host::together(&word, 1, [](host::Warp& w) {
-    unsigned all = 1;
-    for (int l = 0; l < 32; ++l) all &= w.given[l][0];
-    for (int l = 0; l < 32; ++l) w.taken[l][0] = all;
-  })[0];
-  __syncwarp();
-  return result;
-}
+OF_BOTH unsigned __ballot_sync(unsigned, bool value);
+OF_BOTH unsigned __reduce_max_sync(unsigned, unsigned value);
+inline bool __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
 inline unsigned __shfl_sync(unsigned, unsigned value, int from) { return shuffle_words(value, host::lane() ^ from); }
 inline int __shfl_sync(unsigned, int value, int from) { return shuffle_words(value, host::lane() ^ from); }
 inline float __shfl_sync(unsigned, float value, int from) {
@@ -311,37 +272,8 @@ constexpr int IN_WORD = 1;
 #endif
 #endif
 inline unsigned __cvta_generic_to_shared(const void* p) { return host::address_of(p); }
-inline void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
-  unsigned words[10] = {a.x, a.y, a.z, a.w, b.x, b.y};
-  memcpy(words + 6, sums, 16);
-  const unsigned* const taken = host::together(words, 10, [](host::Warp& w) {
-    static float left[16][16], right[16][8];
-    for (int l = 0; l < 32; ++l)
-      for (int half = 0; half < IN_WORD; ++half) {
-        const int k = l % 4 * IN_WORD + half, far = k + 4 * IN_WORD;
-        left[l / 4][k] = operand_value(w.given[l][0], half), left[l / 4 + 8][k] = operand_value(w.given[l][1], half);
-        left[l / 4][far] = operand_value(w.given[l][2], half), left[l / 4 + 8][far] = operand_value(w.given[l][3], half);
-        right[k][l / 4] = operand_value(w.given[l][4], half), right[far][l / 4] = operand_value(w.given[l][5], half);
-      }
-    for (int l = 0; l < 32; ++l)
-      for (int i = 0; i < 4; ++i) {
-        float sum = __uint_as_float(w.given[l][6 + i]);
-        for (int k = 0; k < 8 * IN_WORD; ++k) sum += left[l / 4 + i / 2 * 8][k] * right[k][l % 4 * 2 + i % 2];
-        w.taken[l][i] = __float_as_uint(sum);
-      }
-  });
-  memcpy(sums, taken, 16);
-}
-inline uint4 load_matrices(unsigned address, int count) {
-  struct Rows { int count; };
-  const Rows rows = {count};
-  const unsigned* const taken = host::together(&address, 1, [rows](host::Warp& w) {
-    for (int l = 0; l < 32; ++l)
-      for (int m = 0; m < 4; ++m)
-        w.taken[l][m] = m < rows.count ? *(unsigned*)host::at(w.given[m * 8 + l / 4][0] + l % 4 * 4) : 0;
-  });
-  return {taken[0], taken[1], taken[2], taken[3]};
-}
+OF_BOTH void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b);
+OF_BOTH uint4 load_matrices(unsigned address, int count);
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
 inline uint2 emulated_product(unsigned a, unsigned b) {
@@ -350,11 +282,6 @@ inline uint2 emulated_product(unsigned a, unsigned b) {
 }
 inline unsigned emulated_load_mark(const bool* global, bool there) { return there ? *global : 0u; }
 inline void emulated_prefetch(const void*) {}
-// Of products of four warps each warp has its own 16 rows.
-inline unsigned word_at(unsigned operand, int row, int word) {
-  const unsigned address = (operand & 0x3fff) << 4, across = (operand >> 16 & 0x3fff) << 4;
-  return *(unsigned*)host::at(address + word / 4 * across + row * 16 + word % 4 * 4);
-}
 template <int TILES>
 inline void emulated_multiply_columns(float (&sums)[TILES][4], const uint4& a, unsigned columns, bool add) {
   host::now->products.add({sums, nullptr, TILES, false, add, a, 0, columns});
@@ -376,23 +303,7 @@ inline void emulated_multiply_shared(float (&sums)[TILES][4], unsigned rows, uns
 inline void emulated_show_products() {}
 inline void emulated_begin_products() { host::now->last = host::now->products.count; }
 inline void emulated_end_products() {}
-inline void multiply_first(int count) {
-  const int lane = host::lane(), row = (int)host::now->thread.x / 32 % 4 * 16 + lane / 4, word = lane % 4;
-  for (int i = 0; i < count; ++i) {
-    const host::Product& made = host::now->products.items[i];
-    uint4 a = made.a;
-    if (made.shared)
-      a = {word_at(made.rows, row, word), word_at(made.rows, row + 8, word), word_at(made.rows, row, word + 4),
-           word_at(made.rows, row + 8, word + 4)};
-    for (int n = 0; n < made.tiles * (made.beside ? 2 : 1); ++n) {
-      float(&sums)[4] = n < made.tiles ? made.sums[n] : made.beside[n - made.tiles];
-      if (!made.add) memset(sums, 0, 16);
-      emulated_multiply_words(sums, a, {word_at(made.columns, n * 8 + lane / 4, word),
-                                        word_at(made.columns, n * 8 + lane / 4, word + 4)});
-    }
-  }
-  host::now->products.drop(count);
-}
+OF_BOTH void multiply_first(int count);
 inline void emulated_multiplied() { multiply_first(host::now->products.count); }
 inline void emulated_multiplied_but_the_last() { multiply_first(host::now->last); }
 inline void copy(unsigned to, const void* from, bool there, int bytes) {
@@ -483,6 +394,135 @@ void enter() {
 
 #ifndef OF_KERNEL
 
+// Lets a thread run until it yields.
+inline void resume(host::Fiber& f) {
+  host::now = &f;
+  if (!f.begun) host::begin_at(f.at, f.stack, host::STACK, enter);
+  f.begun = true;
+  host::go_on(&host::scheduler, f.at);
+}
+void host::yield() { go_on(&now->at, scheduler); }
+inline bool waits(const host::Fiber& f) { return f.watched && (*f.watched & f.mask) == f.stale; }
+void host::wait_while(const unsigned& word, unsigned mask, unsigned stale) {
+  now->watched = &word, now->mask = mask, now->stale = stale;
+  while (waits(*now)) yield();
+  now->watched = nullptr;
+}
+unsigned* host::together(const unsigned* words, int count, void (*act)(Warp&)) {
+  Warp& warp = now->block->warps[now->thread.x / 32];
+  for (int i = 0; i < count; ++i) warp.given[lane()][i] = words[i];
+  const unsigned turn = warp.turn;
+  if (++warp.came == 32) act(warp), warp.came = 0, ++warp.turn;
+  else wait_while(warp.turn, ~0u, turn);
+  return warp.taken[lane()];
+}
+void __syncwarp() { host::together(nullptr, 0, [](host::Warp&) {}); }
+unsigned shuffle_words(unsigned value, int apart) {
+  const unsigned words[2] = {value, (unsigned)apart};
+  return host::together(words, 2, [](host::Warp& w) {
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = w.given[l ^ w.given[l][1]][0];
+  })[0];
+}
+unsigned __ballot_sync(unsigned, bool value) {
+  const unsigned word = value;
+  return host::together(&word, 1, [](host::Warp& w) {
+    unsigned bits = 0;
+    for (int l = 0; l < 32; ++l) bits |= w.given[l][0] << l;
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = bits;
+  })[0];
+}
+unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return host::together(&value, 1, [](host::Warp& w) {
+    unsigned most = 0;
+    for (int l = 0; l < 32; ++l) most = w.given[l][0] > most ? w.given[l][0] : most;
+    for (int l = 0; l < 32; ++l) w.taken[l][0] = most;
+  })[0];
+}
+
+struct Operands {
+  float left[16][8 * IN_WORD], right[8 * IN_WORD][8];
+
+  void take_left(int lane, unsigned a, unsigned b, unsigned c, unsigned d) {
+    for (int half = 0; half < IN_WORD; ++half) {
+      const int k = lane % 4 * IN_WORD + half, far = k + 4 * IN_WORD;
+      left[lane / 4][k] = operand_value(a, half), left[lane / 4 + 8][k] = operand_value(b, half);
+      left[lane / 4][far] = operand_value(c, half), left[lane / 4 + 8][far] = operand_value(d, half);
+    }
+  }
+  void take_right(int lane, unsigned a, unsigned b) {
+    for (int half = 0; half < IN_WORD; ++half) {
+      const int k = lane % 4 * IN_WORD + half;
+      right[k][lane / 4] = operand_value(a, half), right[k + 4 * IN_WORD][lane / 4] = operand_value(b, half);
+    }
+  }
+  void add_to(float (&sums)[16][8]) const {  // in the order of k
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 8 * IN_WORD; ++k)
+        for (int column = 0; column < 8; ++column) sums[row][column] += left[row][k] * right[k][column];
+  }
+};
+inline float& of_lane(float (&sums)[16][8], int lane, int i) { return sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]; }
+void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
+  unsigned words[10] = {a.x, a.y, a.z, a.w, b.x, b.y};
+  memcpy(words + 6, sums, 16);
+  const unsigned* const taken = host::together(words, 10, [](host::Warp& w) {
+    Operands all;
+    float added[16][8];
+    for (int l = 0; l < 32; ++l) {
+      const unsigned* const given = w.given[l];
+      all.take_left(l, given[0], given[1], given[2], given[3]), all.take_right(l, given[4], given[5]);
+      for (int i = 0; i < 4; ++i) of_lane(added, l, i) = __uint_as_float(given[6 + i]);
+    }
+    all.add_to(added);
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) w.taken[l][i] = __float_as_uint(of_lane(added, l, i));
+  });
+  memcpy(sums, taken, 16);
+}
+uint4 load_matrices(unsigned address, int count) {
+  const unsigned words[2] = {address, (unsigned)count};
+  const unsigned* const taken = host::together(words, 2, [](host::Warp& w) {
+    for (int l = 0; l < 32; ++l)
+      for (unsigned m = 0; m < 4; ++m)
+        w.taken[l][m] = m < w.given[l][1] ? *(unsigned*)host::at(w.given[m * 8 + l / 4][0] + l % 4 * 4) : 0;
+  });
+  return {taken[0], taken[1], taken[2], taken[3]};
+}
+inline unsigned word_at(unsigned operand, int row, int word) {
+  const unsigned address = (operand & 0x3fff) << 4, across = (operand >> 16 & 0x3fff) << 4;
+  return *(unsigned*)host::at(address + word / 4 * across + row * 16 + word % 4 * 4);
+}
+// Of products of four warps each warp has its own 16 rows.
+void multiply_first(int count) {
+  for (int place = 0; place < count; ++place)
+    host::together((unsigned*)&place, 1, [](host::Warp& w) {
+      const host::Fiber* const lanes = host::now - host::lane();
+      const auto of = [&](int l) -> const host::Product& { return lanes[l].products.items[w.given[l][0]]; };
+      Operands all;
+      for (int l = 0; l < 32; ++l) {
+        const host::Product& made = of(l);
+        const int row = (int)host::now->thread.x / 32 % 4 * 16 + l / 4, word = l % 4;
+        if (!made.shared) all.take_left(l, made.a.x, made.a.y, made.a.z, made.a.w);
+        else
+          all.take_left(l, word_at(made.rows, row, word), word_at(made.rows, row + 8, word),
+                        word_at(made.rows, row, word + 4), word_at(made.rows, row + 8, word + 4));
+      }
+      for (int n = 0, tiles = of(0).tiles; n < tiles * (of(0).beside ? 2 : 1); ++n) {
+        const auto sums_of = [&](int l) { return n < tiles ? of(l).sums[n] : of(l).beside[n - tiles]; };
+        float added[16][8];
+        for (int l = 0; l < 32; ++l) {
+          const int row = n * 8 + l / 4, word = l % 4;
+          all.take_right(l, word_at(of(l).columns, row, word), word_at(of(l).columns, row, word + 4));
+          for (int i = 0; i < 4; ++i) of_lane(added, l, i) = of(l).add ? sums_of(l)[i] : 0.f;
+        }
+        all.add_to(added);
+        for (int l = 0; l < 32; ++l)
+          for (int i = 0; i < 4; ++i) sums_of(l)[i] = of_lane(added, l, i);
+      }
+    });
+  host::now->products.drop(count);
+}
+
 extern "C" { uint64_t order_of_threads; }  // 0: one after the other; else the generator's next number
 inline unsigned drawn(unsigned below) {
   order_of_threads = order_of_threads * 6364136223846793005u + 1442695040888963407u;
@@ -523,8 +563,8 @@ extern "C" int launch(
         const unsigned far = 16411 % all;  // a prime that is larger than the number of threads: it meets each
         const unsigned begin = any ? drawn(all) : 0, apart = !any ? 1 : drawn(2) ? far : all - far;
         bool slept = false, looks = false;
-        for (unsigned n = 0, i = begin; n < all; ++n, i = (i + apart) % all) {
-          if (fibers[i].done || host::waits(fibers[i])) continue;
+        for (unsigned n = 0, i = begin; n < all; ++n, i = i + apart < all ? i + apart : i + apart - all) {
+          if (fibers[i].done || waits(fibers[i])) continue;
           if (fibers[i].looks && fibers[i].seen == host::puts && !again) {  // it would find what it found
             looks = true;
             continue;
@@ -533,7 +573,7 @@ extern "C" int launch(
             slept = true;
             continue;
           }
-          ran = true, host::resume(fibers[i], enter);
+          ran = true, resume(fibers[i]);
           if (fibers[i].done) --left, idle = 0;
         }
         for (unsigned one = 0; any && one < sleepers; ++one)  // some sleep for long, but not where all others wait
@@ -545,8 +585,10 @@ extern "C" int launch(
         ran = ran || slept || looks;
       }
       over = left == 0;  // else they wait for each other
-      for (unsigned rank = 0; rank < cluster; ++rank)
-        for (unsigned i = shared; i < host::SHARED; ++i) within &= host::blocks[rank].shared[i] == 0xff;
+      for (unsigned rank = 0; shared < host::SHARED && rank < cluster; ++rank) {
+        const unsigned char* const rest = host::blocks[rank].shared + shared;
+        within &= *rest == 0xff && memcmp(rest, rest + 1, host::SHARED - shared - 1) == 0;  // each is as the one before
+      }
       for (unsigned i = 0; i < all; ++i) free(fibers[i].copies.items), free(fibers[i].products.items);
       free(fibers), free(asleep), free(host::blocks);
     }

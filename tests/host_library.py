@@ -11,11 +11,11 @@ from pathlib import Path
 from whorl import compiler
 
 
-def built(text: str, folder: Path, flags: Sequence[str], command: str = "", objects: Sequence[Path] = ()) -> Path:
+def built(text: str, folder: Path, flags: Sequence[str], command: str = "", objects: Sequence[Path | str] = ()) -> Path:
     """The shared library of a source in a folder, or with the flag -c the object, compiled where it is not there yet.
 
     Args:
-        objects: what it is linked with.
+        objects: what it is linked with; flags of the linker may be among them.
     """
     line = [*shlex.split(command or compiler.found()), "-std=c++17", "-w", "-shared", "-fPIC", *flags]
     key = hashlib.sha256(chr(0).join([*line, *map(str, objects), text]).encode()).hexdigest()[:24]
