@@ -12,6 +12,7 @@ import torch
 import cubins
 from cells_for_tests import CELLS
 from cubins import cubin
+from thinned import thinned
 from whorl.engines.cuda import beside, grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.overlapped import part_of
@@ -389,9 +390,10 @@ def test_steps_of_several_stages_ask_for_x_while_the_first_travels(
 
 
 @needs_tools
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("units", [256, 512])
-@pytest.mark.parametrize("option", ["zoneout", "step", "mask", "reset"])
+@pytest.mark.parametrize(
+    "option, units, dtype",
+    thinned(2, ["zoneout", "step", "mask", "reset"], [256, 512], [torch.bfloat16, torch.float32]),
+)
 def test_forward_asks_for_marks_and_what_was_drawn_beside_x(
     option: str, units: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -406,9 +408,9 @@ def test_forward_asks_for_marks_and_what_was_drawn_beside_x(
 
 
 @needs_tools
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("units", [256, 512])
-@pytest.mark.parametrize("option", ["mask", "reset"])
+@pytest.mark.parametrize(
+    "option, units, dtype", thinned(2, ["mask", "reset"], [256, 512], [torch.bfloat16, torch.float32])
+)
 def test_backward_asks_for_marks_with_the_input(option: str, units: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """What needs no gradient is computed of the input while sums travel: it would wait for a mark on its way."""
     loop = loop_with(option, "backward", units, dtype, tmp_path / "kernel.cubin")
@@ -464,9 +466,9 @@ def test_backward_knows_where_the_next_steps_input_lies(option: str, tmp_path: P
 
 
 @needs_tools
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("units", [256, 512, 1024])  # in clusters, and where blocks exchange
-@pytest.mark.parametrize("option", ["zoneout", "step"])
+@pytest.mark.parametrize(  # in clusters, and where blocks exchange
+    "option, units, kind", thinned(2, ["zoneout", "step"], [256, 512, 1024], ["backward", "forward"])
+)
 def test_what_was_drawn_is_on_its_way_to_the_cache_steps_ahead(
     option: str, units: int, kind: str, tmp_path: Path
 ) -> None:
