@@ -17,9 +17,10 @@ import emulation
 import whorl
 from comparison import in_a_graph
 from emulation import emulated
-from whorl.engines.cuda import aligned, layers, plain, prepare, products
+from whorl.engines.cuda import aligned, grid, layers, plain, prepare, products
 from whorl.engines.cuda import branch as branches
 from whorl.engines.cuda import options as options_of_calls
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip
 
 LAYERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
@@ -189,12 +190,16 @@ def test_with_options_too(name: str, capturing: bool, free: bool, folder: Path) 
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
-@pytest.mark.parametrize("norm", [False, True], ids=["", "layer norm"])
-def test_what_reads_no_gradient_is_beside_the_loop(
-    norm: bool, large: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """x without what does not count, where products are not divided too: of large layers, and behind a norm."""
+@pytest.mark.parametrize(
+    "norm, large, spread",
+    [(False, False, False), (True, False, False), (False, True, False), (True, True, False), (False, False, True)],
+    ids=["", "layer norm", "large", "large, layer norm", "blocks exchange through L2"],
+)
+def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spread: bool, folder: Path) -> None:
+    """x without what does not count, where products are not divided too: of large layers, and behind a norm.
+
+    Not beside a loop whose blocks begin when all of them can, which would wait for it.
+    """
     layer = whorl.LSTM(5, 8, 2, engine="persistent", layer_norm=norm)
     x, mask = torch.randn(3, 2, 5, requires_grad=True), torch.tensor([[1, 1], [1, 0], [0, 1]]).bool()
     note, own = Recorder(True), layers._BESIDE
@@ -214,16 +219,24 @@ def test_what_reads_no_gradient_is_beside_the_loop(
     with emulated(folder) as patch:
         patch.setattr(layers, "_BESIDE", 0 if large else own)
         patch.setattr(plain, "branch_of", lambda index: note)
+        prepare_one = grid.Grid.prepared
+        patch.setattr(grid.Grid, "prepared", lambda *given: note.done.append("prepared") or prepare_one(*given))
+        if spread:  # no tile is one of a cluster, as its backward asks
+            patch.setattr(plain, "Tile", Spread)
         for module in (prepare, options_of_calls):
             patch.setattr(module, "Kernel", Kernel)
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
         got = passes()
     assert all(map(torch.equal, got, wanted))
-    behind = [place for place, one in enumerate(note.done) if one == "cleaned on 5"]
     loops = [place for place, one in enumerate(note.done) if one.startswith("backward")]
-    assert len(behind) == 1
-    assert "fork" in note.done[: loops[0]]
-    assert note.done[loops[0] + 1] == "cleaned on 5"  # behind the loop, which needs room: else a graph begins with x
+    # behind the loop, which needs room: else a graph begins with x
+    *before, _, behind = note.done[loops[0] - 2 : loops[0] + 2]
+    assert before == ["prepared", "fork"]  # nor does it fill the GPU before weights are float16
+    if not norm and not large:  # forward's kernel alone waits for the branch
+        assert note.done.index("prepared") < note.done.index("join")
+    assert behind.startswith("cleaned")
+    assert (behind == "cleaned on 5") != spread
+    assert note.done.count("cleaned on 5") == (not spread)
     assert ("meet" in note.done) == (not norm and not large)
     assert any(one in ("meet", "join") for one in note.done[loops[0] : loops[1]])
 

@@ -49,10 +49,10 @@ COST = """
 ## What they cost
 
 A train step of one LSTM layer on engine `persistent`, as many inputs as units, time {time}: in the first row microseconds of the plain layer, below it the
-multiple of that; the GRU with its reset before the product is beside the plain GRU. {how} Of what is drawn, 5 us at the beginning of each replay are two kernels of torch, which give
+multiple of that; the GRU with its reset before the product is beside the plain GRU. {how} Of what is drawn, some 5 us at the beginning of each replay are two kernels of torch, which give
 a graph its generator's state.
 `python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
-run. `lengths` are all full: sequences that are shorter cost less. An empty cell: at that commit the engine did not take it, or it was not measured. In TF32 a layer
+run. `lengths` are all full: sequences that are shorter cost less. In TF32 a layer
 multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)); where its states have no bound, as softplus leaves them, in a cluster alone, else TF32 itself, at half the rate.
 """
 

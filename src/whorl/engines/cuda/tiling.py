@@ -424,10 +424,11 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
     """Microseconds of a step, estimated, times the number of times that the clusters fill the chip.
 
     Fitted to LSTM on an H200, 128 to 512 units, batch 1 to 512: backward 49 tiles in bfloat16, forward 47 with operands
-    of two bytes, to 5 percent in the mean; the worst are 0.51 us a step (128 units, batch 32, estimated 0.62) and 1.55
-    (256, 512; 1.90).  Of tiles with warps for the cell alone that of 512 units took 0.815 us a step at batch 32, 0.988
-    without such warps.  Two operands are taken to cost as three products.  Backward by two warps an item was measured
-    where all clusters run at once: where they take turns it is estimated as by one.
+    of two bytes, to 5 percent in the mean; the worst is 0.51 us a step (128 units, batch 32, estimated 0.62).  In two
+    bytes those whose warps all compute the cell are fitted anew: `_EARLY`.  Of tiles with warps for the cell alone that
+    of 512 units took 0.815 us a step at batch 32, 0.988 without such warps.  Two operands are taken to cost as three
+    products.  Backward by two warps an item was measured where all clusters run at once: where they take turns it is
+    estimated as by one.
     """
     taken = rounds(chip, batch, directions, tile)
     share = -(-batch // parts(chip, batch, directions, tile, kind))
@@ -544,7 +545,8 @@ def _beside(size: Size, kind: str, tile: Tile) -> float:
 
 def _beside_options(size: Size, kind: str, tile: Tile) -> float:
     """The same of LSTM with options: one H200, steps of 50, 2026-11-23, and one H100, steps of 60, 2026-11-26."""
-    if kind == "forward":  # all options at once: 512 units at batch 128 4.54 us, spread 2.67; 256 at 512 3.30 and 3.43
+    if kind == "forward":
+        # all options at once: 512 units at batch 128 4.54 us, spread 2.67 (but 256 at 512, spread too, 3.30 and 3.43)
         much = size.many and (tile.slice > (64 if _all_compute(tile) else 48) or tile.tiles > 1)
         # lengths: 512 units at batch 128 2.78 us, spread 2.15, but a mask 2.05 and 2.22
         marked = not size.drawn and (size.ragged or size.ahead > _AHEAD_OF_A_MASK or size.element == 4)
@@ -579,7 +581,8 @@ def _time_by_two(size: Size, tile: Tile, read: float) -> float:
         # in clusters of 16 and 1.09 of 8, dropout by step 0.87 by 4 warps and 0.84 by 8 (an H100, as what follows)
         widest = tile.cluster == LARGEST_CLUSTER and tile.slice == 16
         time += 0.1 * (size.drawn and not size.bits and tile.slice > 32) + 0.1 * (size.many and widest)
-        time -= 0.08 * (size.drawn and size.back > 12 and widest and not few)
+        # those of zoneout alone, which takes 6 registers, 0.81 by 4 warps and 0.82 by 8
+        time -= 0.08 * (size.drawn and size.back > 6 and widest and not few)
     elif size.optional and not size.ragged:
         time += 0.1 * few  # zoneout 0.96 us and 0.90 by 8 warps with 256 units at batch 32; lengths 0.95 and 0.98
     apart = 0.15 * (size.optional and tile.halves and tile.tiles == 2)
