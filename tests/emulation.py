@@ -10,7 +10,7 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +137,62 @@ class Stream:
         pass
 
 
+class Graphs:
+    """CUDA graphs of launches and products, captured by one thread at a time and replayed on what memory holds then."""
+
+    def __init__(self) -> None:
+        self.captured: list[Callable[[], int]] | None = None
+        self.kept: dict[int, list[Callable[[], int]]] = {}
+        self._number = 0
+        self.count()
+
+    def count(self, takes: bool = True) -> None:
+        """From here on; `takes` is whether the driver makes something of what is captured."""
+        self.made, self.replays, self.takes, self._others = 0, 0, takes, set(self.kept)
+
+    def left(self) -> int:
+        """Those that were made since, and are still there."""
+        return len(self.kept.keys() - self._others)
+
+    def do(self, what: Callable[[], int]) -> int:
+        """Now, or at each replay."""
+        if self.captured is None:
+            return what()
+        self.captured.append(what)
+        return 0
+
+    def begin(self, stream: int, mode: int) -> int:
+        assert (stream, mode, self.captured) == (CAPTURING, 2, None)
+        self.captured = []
+        return 0
+
+    def end(self, stream: int, graph: Any) -> int:
+        assert self.captured is not None
+        self.made += 1
+        self._number += 1
+        graph[0], self.kept[self._number], self.captured = self._number, self.captured, None
+        return 0
+
+    def instantiate(self, instance: Any, graph: int, flags: int) -> int:
+        if not self.takes:
+            return 801
+        instance[0], self.kept[-graph % 2**64] = -graph, self.kept[graph]
+        return 0
+
+    def destroy(self, which: int) -> int:
+        del self.kept[which]
+        return 0
+
+    def replay(self, instance: int, stream: int) -> int:
+        self.replays += 1
+        return max(what() for what in self.kept[instance])
+
+
+graphs = Graphs()
+CAPTURING = 77
+"""The stream on which they are captured."""
+
+
 def compiled(source: str, name: str, architecture: str, options: Any = (), *, folder: Path) -> bytes:
     """Where the shared library of a kernel lies."""
     host = _HOST.read_text()
@@ -261,8 +317,15 @@ def addresses(library: Any) -> tuple[int, ...]:
         kernel, given = _kernels[function], config.contents
         assert (given.block[0], given.shared) == (kernel.block, kernel.shared)
         assert [(one.id, one.value[0]) for one in given.attributes[: given.count]] == kernel.attributes
-        kernel.launch(given.grid[0], given.grid[1], ctypes.string_at(arguments[0], kernel.layout.size))
+        grid, packed = (given.grid[0], given.grid[1]), ctypes.string_at(arguments[0], kernel.layout.size)
+        return graphs.do(lambda: kernel.launch(*grid, packed) or 0)
+
+    def create_stream(stream: Any, flags: int, priority: int) -> int:
+        stream[0] = CAPTURING
         return 0
+
+    def captured(multiply: Any) -> Any:
+        return lambda *given: graphs.do(lambda: multiply(*given))
 
     def tell(device: int, stream: Any) -> int:
         stream[0] = 0
@@ -278,12 +341,23 @@ def addresses(library: Any) -> tuple[int, ...]:
     kinds = [
         (run, (refer(launch._Config), pointer, refer(pointer), pointer), number),
         (lambda context: 0, (pointer,), number),
-        (library.cublasGemmEx, one, number),
-        (library.cublasGemmStridedBatchedEx, each, number),
+        (captured(library.cublasGemmEx), one, number),
+        (captured(library.cublasGemmStridedBatchedEx), each, number),
         (library.cublasSetMathMode, (pointer, number), number),
         (lambda setup: 1, (ctypes.c_bool,), pointer),
         (tell, (number, refer(pointer)), number),
         (is_capturing, (pointer, refer(number)), number),
+        (lambda mode: 0, (refer(number),), number),
+        (lambda stream, priority: 0, (pointer, refer(number)), number),
+        (create_stream, (refer(pointer), ctypes.c_uint, number), number),
+        (graphs.begin, (pointer, number), number),
+        (graphs.end, (pointer, refer(pointer)), number),
+        (graphs.instantiate, (refer(pointer), pointer, ctypes.c_ulonglong), number),
+        (graphs.destroy, (pointer,), number),
+        (graphs.replay, (pointer, pointer), number),
+        (graphs.destroy, (pointer,), number),
+        (lambda handle, stream: 0, (pointer, pointer), number),
+        (lambda handle, at, size: 0, (pointer, pointer, ctypes.c_size_t), number),
     ]
     _callbacks.extend(ctypes.CFUNCTYPE(gives, *takes)(function) for function, takes, gives in kinds)
     return tuple(ctypes.cast(one, pointer).value or 0 for one in _callbacks[-len(kinds) :])

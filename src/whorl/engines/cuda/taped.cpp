@@ -2,7 +2,7 @@
 // memory, asked from here, and the operation of autograd around it.
 //
 // A tape is read once.  A call allocates what it says, puts the addresses of the call's tensors into arguments, and
-// launches.  Whatever needs more than that - copies of weights, gradients of gradients, gradients in batches - is left
+// launches, or replays (replayed.cpp).  Whatever needs more than that - copies of weights, gradients of gradients, gradients in batches - is left
 // to Python: a call by giving back nothing, a backward by an operation that Python implements.
 
 #include <ATen/Context.h>
@@ -101,6 +101,7 @@ struct Tape {
   int64_t slots = 0;
   std::vector<Entry> entries;
   std::vector<std::string> names;  // of kernels
+  std::unique_ptr<Passes> passes;  // where they can be replayed
 
   Tape() = default;
   Tape(at::IntArrayRef row, std::vector<std::string> names) : names(std::move(names)) {
@@ -110,6 +111,32 @@ struct Tape {
       const auto numbers = whole.some(whole.next());
       entries.push_back(read(Numbers{numbers}));
     }
+    if (is_replayable()) passes = std::make_unique<Passes>();
+  }
+
+  // Whether it is made of launches and products alone, and needs little more memory where all of it is taken ahead.
+  bool is_replayable() const {
+    constexpr int64_t LITTLE = 32 << 20;
+    std::vector<int64_t> bytes(slots, 0);
+    int64_t launches = 0, now = 0, most = 0, all = 0;
+    for (const Entry& entry : entries) switch (entry.kind) {
+        case ALLOCATE:
+          bytes[entry.slot] = c10::multiply_integers(entry.shape) * (int64_t)c10::elementSize(entry.dtype);
+          all += bytes[entry.slot];
+          most = std::max(most, now += bytes[entry.slot]);
+          break;
+        case FREE:
+          now -= bytes[entry.slot];
+          break;
+        case LAUNCH:
+        case MULTIPLY:
+        case MULTIPLY_EACH:
+          ++launches;
+          break;
+        default:
+          return false;
+      }
+    return launches > 1 && all - most <= LITTLE;
   }
 
   static Entry read(Numbers from) {
@@ -184,6 +211,7 @@ struct Functions {
   void* (*blas_handle)(bool);
   int (*current_stream)(int, void**);
   int (*is_capturing)(void*, int*);
+  Capturing capturing;
 };
 
 // A plan made ready.
@@ -198,6 +226,7 @@ struct Plan : torch::CustomClassHolder {
   std::vector<int64_t> others;    // the dtype of what else it brings, as kernels read it; -1 of what none reads
   int64_t marks = 0;              // and how many marks
   bool constant = false;          // x has no gradient
+  int64_t space = 0;              // bytes that products write to meanwhile
   std::vector<int64_t> shape, state;  // of x, and of an initial state
   int64_t where = 0;              // torch's number of the device of tensors, -1 of the host
   Tape forward, backward;
@@ -238,6 +267,47 @@ struct Plan : torch::CustomClassHolder {
     TORCH_CHECK(status == 0, "cuBLAS cannot multiply for a layer of whorl (", status, ").");
   }
 
+  void* blas() const {
+    void* const handle = functions.blas_handle(true);
+    if (own_math_mode) functions.set_math_mode(handle, 0);
+    return handle;
+  }
+
+  // The same pass as one before, where its addresses are; else one by one, and the next time as one.
+  //
+  // Args:
+  //   address: of all slots.
+  template <typename Of>
+  void launch_or_replay(const Tape& tape, void* stream, at::ArrayRef<uint64_t> address, at::Device where,
+                        const Of& of) const {
+    const auto ask = [&](void* on, void* handle) {
+      for (const Entry& entry : tape.entries)
+        if (entry.kind == LAUNCH)
+          launch(entry, tape.names.at(entry.name), on, of);
+        else if (entry.kind == MULTIPLY || entry.kind == MULTIPLY_EACH)
+          multiply(entry, handle, of);
+    };
+    std::shared_ptr<Replayed> found;
+    if (tape.passes->look(stream, address, found) == Passes::AGAIN) {
+      functions.set_context(context);  // this may be the first that the thread asks of CUDA
+      found = captured(functions.capturing, device, where, stream, blas(), space, address, ask);
+      tape.passes->keep(found);
+    }
+    if (found == nullptr) return ask(stream, blas());
+    const std::lock_guard<std::mutex> lock(found->launching);
+    int status = functions.capturing.replay(found->instance, stream);
+    if (status == 201) {
+      functions.set_context(context);
+      status = functions.capturing.replay(found->instance, stream);
+    }
+    TORCH_CHECK(status == 0, "NVIDIA's driver cannot replay a pass of ", tape.names.at(0), " (", status, ").");
+  }
+
+  bool is_capturing(void* stream) const {
+    int capturing = 0;
+    return functions.is_capturing(stream, &capturing) != 0 || capturing != 0;
+  }
+
   // Does what a tape says, and gives what its slots hold at the end.
   //
   // Args:
@@ -252,17 +322,27 @@ struct Plan : torch::CustomClassHolder {
       const uint64_t first = place.slot < 0 ? 0 : address[place.slot];
       return first == 0 ? 0 : first + place.offset;
     };
+    const auto take = [&](const Entry& entry) {
+      const auto options = at::TensorOptions(entry.dtype).device(where);
+      const uint64_t there = brought.empty() ? 0 : brought[entry.slot];
+      held[entry.slot] = there ? at::from_blob((void*)there, entry.shape, entry.steps, options)
+                               : at::empty_strided(entry.shape, entry.steps, options);
+      address[entry.slot] = (uint64_t)held[entry.slot].data_ptr();
+    };
     void *stream = nullptr, *handle = nullptr;
     TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
+    if (tape.passes && brought.empty() && !is_capturing(stream)) {  // what others own may come and go
+      for (const Entry& entry : tape.entries)
+        if (entry.kind == ALLOCATE) take(entry);
+      launch_or_replay(tape, stream, address, where, of);
+      for (const Entry& entry : tape.entries)
+        if (entry.kind == FREE) held[entry.slot].reset();
+      return held;
+    }
     for (const Entry& entry : tape.entries) switch (entry.kind) {
-        case ALLOCATE: {
-          const auto options = at::TensorOptions(entry.dtype).device(where);
-          const uint64_t there = brought.empty() ? 0 : brought[entry.slot];
-          held[entry.slot] = there ? at::from_blob((void*)there, entry.shape, entry.steps, options)
-                                   : at::empty_strided(entry.shape, entry.steps, options);
-          address[entry.slot] = (uint64_t)held[entry.slot].data_ptr();
+        case ALLOCATE:
+          take(entry);
           break;
-        }
         case FREE:
           held[entry.slot].reset();
           break;
@@ -274,10 +354,7 @@ struct Plan : torch::CustomClassHolder {
           break;
         case MULTIPLY:
         case MULTIPLY_EACH:
-          if (handle == nullptr) {
-            handle = functions.blas_handle(true);
-            if (own_math_mode) functions.set_math_mode(handle, 0);
-          }
+          if (handle == nullptr) handle = blas();
           multiply(entry, handle, of);
           break;
         case TIMES: {
@@ -438,22 +515,22 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
 
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks; the tapes, slots and
-// dtypes of `Plan`.
+// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks, bytes that products write
+// to meanwhile; the tapes, slots and dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
             at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
             std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
-  TORCH_CHECK(functions.size() == 9 && numbers.size() == 16, "a plan is made of other numbers");
+  TORCH_CHECK(functions.size() == 20 && numbers.size() == 17, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
-  static_assert(sizeof(Functions) == 8 * sizeof(int64_t), "a function has one address");
+  static_assert(sizeof(Functions) == 19 * sizeof(int64_t), "a function has one address");
   memcpy(&made->functions, functions.data(), sizeof(Functions));
-  made->context = (void*)functions[8];
+  made->context = (void*)functions[19];
   made->device = (int)numbers[0];
   made->dtype = (at::ScalarType)numbers[1];
   made->gradient = numbers[2], made->own_math_mode = numbers[3];
   made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6], made->constant = numbers[7];
   made->shape = numbers.slice(8, 3).vec(), made->state = numbers.slice(11, 3).vec(), made->where = numbers[14];
-  made->marks = numbers[15];
+  made->marks = numbers[15], made->space = numbers[16];
   made->forward = Tape(forward, std::move(forward_names)), made->backward = Tape(backward, std::move(backward_names));
   made->outputs = outputs.vec(), made->others = others.vec();
   for (size_t i = 0; i < gradients.size(); i += 3)
@@ -476,9 +553,7 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
   if (!ordinary(x) || !readable(plan.kinds, x, weights)) return false;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   void* stream = nullptr;
-  int capturing = 0;
-  if (plan.functions.current_stream(plan.device, &stream) != 0) return false;
-  return plan.functions.is_capturing(stream, &capturing) == 0 && !capturing;
+  return plan.functions.current_stream(plan.device, &stream) == 0 && !plan.is_capturing(stream);
 }
 
 Row run_plan(const c10::intrusive_ptr<Plan>& plan, c10::string_view slow, const Tensor& x, TensorList states,

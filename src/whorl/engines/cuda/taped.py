@@ -2,7 +2,8 @@
 
 Of a small layer Python takes the host longer than the GPU takes for all steps.  So where the host has a C++ compiler,
 taped.cpp is compiled once for the torch that is installed, in some 15 seconds, by a thread of its own: calls go
-through Python until it is there.  Both ways ask for the same launches and products, and give the same bits.
+through Python until it is there.  Both ways ask for the same launches and products, and give the same bits; of a pass
+whose addresses come again they are one launch, of a CUDA graph (replayed.cpp).
 """
 
 import atexit
@@ -24,13 +25,13 @@ from whorl import compiler
 from whorl.engines import host
 from whorl.engines.base import Continue
 from whorl.engines.cuda.launch import check, driver
-from whorl.engines.cuda.products import cublas
+from whorl.engines.cuda.products import cublas, workspace
 from whorl.engines.cuda.tape import Part, Tape, scalar
 from whorl.errors import CompileError, KernelError
 from whorl.problem import Call, Plan
 from whorl.settings import settings
 
-_TEXT = Path(__file__).with_name("taped.cpp")
+_TEXTS = [Path(__file__).with_name(name) for name in ("replayed.cpp", "taped.cpp")]
 _WHAT = "the calls of CUDA kernels"
 _BLAS_HANDLE = ("_ZN2at4cuda24getCurrentCUDABlasHandleEb", "_ZN2at4cuda24getCurrentCUDABlasHandleEv")
 """at::cuda::getCurrentCUDABlasHandle of a truth value, and of nothing up to torch 2.12: called with one, which that
@@ -144,7 +145,8 @@ def loaded() -> Callable[..., list[Tensor]]:
     if not compiler.found() or compiler.is_microsofts(compiler.found()):
         raise CompileError(f"no compiler that takes GCC's arguments is found: {compiler.remedy()}.")
     functions()
-    _loaded = host.load(_WHAT, _TEXT.read_text(encoding="utf-8"), shlex.join(_flags()), "set WHORL_CALLS to python")
+    text = "".join(part.read_text(encoding="utf-8") for part in _TEXTS)
+    _loaded = host.load(_WHAT, text, shlex.join(_flags()), "set WHORL_CALLS to python")
     _library = torch.library.Library("whorl_taped", "IMPL")
     for key in ("CompositeImplicitAutograd", "Batched"):  # of gradients that are many in one tensor
         _library.impl("backward", _backward, key)
@@ -182,7 +184,7 @@ def add(
         device, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
         len(problem.form.cell.states) * problem.initial, kinds, written.room, int("x" in problem.constants),
         problem.time, problem.batch, problem.form.inputs, *problem.form.state_shapes(problem.batch)[0], where,
-        written.marks,
+        written.marks, workspace(device)[0][0],
     ]  # fmt: skip
     tapes = written.forward, written.backward
     number = torch.ops.whorl_taped.add(
@@ -261,6 +263,10 @@ def functions() -> tuple[int, ...]:
     every = [
         drivers.cuLaunchKernelEx, drivers.cuCtxSetCurrent, blas.cublasGemmEx, blas.cublasGemmStridedBatchedEx,
         blas.cublasSetMathMode, *of_torch, drivers.cuStreamIsCapturing,
+        drivers.cuThreadExchangeStreamCaptureMode, drivers.cuStreamGetPriority, drivers.cuStreamCreateWithPriority,
+        drivers.cuStreamBeginCapture_v2, drivers.cuStreamEndCapture, drivers.cuGraphInstantiateWithFlags,
+        drivers.cuGraphDestroy, drivers.cuGraphLaunch, drivers.cuGraphExecDestroy,
+        blas.cublasSetStream_v2, blas.cublasSetWorkspace_v2,
     ]  # fmt: skip
     return tuple(ctypes.cast(one, ctypes.c_void_p).value or 0 for one in every)
 

@@ -1,0 +1,218 @@
+"""Passes that come again on the same addresses are replayed as one, on what memory holds then; others are not."""
+
+import shlex
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulation
+import whorl
+from tapes import X, both_ways, counted, counting, layer, trained
+from whorl.engines import host
+from whorl.engines.cuda import taped
+
+__all__ = ["counted", "layer"]  # fixtures
+pytestmark = pytest.mark.xdist_group("taped")  # as test_taped, which compiles it
+
+
+@pytest.fixture
+def graphs(counted: list[int]) -> Iterator[emulation.Graphs]:
+    """What is captured and replayed from here on, where memory comes round as torch's does on a GPU."""
+    text = Path(__file__).with_name("comes_round.cpp").read_text()
+    memory = host.load("memory that comes round", text, shlex.join(taped._flags()))
+    emulation.graphs.count()
+    memory.begin()
+    yield emulation.graphs
+    memory.end()
+    assert emulation.graphs.captured is None
+    emulation.graphs.count()
+
+
+def by_python(call: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(taped, "ready", lambda: False)
+        return call()
+
+
+class Loop:
+    """A program that trains: the same tensors, written anew before each step."""
+
+    def __init__(self, module: torch.nn.Module, *size: int) -> None:
+        self.module, self.x = module, torch.empty(size or X.shape, dtype=torch.bfloat16).requires_grad_()
+
+    def step(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for one in (self.x, *self.module.parameters()):
+                one.copy_(torch.randn(one.shape, generator=generator) / 4)
+        y, _ = self.module(self.x)
+        return [y.detach().clone(), *torch.autograd.grad(y.float().square().sum(), [self.x, *self.module.parameters()])]
+
+
+@pytest.mark.parametrize("make, layers", [(whorl.LSTM, 1), (whorl.GRU, 2)])
+def test_a_loop_is_replayed_with_what_memory_holds(
+    counted: list[int], graphs: emulation.Graphs, monkeypatch: pytest.MonkeyPatch, make: Any, layers: int
+) -> None:
+    loop = Loop(make(16, 16, layers, dtype=torch.bfloat16, engine="persistent"))
+    for seed in range(12):
+        found, before = loop.step(seed), graphs.replays
+        assert all(map(torch.equal, found, by_python(lambda seed=seed: loop.step(seed), monkeypatch)))
+        assert graphs.replays == before  # of those through Python none
+    assert len(counted) == 12
+    assert graphs.replays > 12  # of 12 forward and 12 backward
+
+
+def test_inference_is_replayed(counted: list[int], graphs: emulation.Graphs, layer: torch.nn.Module) -> None:
+    with torch.inference_mode():
+        found = [layer(X)[0].clone() for _ in range(6)]
+    assert all(torch.equal(found[0], one) for one in found)
+    assert graphs.replays >= 3
+
+
+def test_addresses_that_do_not_come_again_are_launched(
+    counted: list[int], graphs: emulation.Graphs, monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    held = []
+    for seed in range(20):
+        x = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        held.append((x, layer(x)[0]))
+    assert graphs.made == 0
+    for x, y in held:
+        assert torch.equal(y, by_python(lambda x=x: [layer(x)[0]], monkeypatch)[0])
+
+
+def test_a_thread_keeps_what_it_was_given(graphs: emulation.Graphs, layer: torch.nn.Module) -> None:
+    """Several at once, on weights that all read, each its own x."""
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        x = torch.randn(X.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+        with torch.no_grad():
+            made = [layer(x)[0].clone() for _ in range(8)]
+        wrong.extend([number] * (not all(torch.equal(made[0], one) for one in made)))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_few_are_kept(graphs: emulation.Graphs, layer: torch.nn.Module) -> None:
+    """However many addresses come round, and those that come a second time alone are not captured for ever."""
+    inputs = [X.clone() for _ in range(40)]
+    outputs = []
+    with torch.no_grad():
+        for x in inputs:
+            for _ in range(2):
+                outputs.append(layer(x)[0])  # held, so that each call has memory of its own
+                outputs.append(layer(x)[0])
+                del outputs[-1]
+                outputs.append(layer(x)[0])
+    assert 1 <= graphs.made <= 16 + graphs.replays // 4
+    assert graphs.left() <= 16
+    assert all(torch.equal(outputs[0], one) for one in outputs)
+
+
+def test_where_a_graph_is_refused_passes_are_launched(
+    counted: list[int], graphs: emulation.Graphs, monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
+) -> None:
+    graphs.count(takes=False)
+    loop = Loop(layer)
+    for seed in range(8):
+        found = loop.step(seed)
+        assert all(map(torch.equal, found, by_python(lambda seed=seed: loop.step(seed), monkeypatch)))
+    assert graphs.replays == 0
+    assert graphs.made <= 2  # forward and backward tried it once
+    assert graphs.left() == 0
+
+
+def test_what_torch_writes_within_a_pass_is_not_captured(graphs: emulation.Graphs, layer: torch.nn.Module) -> None:
+    """Of one step the gradient of a recurrent weight is cleared."""
+    x = torch.randn(1, 2, 16).bfloat16().requires_grad_()
+    loss = layer(x)[0].float().square().sum()
+    for _ in range(6):
+        torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
+    assert graphs.made == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make, units, layers", [(whorl.LSTM, 128, 1), (whorl.GRU, 650, 2), (whorl.LSTM, 1024, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_replays_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, make: Any, units: int, layers: int, dtype: torch.dtype
+) -> None:
+    """On torch's stream and another, beside other products on it."""
+    assert taped.finish() == ""
+    made: list[int] = []
+    for name in ("_run", "_run_like"):
+        monkeypatch.setattr(taped, name, counting(getattr(taped, name), made))
+    torch.manual_seed(1)
+    module = make(units, units, layers, dtype=dtype, device="cuda", engine="persistent")
+    x = torch.randn(20, 33, units, dtype=dtype, device="cuda")
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(6):
+                x.neg_()
+                both_ways(lambda: trained(module, x), made, monkeypatch)
+                x @ x.transpose(1, 2)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_the_kernels_of_a_replay_as_they_were_launched() -> None:
+    """By name, as a profiler has them."""
+    assert taped.finish() == ""
+    module = whorl.LSTM(256, 256, dtype=torch.bfloat16, device="cuda", engine="persistent")
+    x = torch.randn(20, 32, 256, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> Any:
+        y = module(x)[0]
+        return torch.autograd.grad(y, list(module.parameters()), y.detach())
+
+    with torch.profiler.profile() as first:
+        step()
+        torch.cuda.synchronize()
+    for _ in range(5):
+        step()
+    with torch.profiler.profile() as later:
+        step()
+        torch.cuda.synchronize()
+
+    def kernels(profile: torch.profiler.profile) -> list[str]:
+        return sorted(e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+
+    def launches(profile: torch.profiler.profile) -> int:
+        return sum("LaunchKernel" in event.name for event in profile.events())
+
+    assert kernels(first) == kernels(later)
+    assert launches(first) >= 7
+    assert launches(later) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("time", [20, 400])
+def test_little_more_memory_is_taken(monkeypatch: pytest.MonkeyPatch, time: int) -> None:
+    """What a pass needs meanwhile is taken ahead of it where that is little: 1.5 MB of a step here, in three layers."""
+    assert taped.finish() == ""
+    module = whorl.LSTM(512, 512, 4, dtype=torch.bfloat16, device="cuda", engine="persistent")
+    x = torch.randn(time, 128, 512, dtype=torch.bfloat16, device="cuda")
+
+    def most() -> int:
+        for _ in range(4):  # the third makes a graph, whose products have 32 MiB to write to from then on
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            module(x)[0].sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    by_tape = most()
+    with monkeypatch.context() as patch:
+        patch.setattr(taped, "ready", lambda: False)
+        assert by_tape <= most() + (32 << 20)
