@@ -9,11 +9,13 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
 
 namespace whorl {
 
@@ -50,15 +52,15 @@ struct Replayed {
   }
 };
 
-// The passes of one tape that came before: which are kept, and which were seen.
+// The passes of one tape that came before: which are kept, and which were seen.  All layers of one shape have one tape.
 class Passes {
-  static constexpr size_t MOST = 16;          // that are kept, and that are remembered
-  static constexpr int64_t BEHIND = 4;        // replays that a graph has to bring before another takes its place
-  static constexpr int64_t EVERYWHERE = 2048;  // graphs of all tapes: some tens of KB each
+  static constexpr size_t KEPT_MOST = 128, SEEN_MOST = 512;
+  static constexpr int64_t BEHIND = 4;         // replays that a graph has to bring before another takes its place
+  static constexpr int64_t EVERYWHERE = 4096;  // graphs of all tapes
 
   std::mutex changing;
-  std::array<std::shared_ptr<Replayed>, MOST> kept;
-  std::array<uint64_t, MOST> seen{};
+  std::unordered_map<uint64_t, std::shared_ptr<Replayed>> kept;  // by what `mixed` makes of a pass
+  std::vector<uint64_t> in_order, seen;
   size_t next_kept = 0, next_seen = 0;
   int64_t made = 0, replays = 0;
   bool refused = false;
@@ -71,35 +73,53 @@ class Passes {
  public:
   enum Found { NEW, AGAIN, KEPT };
 
-  // What is known of a pass; one that is new is remembered.
-  Found look(void* stream, at::ArrayRef<uint64_t> address, std::shared_ptr<Replayed>& found) {
-    uint64_t mixed = (uint64_t)stream * 0x9e3779b97f4a7c15u + 1;
-    for (const uint64_t one : address) mixed = (mixed ^ one) * 0x9e3779b97f4a7c15u, mixed ^= mixed >> 29;
-    const std::lock_guard<std::mutex> lock(changing);
-    for (const auto& one : kept)
-      if (one && one->is_of(stream, address)) {
-        found = one;
-        ++replays;
-        return KEPT;
-      }
-    if (std::find(seen.begin(), seen.end(), mixed) == seen.end()) {
-      seen[next_seen++ % MOST] = mixed;
-      return NEW;
-    }
-    const bool room = kept[next_kept % MOST] != nullptr || everywhere() < EVERYWHERE;
-    return refused || !room || made >= (int64_t)MOST + replays / BEHIND ? NEW : AGAIN;
+  static uint64_t mixed(void* stream, at::ArrayRef<uint64_t> address) {
+    uint64_t made = (uint64_t)stream + 1;
+    for (const uint64_t one : address) made = (made ^ one) * 0x9e3779b97f4a7c15u, made ^= made >> 29;
+    return made;
   }
 
-  void keep(std::shared_ptr<Replayed> one) {
+  // What is known of a pass, and where it is kept what; one that is new is remembered.
+  Found look(void* stream, at::ArrayRef<uint64_t> address, std::shared_ptr<Replayed>& found) {
+    const uint64_t which = mixed(stream, address);
     const std::lock_guard<std::mutex> lock(changing);
-    if (one == nullptr) {  // CUDA does not take it: so it is with others of the tape
+    if (const auto one = kept.find(which); one != kept.end()) {
+      if (!one->second->is_of(stream, address)) return NEW;
+      found = one->second;
+      ++replays;
+      return KEPT;
+    }
+    if (std::find(seen.begin(), seen.end(), which) == seen.end()) {
+      put(seen, next_seen, SEEN_MOST, which);
+      return NEW;
+    }
+    const bool room = in_order.size() == KEPT_MOST || everywhere() < EVERYWHERE;
+    return refused || !room || made >= (int64_t)KEPT_MOST + replays / BEHIND ? NEW : AGAIN;
+  }
+
+  // Args:
+  //   one: nothing where CUDA does not take it, as it then does no other of the tape.
+  void keep(const std::shared_ptr<Replayed>& one) {
+    const std::lock_guard<std::mutex> lock(changing);
+    if (one == nullptr) {
       refused = true;
       return;
     }
-    auto& place = kept[next_kept++ % MOST];
-    everywhere() += place == nullptr;
-    place = std::move(one);
+    const uint64_t which = mixed(one->stream, one->address);
+    if (!kept.emplace(which, one).second) return;  // another thread was faster
     ++made;
+    ++everywhere();
+    if (const auto last = put(in_order, next_kept, KEPT_MOST, which)) everywhere() -= kept.erase(*last);
+  }
+
+ private:
+  // Into a row of so many at most, in the place of the oldest, which it gives.
+  static std::optional<uint64_t> put(std::vector<uint64_t>& row, size_t& next, size_t most, uint64_t which) {
+    if (row.size() < most) {
+      row.push_back(which);
+      return {};
+    }
+    return std::exchange(row[next++ % most], which);
   }
 };
 

@@ -243,11 +243,7 @@ struct Plan : torch::CustomClassHolder {
     config.attributes = const_cast<Attribute*>(entry.attributes.data());
     config.count = (unsigned)entry.attributes.size();
     void* values = argument.data();
-    int status = functions.launch(&config, entry.function, &values, nullptr);
-    if (status == 201) {  // no context: the first that a thread asks of CUDA, as autograd's own thread may
-      functions.set_context(context);
-      status = functions.launch(&config, entry.function, &values, nullptr);
-    }
+    const int status = functions.launch(&config, entry.function, &values, nullptr);
     TORCH_CHECK(status == 0, "NVIDIA's driver cannot launch ", name, " (", status, ").");
   }
 
@@ -289,17 +285,12 @@ struct Plan : torch::CustomClassHolder {
     };
     std::shared_ptr<Replayed> found;
     if (tape.passes->look(stream, address, found) == Passes::AGAIN) {
-      functions.set_context(context);  // this may be the first that the thread asks of CUDA
       found = captured(functions.capturing, device, where, stream, blas(), space, address, ask);
       tape.passes->keep(found);
     }
     if (found == nullptr) return ask(stream, blas());
     const std::lock_guard<std::mutex> lock(found->launching);
-    int status = functions.capturing.replay(found->instance, stream);
-    if (status == 201) {
-      functions.set_context(context);
-      status = functions.capturing.replay(found->instance, stream);
-    }
+    const int status = functions.capturing.replay(found->instance, stream);
     TORCH_CHECK(status == 0, "NVIDIA's driver cannot replay a pass of ", tape.names.at(0), " (", status, ").");
   }
 
@@ -331,6 +322,7 @@ struct Plan : torch::CustomClassHolder {
     };
     void *stream = nullptr, *handle = nullptr;
     TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
+    functions.set_context(context);  // this may be the first that the thread asks of CUDA, as of autograd's own
     if (tape.passes && brought.empty() && !is_capturing(stream)) {  // what others own may come and go
       for (const Entry& entry : tape.entries)
         if (entry.kind == ALLOCATE) take(entry);
