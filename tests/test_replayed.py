@@ -201,7 +201,7 @@ def test_a_gpu_runs_the_kernels_of_a_replay_as_they_were_launched() -> None:
         return sum("LaunchKernel" in event.name for event in profile.events())
 
     assert kernels(first) == kernels(later)
-    assert launches(first) >= 7
+    assert launches(first) >= 5
     assert launches(later) == 0
 
 

@@ -56,7 +56,7 @@ struct Replayed {
 class Passes {
   static constexpr size_t KEPT_MOST = 128, SEEN_MOST = 512;
   static constexpr int64_t BEHIND = 4;         // replays that a graph has to bring before another takes its place
-  static constexpr int64_t EVERYWHERE = 4096;  // graphs of all tapes
+  static constexpr int64_t EVERYWHERE = 1024;  // graphs of all tapes: 120 took 14 MiB of a GPU
 
   std::mutex changing;
   std::unordered_map<uint64_t, std::shared_ptr<Replayed>> kept;  // by what `mixed` makes of a pass
