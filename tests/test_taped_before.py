@@ -10,7 +10,7 @@ import torch
 import whorl
 import whorl.layer as layer_file
 from comparison import flat
-from tapes import X, counted, counting, layer, trained
+from tapes import X, both_ways, counted, counting, layer, trained
 from whorl.engines.cuda import taped
 
 __all__ = ["counted", "layer"]  # fixtures
@@ -193,4 +193,87 @@ def test_what_is_wrong_is_said_after_a_call_that_is_remembered(like: list[int], 
         layer(X[..., :8])
     with pytest.raises(RuntimeError, match="Expected hidden"):
         layer(X, (torch.ones(1, 3, 16).bfloat16(), torch.ones(1, 3, 16).bfloat16()))
+    assert not like
+
+
+LENGTHS, MASK = torch.tensor([3, 2]), torch.tensor([[True, True], [False, True], [True, False]])
+MARKED = [
+    (dict(), dict(lengths=LENGTHS)),
+    (dict(), dict(mask=MASK)),
+    (dict(batch_first=True), dict(reset=~MASK.t())),
+    (dict(), dict(lengths=LENGTHS, mask=MASK, reset=~MASK)),
+    (dict(zoneout=0.3), dict()),
+    (dict(recurrent_dropout=0.3), dict(mask=MASK)),
+    (dict(recurrent_dropout=0.3, recurrent_dropout_mode="step"), dict()),
+    (dict(input_dropout=0.3, layer_norm="r c"), dict(lengths=LENGTHS)),
+]
+
+
+def drawn(layer: torch.nn.Module, x: torch.Tensor, **call: Any) -> list[torch.Tensor]:
+    """What a step gives of one seed, and what torch's generator gives after it."""
+    torch.manual_seed(4)
+    return [*trained(layer, x, **call), torch.rand(1)]
+
+
+@pytest.mark.parametrize("options, call", MARKED)
+def test_a_call_with_options_like_the_one_before_needs_no_plan(
+    like: list[int], counted: list[int], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], call: dict[str, Any]
+) -> None:
+    torch.manual_seed(2)
+    layer = whorl.LSTM(16, 16, **options, dtype=torch.bfloat16, engine="persistent")
+    x = X.transpose(0, 1) if layer.batch_first else X
+    both_ways(lambda: drawn(layer, x, **call), counted, monkeypatch)
+    first = drawn(layer, x, **call)
+    assert all(map(torch.equal, first, drawn(layer, x, **call)))
+    assert len(like) == 1  # both ways ended with a call through Python
+
+
+@pytest.mark.parametrize(
+    "options, call",
+    [
+        (dict(), dict(lengths=LENGTHS)),
+        (dict(), dict(reset=MASK)),
+        (dict(), dict(mask=MASK, reset=MASK)),
+        (dict(), dict(mask=MASK[:, :1], x=X[:, :1])),
+        (dict(), dict(mask=MASK[:, 0], x=X[:, 0])),
+        (dict(), dict(mask=MASK, reset_to=(torch.ones(1, 2, 16).bfloat16(),) * 2, reset=MASK)),
+        (dict(zoneout=0.3), dict(mask=MASK)),
+        (dict(zoneout=0.3), dict(x=X[:2])),
+        (dict(zoneout=0.3, num_layers=2, dropout=0.3), dict()),
+        (dict(weight_drop=0.3), dict()),
+    ],
+)
+def test_a_call_with_other_options_than_the_one_before_is_planned(
+    like: list[int], options: dict[str, Any], call: dict[str, Any]
+) -> None:
+    torch.manual_seed(2)
+    layer = whorl.LSTM(16, 16, **options, dtype=torch.bfloat16, engine="persistent")
+    x = call.pop("x", X)
+    wanted = drawn(copy.deepcopy(layer), x, **call)
+    drawn(layer, X, **({} if options else {"mask": MASK}))
+    found = drawn(layer, x, **call)
+    assert not like
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_what_training_drew_is_not_drawn_in_eval(like: list[int]) -> None:
+    layer = whorl.LSTM(16, 16, zoneout=0.3, dtype=torch.bfloat16, engine="persistent")
+    still = copy.deepcopy(layer).eval()
+    layer(X)
+    assert torch.equal(layer.eval()(X)[0], still(X)[0])
+    assert torch.equal(layer(X)[0], still(X)[0])
+    assert len(like) == 2
+
+
+def test_marks_that_do_not_fit_are_said_after_a_call_that_is_remembered(
+    like: list[int], layer: torch.nn.Module
+) -> None:
+    layer(X, mask=MASK)
+    with pytest.raises(whorl.InputError, match=r"mask is .*, LSTM takes \[time, batch\]"):
+        layer(X, mask=MASK[:2])
+    with pytest.raises(whorl.InputError, match="it must be bool"):
+        layer(X, mask=MASK.float())
+    layer(X, lengths=LENGTHS)
+    with pytest.raises(whorl.InputError, match="each must be from 0 to 3"):
+        layer(X, lengths=LENGTHS + 1)
     assert not like

@@ -19,7 +19,7 @@ from whorl.engines.cuda import taped
 from whorl.errors import CellError, InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
-from whorl.problem import Call, Form, Plan, kind_of, switches
+from whorl.problem import PLAIN, Call, Form, Plan, kind_of, switches
 from whorl.recurrence import Recurrence, exporting, leaf
 from whorl.stepper import Stepper
 
@@ -198,11 +198,14 @@ class Layer(Recurrence, torch.nn.Module):
             extras = Extras(lengths, mask, reset, reset_to, inputs, dropout_masks)
         if exporting():
             return self._traced(input, hx, extras is not NOTHING or return_states)
-        if extras is NOTHING and not return_states and not torch.compiler.is_compiling():
-            outputs = self._as_before(self._before, input, hx)  # which another thread may change meanwhile
+        seed = None
+        if not return_states and not torch.compiler.is_compiling():
+            outputs, seed = self._as_before(
+                self._before, input, hx, extras
+            )  # which another thread may change meanwhile
             if outputs:
                 return (outputs[0].transpose(0, 1) if self.batch_first else outputs[0]), self._pack(outputs[1:])
-        call, unsorted, batched = self._arranged(input, hx, extras)
+        call, unsorted, batched = self._arranged(input, hx, extras, seed=seed)
         y, *rest = self._outputs(call, return_states)
         count = len(self._widths)
         finals: list[Tensor] = rest[:count]
@@ -226,26 +229,44 @@ class Layer(Recurrence, torch.nn.Module):
         taped.latest.number = -1
         made = recurrent(self._form, call, self._engine, return_states)
         number = taped.latest.number
-        self._before = None if number < 0 else _Before(number, self._engine, _switches(call.x))
+        given = tuple([mark is not None for mark in call.marks[2:]])
+        self._before = None if number < 0 else _Before(number, self._engine, _switches(call.x), given)
         return made
 
-    def _as_before(self, before: "_Before | None", input: Any, hx: Any) -> Sequence[Tensor]:
+    def _as_before(
+        self, before: "_Before | None", input: Any, hx: Any, extras: Extras
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
         """The output and the final states by the plan of the call before; nothing where it may not be this one's.
 
-        That call had no options.  What it read of tensors is compared in C++, the rest here: beside kernels that do
-        nothing a forward pass of LSTM 32x30x128 takes the host 22 us so and 33 with a plan (two cores of an AMD EPYC).
+        What it read of tensors is compared in C++, the rest here: beside kernels that do nothing a forward pass of LSTM
+        32x30x128 takes the host 22 us so and 33 with a plan (two cores of an AMD EPYC).
+
+        Returns:
+            Beside that the seed, where one was drawn: torch's generator has moved.
         """
-        if before is None or type(input) is not Tensor:
-            return ()
-        random = self.training and (self._random or self.dropout)
-        if random or before.engine != self._engine:
-            return ()
+        if before is None or type(input) is not Tensor or before.engine != self._engine:
+            return (), None
+        draws = self.training and self._random
+        marked = extras.lengths is not None, extras.mask is not None, extras.reset is not None, draws
+        copies = self.training and ((self.dropout and self.num_layers > 1) or self._options.weight_drop)
+        if marked != before.marks or copies or not (extras.reset_to is extras.inputs is extras.dropout_masks is None):
+            return (), None
         if before.switches != _switches(input) or torch._C._are_functorch_transforms_active() or not taped.ready():
-            return ()
+            return (), None
         if torch.autograd.forward_ad._current_level >= 0 or autocasts(input):
-            return ()
-        x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
-        return taped.run_like(before.number, x, self._states("hx", hx, input, hx), self._weights())
+            return (), None
+        x, given, seed = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input, PLAIN, None
+        if any(marked):
+            if input.dim() != 3:
+                return (), None
+            given = marks(Axes(type(self).__name__, input, self.batch_first), extras, x.shape[0], x.shape[1])
+            seed = self._seed(x) if draws else None
+        states, tensors = self._states("hx", hx, input, hx), [mark for mark in (*given, seed) if mark is not None]
+        return taped.run_like(before.number, x, states, self._weights(), tensors), seed
+
+    def _seed(self, x: Tensor) -> Tensor:
+        """From which a call's masks are drawn, by torch's generator."""
+        return torch.randint(2**63 - 1, (), device=x.device)
 
     def plan(self, input: Any, hx: Any = None, *, return_states: bool = False, **options: Any) -> Plan:
         """The plan of this call, without running it; takes what the call takes."""
@@ -282,12 +303,13 @@ class Layer(Recurrence, torch.nn.Module):
         return self._torch.forward(self, input, hx)
 
     def _arranged(
-        self, input: Any, hx: Any, extras: Extras = NOTHING, draw: bool = True
+        self, input: Any, hx: Any, extras: Extras = NOTHING, draw: bool = True, seed: Tensor | None = None
     ) -> tuple[Call, Tensor | None, bool]:
         """A call in whorl's order of axes, how to unsort its batch, and whether there is one.
 
         Args:
             draw: whether random numbers are drawn; a plan needs none, and must not move torch's generator.
+            seed: one that was drawn already.
         """
         states = self._states("hx", hx, input, hx)
         to = self._states("reset_to", extras.reset_to)
@@ -320,12 +342,13 @@ class Layer(Recurrence, torch.nn.Module):
         call = Call(x, states, weights)
         random = self.training and (self._random or self.dropout)
         if sizes is not None or extras is not NOTHING or random or self._extra_inputs:
-            call = self._with_extras(call, Axes(who, input, self.batch_first), extras, to, sizes, draw)
+            call = self._with_extras(call, Axes(who, input, self.batch_first), extras, to, sizes, draw, seed)
         return call, unsorted, batched
 
     def _with_extras(
-        self, call: Call, axes: Axes, extras: Extras, to: tuple[Tensor, ...], sizes: Tensor | None, draw: bool
-    ) -> Call:
+        self, call: Call, axes: Axes, extras: Extras, to: tuple[Tensor, ...], sizes: Tensor | None, draw: bool,
+        seed: Tensor | None,
+    ) -> Call:  # fmt: skip
         """The call with its options, and with what is drawn for it."""
         x, weights = call.x, call.weights
         time, batch = (x.shape[0], x.shape[1]) if sizes is None else (len(sizes), _count_sequences(sizes))
@@ -354,7 +377,8 @@ class Layer(Recurrence, torch.nn.Module):
             **{f"zoneout_{state}": chance for state, chance in zip(self._widths, self._zoneouts, strict=False)},
         }
         if training and any(chance and name not in given for name, chance in drawn.items()):
-            seed = torch.randint(2**63 - 1, (), device=x.device) if draw else x.new_zeros((), dtype=torch.int64)
+            if seed is None:
+                seed = self._seed(x) if draw else x.new_zeros((), dtype=torch.int64)
             marked = marked._replace(seed=seed)
         return call._replace(
             weights=weights, dropout=tuple(dropout), reset_to=to, inputs=inputs, noise=noise, marks=marked
@@ -406,6 +430,8 @@ class _Before(NamedTuple):
     number: int
     engine: str
     switches: tuple[Any, ...]
+    marks: tuple[bool, ...]
+    """Whether lengths, a mask and resets were given, and whether anything was drawn in its loop."""
 
 
 def _switches(x: Tensor) -> tuple[Any, ...]:

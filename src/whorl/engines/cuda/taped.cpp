@@ -562,14 +562,17 @@ Row run(int64_t number, c10::string_view slow, const Tensor& x, TensorList state
   return run_plan(plan_of(number), slow, x, states, weights, others, marks);
 }
 
-// The same of a call without others; nothing where anything that a plan reads of tensors is not as this one has it.
-Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights) {
+// The same of a call without others, whose marks are those of the plan; nothing where anything that a plan reads of
+// tensors is not as this one has it.
+Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList states, TensorList weights,
+             TensorList marks) {
   const auto plan = plan_of(number);
   const auto is_like = [&](const Tensor& tensor) {
     return tensor.scalar_type() == plan->dtype && tensor.device() == x.device();
   };
   if (x.sizes() != at::IntArrayRef(plan->shape) || x.get_device() != plan->where || !is_like(x)) return {};
-  if ((int64_t)states.size() != plan->states || !plan->others.empty() || plan->marks) return {};
+  if ((int64_t)states.size() != plan->states || !plan->others.empty() || (int64_t)marks.size() != plan->marks)
+    return {};
   bool gradient = x.requires_grad();
   if (plan->gradient && gradient == plan->constant) return {};
   for (const TensorList some : {states, weights})
@@ -580,7 +583,7 @@ Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList 
   if ((gradient && at::GradMode::is_enabled()) != plan->gradient) return {};
   for (const Tensor& state : states)
     if (state.sizes() != at::IntArrayRef(plan->state)) return {};
-  return run_plan(plan, slow, x, states, weights, {}, {});
+  return run_plan(plan, slow, x, states, weights, {}, marks);
 }
 
 // The number of a plan on a GPU, which is mostly its own; else Python makes it ready there, once.
@@ -665,7 +668,7 @@ TORCH_LIBRARY(whorl_taped, library) {
               &whorl::add);
   library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others, "
               "Tensor[] marks) -> Tensor[]");
-  library.def("run_like(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights) -> Tensor[]");
+  library.def("run_like(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] marks) -> Tensor[]");
   library.def("backward(int plan, str slow, Tensor?[] grads, Tensor[] row) -> Tensor[]");  // of Python
   library.def("on(int plan, int device) -> int");  // likewise
   library.impl("run", c10::DispatchKey::CompositeImplicitAutograd, &whorl::run);

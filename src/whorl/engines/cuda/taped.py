@@ -226,11 +226,13 @@ latest = _Latest()
 """The plan of this thread's last call that went by tapes; -1 where nobody has asked since it was set so."""
 
 
-def run_like(number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def run_like(
+    number: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], marks: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """What `run` gives, where all that a plan reads of tensors is what this one was made for; nothing where not."""
     assert _run_like is not None, "a plan has this number"
     with torch._C.DisableTorchFunctionSubclass():
-        return _run_like(number, settings.of_block("slow") or "", x, states, weights)
+        return _run_like(number, settings.of_block("slow") or "", x, states, weights, marks)
 
 
 def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Sequence[Tensor]) -> list[Tensor]:
