@@ -197,8 +197,10 @@ def test_the_history_shows_the_first_results_that_have_a_case() -> None:
             outcomes["whorl-graphed"] = outcome(0.128)
     rows = {row[0]: row for row in history([newer, made()]).rows}
     assert rows["LSTM 3x128x30x512, train"][8] == "1.00 (78.1)"
-    rows = {row[0]: row for row in history([made(), newer]).rows}
-    assert rows["LSTM 3x128x30x512, train"][8] == "156 (78.1)"
+    newer.header.machine["gpu"] = "Another GPU"
+    table = history([made(), newer])
+    assert {row[0]: row for row in table.rows}["LSTM 3x128x30x512, train"][8] == "156 (78.1)"
+    assert "Another GPU" not in table.title  # none of its figures is shown
 
 
 # A page at an unchanging width is measured from outside: in a frame of another page, which runs a script of its own.

@@ -33,8 +33,8 @@ def history(measured: Sequence[Results]) -> Table | None:
     """
     there = [results for results in measured if results.header.machine.get("device") == "cuda"]
     found = {name: entry for results in reversed(there) for name, entry in results.measured.items()}
-    gpus = {results.header.machine["gpu"] for results in there}
-    rows = []
+    on = {name: str(results.header.machine["gpu"]) for results in reversed(there) for name in results.measured}
+    rows, gpus = [], set[str]()
     for cell in ("lstm", "gru"):
         for index, which in enumerate(_PASSES):
             for shape, (theano, lstm, gru) in PUBLISHED.items():
@@ -43,6 +43,7 @@ def history(measured: Sequence[Results]) -> Table | None:
                 if not any(passes):
                     continue
                 then = (str(theano[index]), str(lstm[index])) if cell == "lstm" else ("", str(gru[index]))
+                gpus |= {on[case.name] for case in cases if case.name in found}
                 now = [_example(outcomes, name, shape[1]) for name in ("torch", "whorl") for outcomes in passes]
                 ran = {str(outcomes["whorl"].engine) for outcomes in passes if "whorl" in outcomes}
                 rows.append((f"{cell.upper()} {cases[0].shape}, {which}", *then, *now, ", ".join(sorted(ran))))
@@ -50,7 +51,7 @@ def history(measured: Sequence[Results]) -> Table | None:
         return None
     columns = [f"{name} {precision}" for name in ("torch.nn (cuDNN)", "whorl") for precision in SHOWN]
     return Table(
-        f"Microseconds an example, 2017 on a {TITAN} and now on {' and '.join(sorted(map(str, gpus)))}",
+        f"Microseconds an example, 2017 on a {TITAN} and now on {' and '.join(sorted(gpus))}",
         ("layers x batch x time x units", f"Theano, {TITAN} 2017", f"cuDNN 5.1, {TITAN} 2017", *columns, "whorl ran"),
         tuple(rows),
         (
