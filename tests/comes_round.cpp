@@ -2,6 +2,7 @@
 // asks for as many bytes.
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 
 #include <cstdlib>
 #include <map>
@@ -19,6 +20,10 @@ struct ComesRound final : c10::Allocator {
     static auto* const made = new std::multimap<size_t, void*>;
     return *made;
   }
+  static size_t& refused() {
+    static size_t made = 0;
+    return made;
+  }
   static size_t& size(void* memory) { return *((size_t*)memory - 1); }
   static void give_back(void* memory) {
     if (memory == nullptr) return;
@@ -27,12 +32,15 @@ struct ComesRound final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t bytes) override {
     const std::lock_guard<std::mutex> lock(changing());
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes == 0 || bytes != refused(), "CUDA out of memory: so many bytes");
     void* memory = nullptr;
     if (const auto found = back().find(bytes); found != back().end()) {
       memory = found->second;
       back().erase(found);
     } else {
-      memory = (char*)std::aligned_alloc(64, 64 + (bytes + 63) / 64 * 64) + 64;
+      char* const whole = (char*)std::aligned_alloc(64, 64 + (bytes + 63) / 64 * 64);
+      TORCH_CHECK(whole != nullptr, "no memory");
+      memory = whole + 64;
       size(memory) = bytes;
     }
     return {memory, memory, &give_back, c10::Device(c10::DeviceType::CPU)};
@@ -49,4 +57,5 @@ extern "C" void begin() {
   before = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&comes_round, 255);
 }
+extern "C" void refuse(size_t bytes) { ComesRound::refused() = bytes; }
 extern "C" void end() { c10::SetCPUAllocator(before, 255); }

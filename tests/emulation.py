@@ -138,13 +138,49 @@ class Stream:
 
 
 class Graphs:
-    """CUDA graphs of launches and products, captured by one thread at a time and replayed on what memory holds then."""
+    """CUDA graphs of launches and products, captured by one thread at a time and replayed on what memory holds then.
+
+    What is launched, and the handle of cuBLAS, are on the stream that is captured while one is, and else on torch's;
+    what makes and destroys graphs asks the driver to let other threads be.
+    """
 
     def __init__(self) -> None:
         self.captured: list[Callable[[], int]] | None = None
         self.kept: dict[int, list[Callable[[], int]]] = {}
         self._number = 0
+        self._own = threading.local()
         self.count()
+
+    @property
+    def stream(self) -> int:
+        """On which this thread works now."""
+        return CAPTURING if self.captured is not None else 0
+
+    def take_handle(self, setup: bool) -> int:
+        self._own.stream, self._own.space = 0, 0
+        return 1
+
+    def set_stream(self, handle: int, stream: int) -> int:
+        self._own.stream, self._own.space = stream, 0
+        return 0
+
+    def set_space(self, handle: int, at: int, size: int) -> int:
+        assert at
+        assert size >= 1 << 20
+        self._own.space = at
+        return 0
+
+    def check_handle(self) -> None:
+        assert self._own.stream == (self.stream or 0)
+        assert bool(self._own.space) == bool(self.stream)
+
+    def exchange_mode(self, mode: Any) -> int:
+        before = getattr(self._own, "mode", 0)
+        self._own.mode, mode[0] = mode[0], before
+        return 0
+
+    def relaxed(self) -> bool:
+        return getattr(self._own, "mode", 0) == 2
 
     def count(self, takes: bool = True) -> None:
         """From here on; `takes` is whether the driver makes something of what is captured."""
@@ -163,6 +199,7 @@ class Graphs:
 
     def begin(self, stream: int, mode: int) -> int:
         assert (stream, mode, self.captured) == (CAPTURING, 2, None)
+        assert self.relaxed()
         self.captured = []
         return 0
 
@@ -180,6 +217,7 @@ class Graphs:
         return 0
 
     def destroy(self, which: int) -> int:
+        assert self.relaxed()
         del self.kept[which]
         return 0
 
@@ -317,6 +355,7 @@ def addresses(library: Any) -> tuple[int, ...]:
         kernel, given = _kernels[function], config.contents
         assert (given.block[0], given.shared) == (kernel.block, kernel.shared)
         assert [(one.id, one.value[0]) for one in given.attributes[: given.count]] == kernel.attributes
+        assert (given.stream or 0) == graphs.stream
         grid, packed = (given.grid[0], given.grid[1]), ctypes.string_at(arguments[0], kernel.layout.size)
         return graphs.do(lambda: kernel.launch(*grid, packed) or 0)
 
@@ -325,7 +364,15 @@ def addresses(library: Any) -> tuple[int, ...]:
         return 0
 
     def captured(multiply: Any) -> Any:
-        return lambda *given: graphs.do(lambda: multiply(*given))
+        def multiplied(*given: Any) -> int:
+            graphs.check_handle()
+            return graphs.do(lambda: multiply(*given))
+
+        return multiplied
+
+    def get_context(context: Any) -> int:
+        context[0] = 5
+        return 0
 
     def tell(device: int, stream: Any) -> int:
         stream[0] = 0
@@ -340,14 +387,15 @@ def addresses(library: Any) -> tuple[int, ...]:
     each = (pointer, *[number] * 5, pointer, *matrix, far, *matrix, far, pointer, *matrix, far, *[number] * 3)
     kinds = [
         (run, (refer(launch._Config), pointer, refer(pointer), pointer), number),
+        (get_context, (refer(pointer),), number),
         (lambda context: 0, (pointer,), number),
         (captured(library.cublasGemmEx), one, number),
         (captured(library.cublasGemmStridedBatchedEx), each, number),
         (library.cublasSetMathMode, (pointer, number), number),
-        (lambda setup: 1, (ctypes.c_bool,), pointer),
+        (graphs.take_handle, (ctypes.c_bool,), pointer),
         (tell, (number, refer(pointer)), number),
         (is_capturing, (pointer, refer(number)), number),
-        (lambda mode: 0, (refer(number),), number),
+        (graphs.exchange_mode, (refer(number),), number),
         (lambda stream, priority: 0, (pointer, refer(number)), number),
         (create_stream, (refer(pointer), ctypes.c_uint, number), number),
         (graphs.begin, (pointer, number), number),
@@ -356,11 +404,12 @@ def addresses(library: Any) -> tuple[int, ...]:
         (graphs.destroy, (pointer,), number),
         (graphs.replay, (pointer, pointer), number),
         (graphs.destroy, (pointer,), number),
-        (lambda handle, stream: 0, (pointer, pointer), number),
-        (lambda handle, at, size: 0, (pointer, pointer, ctypes.c_size_t), number),
+        (graphs.set_stream, (pointer, pointer), number),
+        (graphs.set_space, (pointer, pointer, ctypes.c_size_t), number),
     ]
     _callbacks.extend(ctypes.CFUNCTYPE(gives, *takes)(function) for function, takes, gives in kinds)
-    return tuple(ctypes.cast(one, pointer).value or 0 for one in _callbacks[-len(kinds) :])
+    own = [*_callbacks[-len(kinds) :], ctypes.pythonapi.PyGILState_Ensure, ctypes.pythonapi.PyGILState_Release]
+    return tuple(ctypes.cast(one, pointer).value or 0 for one in own)
 
 
 _callbacks: list[Any] = []

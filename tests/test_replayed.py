@@ -1,7 +1,10 @@
 """Passes that come again on the same addresses are replayed as one, on what memory holds then; others are not."""
 
+import ctypes
 import shlex
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,22 +18,33 @@ import whorl
 from tapes import X, both_ways, counted, counting, layer, trained
 from whorl.engines import host
 from whorl.engines.cuda import taped
+from whorl.engines.cuda.memory import laid_out
 
 __all__ = ["counted", "layer"]  # fixtures
 pytestmark = pytest.mark.xdist_group("taped")  # as test_taped, which compiles it
 
 
 @pytest.fixture
-def graphs(counted: list[int]) -> Iterator[emulation.Graphs]:
-    """What is captured and replayed from here on, where memory comes round as torch's does on a GPU."""
+def memory(counted: list[int]) -> Iterator[ctypes.CDLL]:
+    """Memory that comes round, as torch's does on a GPU; `refuse` has it refuse so many bytes."""
     text = Path(__file__).with_name("comes_round.cpp").read_text()
-    memory = host.load("memory that comes round", text, shlex.join(taped._flags()))
-    emulation.graphs.count()
-    memory.begin()
-    yield emulation.graphs
-    memory.end()
-    assert emulation.graphs.captured is None
-    emulation.graphs.count()
+    made = host.load("memory that comes round", text, shlex.join(taped._flags()))
+    made.refuse.argtypes = [ctypes.c_size_t]
+    made.begin()
+    yield made
+    made.refuse(0)
+    made.end()
+
+
+@pytest.fixture
+def graphs(memory: ctypes.CDLL) -> Iterator[emulation.Graphs]:
+    """What is captured and replayed from here on."""
+    made = emulation.graphs
+    made.count()
+    yield made
+    assert made.captured is None
+    assert not made.relaxed()
+    made.count()
 
 
 def by_python(call: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -113,32 +127,104 @@ def test_layers_of_one_shape_are_all_replayed(counted: list[int], graphs: emulat
     assert graphs.replays >= 40
 
 
-def test_few_are_kept(graphs: emulation.Graphs, layer: torch.nn.Module) -> None:
-    """However many addresses come round, and those that come twice alone are not captured for ever."""
-    inputs = [X.clone() for _ in range(200)]
-    outputs = []
+def rounds(layer: torch.nn.Module, inputs: list[Tensor], count: int) -> None:
+    """Inference of each in turn, and so again."""
     with torch.no_grad():
-        for x in inputs:
-            for _ in range(3):
+        for _ in range(count):
+            for x in inputs:
                 y = layer(x)[0]
-                outputs.append(y.clone())
                 del y
-    assert 100 < graphs.made <= 128 + graphs.replays // 4
-    assert graphs.left() <= 128
-    assert all(torch.equal(outputs[0], one) for one in outputs)
+
+
+def test_the_latest_are_kept() -> None:
+    """However many addresses come round; where more do than are kept, they are not captured for ever."""
+    home = Path(taped.__file__).parent
+    text = (home / "replayed.cpp").read_text() + Path(__file__).with_name("replayed_alone.cpp").read_text()
+    flags = [*taped._flags(), "-fno-gnu-unique"]  # what it remembers is its own
+    passes = host.load("what is remembered of passes", text, shlex.join(flags))
+    passes.come.argtypes = [ctypes.c_int64, ctypes.c_bool]
+    passes.begin()
+
+    def come(numbers: range, refused: bool = False) -> list[int]:
+        found = [passes.come(number, refused) for number in numbers]
+        return [found.count(kind) for kind in (0, 1, 2)]
+
+    assert come(range(1)) == [1, 0, 0]
+    assert come(range(1), refused=True) == [0, 0, 1]
+    assert come(range(1, 2)) == [1, 0, 0]
+    assert [come(range(2)) for _ in range(127)] == [[2, 0, 0]] * 127  # 255 passes after it was refused
+    assert come(range(2)) == [0, 0, 2]
+    assert come(range(2)) == [0, 2, 0]
+    assert come(range(2, 1100)) == [1098, 0, 0]
+    assert come(range(2, 1100)) == [77, 0, 1021]  # until captures have cost what is paid ahead
+    for _ in range(20):  # more than are kept, in turn
+        _, replayed, captured = come(range(2, 1100))
+        assert captured <= replayed // 8 + 1
+    assert replayed > 700
+    for _ in range(300):
+        come(range(40))  # which pay for others
+    before = passes.gone()
+    assert come(range(2000, 3500)) == [1500, 0, 0]
+    assert come(range(2000, 3500)) == [476, 0, 1024]
+    assert 1000 < passes.gone() - before <= 1024
+    assert come(range(2000, 3500))[1] == 1024
+    assert come(range(20000, 40000)) == [20000, 0, 0]  # of those 8,192 are remembered
+    assert come(range(20000, 40000)) == [20000, 0, 0]
 
 
 def test_where_a_graph_is_refused_passes_are_launched(
     counted: list[int], graphs: emulation.Graphs, monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
 ) -> None:
+    """And after many of them it is tried again."""
     graphs.count(takes=False)
     loop = Loop(layer)
     for seed in range(8):
         found = loop.step(seed)
         assert all(map(torch.equal, found, by_python(lambda seed=seed: loop.step(seed), monkeypatch)))
-    assert graphs.replays == 0
-    assert graphs.made <= 2  # forward and backward tried it once
-    assert graphs.left() == 0
+    assert (graphs.made, graphs.replays, graphs.left()) == (1, 0, 0)
+    graphs.count()
+    rounds(layer, [X], 300)
+    assert graphs.made == 1
+    assert graphs.replays > 0
+
+
+def test_where_there_is_no_room_for_products_passes_are_launched(
+    counted: list[int], memory: ctypes.CDLL, graphs: emulation.Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(taped, "workspace", lambda index: laid_out((5 << 20,), torch.uint8))
+    memory.refuse(5 << 20)
+    layer = whorl.LSTM(16, 24, dtype=torch.bfloat16, engine="persistent")
+    want = by_python(lambda: [layer(X)[0]], monkeypatch)[0]
+    with torch.no_grad():
+        assert all(torch.equal(layer(X)[0], want) for _ in range(6))
+    assert (graphs.made, graphs.replays) == (0, 0)
+    memory.refuse(0)
+    rounds(layer, [X], 300)
+    assert graphs.replays > 0
+
+
+def test_nobody_runs_python_while_a_pass_is_captured(graphs: emulation.Graphs, layer: torch.nn.Module) -> None:
+    """Another thread that waited for the whole GPU then would be refused by CUDA."""
+    seen, stop = list[bool](), threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.append(graphs.captured is not None)
+            time.sleep(1e-5)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1)  # the driver and cuBLAS of the emulation are Python, which would be interrupted
+    try:
+        rounds(layer, [X.clone() for _ in range(10)], 3)
+    finally:
+        sys.setswitchinterval(switch)
+        stop.set()
+        thread.join()
+    assert graphs.made > 0
+    assert seen
+    assert not any(seen)
 
 
 def test_what_torch_writes_within_a_pass_is_not_captured(graphs: emulation.Graphs, layer: torch.nn.Module) -> None:

@@ -200,9 +200,8 @@ class Layer(Recurrence, torch.nn.Module):
             return self._traced(input, hx, extras is not NOTHING or return_states)
         seed = None
         if not return_states and not torch.compiler.is_compiling():
-            outputs, seed = self._as_before(
-                self._before, input, hx, extras
-            )  # which another thread may change meanwhile
+            before = self._before  # which another thread may change meanwhile
+            outputs, seed = self._as_before(before, input, hx, extras)
             if outputs:
                 return (outputs[0].transpose(0, 1) if self.batch_first else outputs[0]), self._pack(outputs[1:])
         call, unsorted, batched = self._arranged(input, hx, extras, seed=seed)
@@ -230,7 +229,8 @@ class Layer(Recurrence, torch.nn.Module):
         made = recurrent(self._form, call, self._engine, return_states)
         number = taped.latest.number
         given = tuple([mark is not None for mark in call.marks[2:]])
-        self._before = None if number < 0 else _Before(number, self._engine, _switches(call.x), given)
+        like = tuple(call.x.shape), self._engine, _switches(call.x), given
+        self._before = None if number < 0 else _Before(number, *like)
         return made
 
     def _as_before(
@@ -248,7 +248,8 @@ class Layer(Recurrence, torch.nn.Module):
             return (), None
         draws = self.training and self._random
         marked = extras.lengths is not None, extras.mask is not None, extras.reset is not None, draws
-        copies = self.training and ((self.dropout and self.num_layers > 1) or self._options.weight_drop)
+        between = bool(self.dropout) and self.num_layers > 1
+        copies = self.training and (between or self._options.weight_drop > 0)
         if marked != before.marks or copies or not (extras.reset_to is extras.inputs is extras.dropout_masks is None):
             return (), None
         if before.switches != _switches(input) or torch._C._are_functorch_transforms_active() or not taped.ready():
@@ -257,7 +258,7 @@ class Layer(Recurrence, torch.nn.Module):
             return (), None
         x, given, seed = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input, PLAIN, None
         if any(marked):
-            if input.dim() != 3:
+            if input.dim() != 3 or x.shape != before.shape:  # else it would be marked, and drawn for, twice
                 return (), None
             given = marks(Axes(type(self).__name__, input, self.batch_first), extras, x.shape[0], x.shape[1])
             seed = self._seed(x) if draws else None
@@ -428,6 +429,8 @@ class _Before(NamedTuple):
     """What decided the plan of a call, beside the layer's form and tensors."""
 
     number: int
+    shape: tuple[int, ...]
+    """Of x, in whorl's order."""
     engine: str
     switches: tuple[Any, ...]
     marks: tuple[bool, ...]

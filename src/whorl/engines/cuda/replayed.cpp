@@ -9,17 +9,17 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <tuple>
 #include <unordered_map>
-#include <utility>
+#include <vector>
 
 namespace whorl {
 
-// The functions of the driver and of cuBLAS with which a graph is made, as Python found them.
+// The functions of the driver, of cuBLAS and of Python with which a graph is made, as Python found them.
 struct Capturing {
   int (*exchange_mode)(int*);
   int (*priority)(void*, int*);
@@ -32,94 +32,131 @@ struct Capturing {
   int (*destroy_instance)(void*);
   int (*set_stream)(void*, void*);
   int (*set_workspace)(void*, void*, size_t);
+  int (*hold_python)();
+  void (*let_python_go)(int);
 };
 
-// A pass, ready to be launched as one.
+// While it lives, what this thread asks of CUDA neither disturbs what other threads capture nor is disturbed by it.
+class Relaxed {
+  const Capturing& functions;
+  int mode = 2;
+
+ public:
+  explicit Relaxed(const Capturing& functions) : functions(functions) { functions.exchange_mode(&mode); }
+  ~Relaxed() { functions.exchange_mode(&mode); }
+};
+
+// While it lives, no other thread runs Python.
+class Held {
+  const Capturing& functions;
+  const int state;
+
+ public:
+  explicit Held(const Capturing& functions) : functions(functions), state(functions.hold_python()) {}
+  ~Held() { functions.let_python_go(state); }
+};
+
+// A pass: the tape that says it, where, and on what.
+struct Which {
+  const void *tape, *context, *stream;
+  std::vector<uint64_t> address;
+
+  Which(const void* tape, const void* context, const void* stream, at::ArrayRef<uint64_t> address)
+      : tape(tape), context(context), stream(stream), address(address.vec()) {}
+  bool operator==(const Which& other) const {
+    return tape == other.tape && context == other.context && stream == other.stream && address == other.address;
+  }
+};
+
+struct Mixed {
+  size_t operator()(const Which& which) const {
+    uint64_t made = 1;
+    const auto add = [&](uint64_t one) { made = (made ^ one) * 0x9e3779b97f4a7c15u, made ^= made >> 29; };
+    for (const void* one : {which.tape, which.context, which.stream}) add((uint64_t)one);
+    for (const uint64_t one : which.address) add(one);
+    return made;
+  }
+};
+
+// A pass ready to be launched as one.
 struct Replayed {
   const Capturing& functions;
-  void* stream;
-  std::vector<uint64_t> address;
   void* instance = nullptr;
   std::mutex launching;  // the driver takes one launch of it at a time
 
-  Replayed(const Capturing& functions, void* stream, at::ArrayRef<uint64_t> address)
-      : functions(functions), stream(stream), address(address.vec()) {}
-  ~Replayed() {  // one that still runs ends first: the driver sees to it
+  explicit Replayed(const Capturing& functions) : functions(functions) {}
+  ~Replayed() {  // what still runs of it ends first
+    const Relaxed relaxed(functions);
     if (instance != nullptr) functions.destroy_instance(instance);
-  }
-  bool is_of(void* other, at::ArrayRef<uint64_t> addresses) const {
-    return stream == other && addresses == at::ArrayRef<uint64_t>(address);
   }
 };
 
-// The passes of one tape that came before: which are kept, and which were seen.  All layers of one shape have one tape.
+// The passes of all tapes that came before, the latest first: those that can be replayed, and those that were seen.
 class Passes {
-  static constexpr size_t KEPT_MOST = 128, SEEN_MOST = 512;
-  static constexpr int64_t BEHIND = 4;         // replays that a graph has to bring before another takes its place
-  static constexpr int64_t EVERYWHERE = 1024;  // graphs of all tapes: 120 took 14 MiB of a GPU
+  static constexpr size_t KEPT = 1024;   // 120 of them took 14 MiB of an H100
+  static constexpr size_t SEEN = 8192;   // some hundred bytes each
+  static constexpr int64_t COSTS = 8;    // replays after which a graph has been worth its making
+  static constexpr int64_t WAITS = 256;  // passes that are launched after CUDA has refused to capture one
+
+  struct Known {
+    Which which;
+    std::shared_ptr<Replayed> graph;  // nothing where it was only seen
+  };
+  using Row = std::list<Known>;
 
   std::mutex changing;
-  std::unordered_map<uint64_t, std::shared_ptr<Replayed>> kept;  // by what `mixed` makes of a pass
-  std::vector<uint64_t> in_order, seen;
-  size_t next_kept = 0, next_seen = 0;
-  int64_t made = 0, replays = 0;
-  bool refused = false;
-
-  static std::atomic<int64_t>& everywhere() {
-    static std::atomic<int64_t> count{0};
-    return count;
-  }
+  Row kept, seen;
+  std::unordered_map<Which, Row::iterator, Mixed> at;
+  int64_t credit = COSTS * KEPT, waits = 0;
 
  public:
-  enum Found { NEW, AGAIN, KEPT };
-
-  static uint64_t mixed(void* stream, at::ArrayRef<uint64_t> address) {
-    uint64_t made = (uint64_t)stream + 1;
-    for (const uint64_t one : address) made = (made ^ one) * 0x9e3779b97f4a7c15u, made ^= made >> 29;
-    return made;
+  static Passes& all() {
+    static auto* const made = new Passes;
+    return *made;
   }
 
-  // What is known of a pass, and where it is kept what; one that is new is remembered.
-  Found look(void* stream, at::ArrayRef<uint64_t> address, std::shared_ptr<Replayed>& found) {
-    const uint64_t which = mixed(stream, address);
+  // The pass, where it can be replayed.
+  //
+  // Args:
+  //   again: gets whether it is to be captured: it was seen before, and as many replays came as captures are to bring.
+  std::shared_ptr<Replayed> find(const Which& which, bool& again) {
     const std::lock_guard<std::mutex> lock(changing);
-    if (const auto one = kept.find(which); one != kept.end()) {
-      if (!one->second->is_of(stream, address)) return NEW;
-      found = one->second;
-      ++replays;
-      return KEPT;
+    again = false;
+    if (waits > 0) --waits;
+    if (const auto found = at.find(which); found != at.end()) {
+      Row& row = found->second->graph == nullptr ? seen : kept;
+      row.splice(row.begin(), row, found->second);
+      credit = std::min(credit + (&row == &kept), COSTS * (int64_t)KEPT);
+      again = &row == &seen && waits == 0 && credit >= COSTS;
+      return found->second->graph;
     }
-    if (std::find(seen.begin(), seen.end(), which) == seen.end()) {
-      put(seen, next_seen, SEEN_MOST, which);
-      return NEW;
-    }
-    const bool room = in_order.size() == KEPT_MOST || everywhere() < EVERYWHERE;
-    return refused || !room || made >= (int64_t)KEPT_MOST + replays / BEHIND ? NEW : AGAIN;
+    seen.push_front({which, nullptr});
+    at[which] = seen.begin();
+    if (seen.size() > SEEN) at.erase(seen.back().which), seen.pop_back();
+    return nullptr;
   }
 
   // Args:
-  //   one: nothing where CUDA does not take it, as it then does no other of the tape.
-  void keep(const std::shared_ptr<Replayed>& one) {
+  //   graph: nothing where CUDA did not take it.
+  //
+  // Returns:
+  //   What had to make room, which is destroyed outside of the lock.
+  std::shared_ptr<Replayed> keep(const Which& which, std::shared_ptr<Replayed> graph) {
     const std::lock_guard<std::mutex> lock(changing);
-    if (one == nullptr) {
-      refused = true;
-      return;
+    credit -= COSTS;
+    if (graph == nullptr) {
+      waits = WAITS;
+      return nullptr;
     }
-    const uint64_t which = mixed(one->stream, one->address);
-    if (!kept.emplace(which, one).second) return;  // another thread was faster
-    ++made;
-    ++everywhere();
-    if (const auto last = put(in_order, next_kept, KEPT_MOST, which)) everywhere() -= kept.erase(*last);
-  }
-
- private:
-  // Into a row of so many at most, in the place of the oldest, which it gives.
-  static std::optional<uint64_t> put(std::vector<uint64_t>& row, size_t& next, size_t most, uint64_t which) {
-    if (row.size() < most) {
-      row.push_back(which);
-      return {};
-    }
-    return std::exchange(row[next++ % most], which);
+    const auto found = at.find(which);
+    if (found == at.end() || found->second->graph != nullptr) return graph;  // another thread was faster
+    found->second->graph = std::move(graph);
+    kept.splice(kept.begin(), seen, found->second);
+    if (kept.size() <= KEPT) return nullptr;
+    std::shared_ptr<Replayed> last = std::move(kept.back().graph);
+    at.erase(kept.back().which);
+    kept.pop_back();
+    return last;
   }
 };
 
@@ -127,7 +164,7 @@ class Passes {
 // meanwhile: torch's own is that of its handle, and what is replayed has to keep it.
 class Rooms {
   std::map<std::pair<int, int>, void*> streams;
-  std::map<std::pair<int, void*>, at::Tensor> spaces;
+  std::map<std::tuple<int, void*, int64_t>, at::Tensor> spaces;
 
  public:
   std::mutex capturing;  // one pass at a time, as they share a stream
@@ -143,43 +180,52 @@ class Rooms {
     return made;
   }
 
+  // Nothing where there is no room.
   void* space(at::Device where, int device, void* stream, int64_t bytes) {
-    auto& made = spaces[{device, stream}];
-    if (!made.defined()) made = at::empty({bytes}, at::TensorOptions(at::kByte).device(where));
+    auto& made = spaces[{device, stream, bytes}];
+    try {
+      if (!made.defined()) made = at::empty({bytes}, at::TensorOptions(at::kByte).device(where));
+    } catch (const c10::OutOfMemoryError&) {
+      return nullptr;
+    }
     return made.data_ptr();
   }
 };
 
-// A pass as `ask(stream, handle)` launches it, captured; nothing where CUDA does not take it.
+// A pass as `ask(stream)` launches it, captured; nothing where CUDA does not take it.
+//
+// No other thread runs Python meanwhile: one that waited for the whole GPU, as torch.cuda.synchronize does, would be
+// refused by CUDA while anything is captured there.
 //
 // Args:
-//   handle: of cuBLAS and this thread, as torch gives it, which sets it anew each time that it is asked for.
+//   handle: of cuBLAS and this thread, which is left to this stream and space; null where nothing is multiplied.
 //   bytes: of what products write to meanwhile.
 template <typename Ask>
 std::shared_ptr<Replayed> captured(const Capturing& functions, int device, at::Device where, void* stream,
-                                   void* handle, int64_t bytes, at::ArrayRef<uint64_t> address, const Ask& ask) {
-  constexpr int RELAXED = 2;  // what cuBLAS and other threads ask of CUDA meanwhile is their own affair
+                                   void* handle, int64_t bytes, const Ask& ask) {
+  constexpr int RELAXED = 2;  // what other threads ask of CUDA meanwhile is their own affair
+  const Held held(functions);
   Rooms& rooms = Rooms::all();
   const std::lock_guard<std::mutex> lock(rooms.capturing);
-  int mode = RELAXED, priority = 0;
-  if (functions.exchange_mode(&mode) != 0) return nullptr;
-  auto made = std::make_shared<Replayed>(functions, stream, address);
-  bool whole = false;
-  void* graph = nullptr;
-  void* const space = rooms.space(where, device, stream, bytes);
+  void* const space = handle == nullptr ? nullptr : rooms.space(where, device, stream, bytes);
+  if (handle != nullptr && space == nullptr) return nullptr;
+  const Relaxed relaxed(functions);
+  auto made = std::make_shared<Replayed>(functions);
+  int priority = 0;
   void* const on = functions.priority(stream, &priority) == 0 ? rooms.stream(functions, device, priority) : nullptr;
-  if (on != nullptr && functions.set_stream(handle, on) == 0 && functions.set_workspace(handle, space, bytes) == 0 &&
-      functions.begin(on, RELAXED) == 0) {
-    try {
-      ask(on, handle);
-      whole = true;
-    } catch (const c10::Error&) {  // launched one by one it fails too, and is seen
-    }
-    whole = functions.end(on, &graph) == 0 && whole;
+  if (on == nullptr) return nullptr;
+  if (handle != nullptr && functions.set_stream(handle, on) != 0) return nullptr;
+  if (handle != nullptr && functions.set_workspace(handle, space, bytes) != 0) return nullptr;
+  if (functions.begin(on, RELAXED) != 0) return nullptr;
+  bool whole = true;
+  try {
+    ask(on);
+  } catch (...) {  // launched one by one it fails too, and is seen
+    whole = false;
   }
-  whole = whole && functions.instantiate(&made->instance, graph, 0) == 0;
+  void* graph = nullptr;
+  whole = functions.end(on, &graph) == 0 && whole && functions.instantiate(&made->instance, graph, 0) == 0;
   if (graph != nullptr) functions.destroy(graph);
-  functions.exchange_mode(&mode);
   return whole ? made : nullptr;
 }
 

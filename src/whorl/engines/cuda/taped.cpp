@@ -2,8 +2,9 @@
 // memory, asked from here, and the operation of autograd around it.
 //
 // A tape is read once.  A call allocates what it says, puts the addresses of the call's tensors into arguments, and
-// launches, or replays (replayed.cpp).  Whatever needs more than that - copies of weights, gradients of gradients, gradients in batches - is left
-// to Python: a call by giving back nothing, a backward by an operation that Python implements.
+// launches, or replays (replayed.cpp).  Whatever needs more than that - copies of weights, gradients of gradients,
+// gradients in batches - is left to Python: a call by giving back nothing, a backward by an operation that Python
+// implements.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -101,7 +102,7 @@ struct Tape {
   int64_t slots = 0;
   std::vector<Entry> entries;
   std::vector<std::string> names;  // of kernels
-  std::unique_ptr<Passes> passes;  // where they can be replayed
+  bool replayable = false, multiplies = false;
 
   Tape() = default;
   Tape(at::IntArrayRef row, std::vector<std::string> names) : names(std::move(names)) {
@@ -111,31 +112,30 @@ struct Tape {
       const auto numbers = whole.some(whole.next());
       entries.push_back(read(Numbers{numbers}));
     }
-    if (is_replayable()) passes = std::make_unique<Passes>();
+    replayable = is_replayable();
+    multiplies = std::any_of(entries.begin(), entries.end(), is_product);
   }
+
+  static bool is_product(const Entry& entry) { return entry.kind == MULTIPLY || entry.kind == MULTIPLY_EACH; }
 
   // Whether it is made of launches and products alone, and needs little more memory where all of it is taken ahead.
   bool is_replayable() const {
     constexpr int64_t LITTLE = 32 << 20;
     std::vector<int64_t> bytes(slots, 0);
     int64_t launches = 0, now = 0, most = 0, all = 0;
-    for (const Entry& entry : entries) switch (entry.kind) {
-        case ALLOCATE:
-          bytes[entry.slot] = c10::multiply_integers(entry.shape) * (int64_t)c10::elementSize(entry.dtype);
-          all += bytes[entry.slot];
-          most = std::max(most, now += bytes[entry.slot]);
-          break;
-        case FREE:
-          now -= bytes[entry.slot];
-          break;
-        case LAUNCH:
-        case MULTIPLY:
-        case MULTIPLY_EACH:
-          ++launches;
-          break;
-        default:
-          return false;
+    for (const Entry& entry : entries) {
+      if (entry.kind == ALLOCATE) {
+        bytes[entry.slot] = c10::multiply_integers(entry.shape) * (int64_t)c10::elementSize(entry.dtype);
+        all += bytes[entry.slot];
+        most = std::max(most, now += bytes[entry.slot]);
+      } else if (entry.kind == FREE) {
+        now -= bytes[entry.slot];
+      } else if (entry.kind == LAUNCH || is_product(entry)) {
+        ++launches;
+      } else {
+        return false;
       }
+    }
     return launches > 1 && all - most <= LITTLE;
   }
 
@@ -202,6 +202,7 @@ struct Tape {
 // The functions of the driver, of cuBLAS and of torch that a pass calls, as Python found them.
 struct Functions {
   int (*launch)(const Config*, void*, void**, void**);
+  int (*get_context)(void**);
   int (*set_context)(void*);
   int (*multiply)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
                   const void*, void*, int, int, int, int);
@@ -269,29 +270,48 @@ struct Plan : torch::CustomClassHolder {
     return handle;
   }
 
+  // That of this thread; torch's where it has none, as autograd's own thread before its first call of CUDA.
+  void* current_context() const {
+    void* current = nullptr;
+    if (functions.get_context(&current) == 0 && current != nullptr) return current;
+    functions.set_context(context);
+    return context;
+  }
+
   // The same pass as one before, where its addresses are; else one by one, and the next time as one.
   //
   // Args:
   //   address: of all slots.
   template <typename Of>
-  void launch_or_replay(const Tape& tape, void* stream, at::ArrayRef<uint64_t> address, at::Device where,
-                        const Of& of) const {
-    const auto ask = [&](void* on, void* handle) {
+  void launch_or_replay(const Tape& tape, void* current, void* stream, at::ArrayRef<uint64_t> address,
+                        at::Device where, const Of& of) const {
+    void* handle = nullptr;
+    const auto take_handle = [&] {
+      if (tape.multiplies) handle = blas();
+    };
+    const auto ask = [&](void* on) {
       for (const Entry& entry : tape.entries)
         if (entry.kind == LAUNCH)
           launch(entry, tape.names.at(entry.name), on, of);
-        else if (entry.kind == MULTIPLY || entry.kind == MULTIPLY_EACH)
+        else if (Tape::is_product(entry))
           multiply(entry, handle, of);
     };
-    std::shared_ptr<Replayed> found;
-    if (tape.passes->look(stream, address, found) == Passes::AGAIN) {
-      found = captured(functions.capturing, device, where, stream, blas(), space, address, ask);
-      tape.passes->keep(found);
+    const Which which(&tape, current, stream, address);
+    bool again = false;
+    auto found = Passes::all().find(which, again);
+    if (again) {
+      take_handle();
+      found = captured(functions.capturing, device, where, stream, handle, space, ask);
+      Passes::all().keep(which, found);
+      take_handle();  // as torch has it: stream and space too
     }
-    if (found == nullptr) return ask(stream, blas());
+    if (found == nullptr) {
+      if (!again) take_handle();
+      return ask(stream);
+    }
     const std::lock_guard<std::mutex> lock(found->launching);
     const int status = functions.capturing.replay(found->instance, stream);
-    TORCH_CHECK(status == 0, "NVIDIA's driver cannot replay a pass of ", tape.names.at(0), " (", status, ").");
+    TORCH_CHECK(status == 0, "NVIDIA's driver cannot replay a pass of a layer of whorl (", status, ").");
   }
 
   bool is_capturing(void* stream) const {
@@ -322,11 +342,11 @@ struct Plan : torch::CustomClassHolder {
     };
     void *stream = nullptr, *handle = nullptr;
     TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
-    functions.set_context(context);  // this may be the first that the thread asks of CUDA, as of autograd's own
-    if (tape.passes && brought.empty() && !is_capturing(stream)) {  // what others own may come and go
+    void* const current = current_context();
+    if (tape.replayable && brought.empty() && !is_capturing(stream)) {  // what others own may come and go
       for (const Entry& entry : tape.entries)
         if (entry.kind == ALLOCATE) take(entry);
-      launch_or_replay(tape, stream, address, where, of);
+      launch_or_replay(tape, current, stream, address, where, of);
       for (const Entry& entry : tape.entries)
         if (entry.kind == FREE) held[entry.slot].reset();
       return held;
@@ -507,16 +527,16 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
 
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
-// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks, bytes that products write
-// to meanwhile; the tapes, slots and dtypes of `Plan`.
+// of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks, bytes that products
+// write to meanwhile; the tapes, slots and dtypes of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
             at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
             std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
-  TORCH_CHECK(functions.size() == 20 && numbers.size() == 17, "a plan is made of other numbers");
+  TORCH_CHECK(functions.size() == 23 && numbers.size() == 17, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
-  static_assert(sizeof(Functions) == 19 * sizeof(int64_t), "a function has one address");
+  static_assert(sizeof(Functions) == 22 * sizeof(int64_t), "a function has one address");
   memcpy(&made->functions, functions.data(), sizeof(Functions));
-  made->context = (void*)functions[19];
+  made->context = (void*)functions[22];
   made->device = (int)numbers[0];
   made->dtype = (at::ScalarType)numbers[1];
   made->gradient = numbers[2], made->own_math_mode = numbers[3];

@@ -263,18 +263,22 @@ def functions() -> tuple[int, ...]:
         raise CompileError(f"this torch does not have what compiled calls ask of it ({error}).") from None
     drivers, blas = driver(), cublas()
     every = [
-        drivers.cuLaunchKernelEx, drivers.cuCtxSetCurrent, blas.cublasGemmEx, blas.cublasGemmStridedBatchedEx,
+        drivers.cuLaunchKernelEx, drivers.cuCtxGetCurrent, drivers.cuCtxSetCurrent,
+        blas.cublasGemmEx, blas.cublasGemmStridedBatchedEx,
         blas.cublasSetMathMode, *of_torch, drivers.cuStreamIsCapturing,
         drivers.cuThreadExchangeStreamCaptureMode, drivers.cuStreamGetPriority, drivers.cuStreamCreateWithPriority,
         drivers.cuStreamBeginCapture_v2, drivers.cuStreamEndCapture, drivers.cuGraphInstantiateWithFlags,
         drivers.cuGraphDestroy, drivers.cuGraphLaunch, drivers.cuGraphExecDestroy,
         blas.cublasSetStream_v2, blas.cublasSetWorkspace_v2,
+        ctypes.pythonapi.PyGILState_Ensure, ctypes.pythonapi.PyGILState_Release,
     ]  # fmt: skip
     return tuple(ctypes.cast(one, ctypes.c_void_p).value or 0 for one in every)
 
 
 def _context() -> int:
-    """Of the driver, on this thread."""
+    """Of the driver, on this thread; torch's where it has none yet."""
     found = ctypes.c_void_p()
     check(driver().cuCtxGetCurrent(ctypes.byref(found)), "tell its context")
+    if not found.value:
+        check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(found), torch._C._cuda_getDevice()), "make its context")
     return found.value or 0
