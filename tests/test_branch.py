@@ -241,6 +241,23 @@ def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spre
     assert any(one in ("meet", "join") for one in note.done[loops[0] : loops[1]])
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("mode, count", [("shared", 2), ("step", 2), ("gate", 3), (None, 2)])
+def test_gates_beside_each_other_are_multiplied_at_once(mode: str | None, count: int, folder: Path) -> None:
+    """r and z of GRU with the reset before the product: n's is inside the step, and masks by gate are apart."""
+    options = {} if mode is None else dict(recurrent_dropout=0.3, recurrent_dropout_mode=mode)
+    layer = whorl.GRU(5, 8, engine="persistent", reset_after=False, bias=False, **options)
+    x, wide = torch.randn(3, 2, 5, requires_grad=True), list[int]()
+    with emulated(folder):
+        library = products.cublas()
+        multiply = library.cublasGemmEx
+        library.cublasGemmEx = lambda *given: wide.append(given[4].value) or multiply(*given)
+        y = layer(x)[0].sum()
+        wide.clear()
+        y.backward()
+    assert len(wide) == 2 + count  # with those of x and of its weights
+
+
 def noting(product: Callable[..., Tensor], done: list[str], on: list[str]) -> Callable[..., Tensor]:
     """A product that says on which stream it is."""
 

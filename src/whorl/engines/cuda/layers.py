@@ -508,11 +508,19 @@ def blocks_of(saving: source.Saving, joined: bool = True) -> list[tuple[bool, in
     found: list[tuple[bool, int, int, int]] = []
     for recurrent in range(len(saving.apart) + sum(place >= 0 for place in saving.sums)):
         apart = recurrent in saving.apart
-        place = (saving.apart if apart else saving.sums).index(recurrent)
-        if joined and found and found[-1][0] == apart and found[-1][1] + found[-1][2] == place:
-            found[-1] = (apart, found[-1][1], found[-1][2] + 1, found[-1][3])
+        found.append((apart, (saving.apart if apart else saving.sums).index(recurrent), 1, recurrent))
+    return neighbours(found) if joined else found
+
+
+def neighbours(blocks: Sequence[tuple[bool, int, int, int]]) -> list[tuple[bool, int, int, int]]:
+    """Those of `blocks_of` that lie one behind the other as one, there and among the recurrent gates."""
+    found: list[tuple[bool, int, int, int]] = []
+    for apart, place, count, recurrent in blocks:
+        last = found[-1] if found else (not apart, 0, 0, 0)
+        if (last[0], last[1] + last[2], last[3] + last[2]) == (apart, place, recurrent):
+            found[-1] = (apart, last[1], last[2] + count, last[3])
         else:
-            found.append((apart, place, 1, recurrent))
+            found.append((apart, place, count, recurrent))
     return found
 
 

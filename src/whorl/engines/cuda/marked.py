@@ -197,8 +197,7 @@ class Marked(Plain):
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
         at_once = at_once and self.links is None and better_together(len(self.gates), units, rows, element)
         self._of_whole: list[OfWhole] = []
-        by_gate = self._gatewise and not at_once and self.links is None  # of links each has one gate as it is
-        for is_apart, first, count, into in self.gates if by_gate else self._of_state():
+        for is_apart, first, count, into in self._of_state(joined=at_once or not self._gatewise):
             wide, step = count * units, units * len(self.saving.apart if is_apart else self.cell.gates)
             if at_once:  # one gate's product is too small for a whole GPU
                 apart = units, rows * units, units * units
@@ -218,7 +217,7 @@ class Marked(Plain):
         if not self._gatewise:
             state = buffers or [base + place for place in before]
             return Entered(state if self._features.before else (), self._inside_of(layer, base))
-        leaves = len(self.gates) if self.links is None else len(self._of_state())  # the first gates
+        leaves = len(self.gates) if self.links is None else len(self._of_state(joined=False))  # the first gates
         of_state, of_inner = list[Tensor](), list[list[Tensor]]()
         (_, masks), scale = options.noise(layer), options.noise_scale(layer)
         for mask, at, places in zip(masks, before, self._inside_of(layer, 0), strict=True):

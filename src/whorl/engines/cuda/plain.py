@@ -19,7 +19,7 @@ from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.branch import Branch, branch_of
 from whorl.engines.cuda.input_products import InputProducts
-from whorl.engines.cuda.layers import address, leaves_room, pair, plain
+from whorl.engines.cuda.layers import address, leaves_room, neighbours, pair, plain
 from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.places import Places, Room
@@ -177,11 +177,12 @@ class Plain(Places):
             self._of_hh.append(OfSome(is_apart, *places, over, start))
         self._of_inner = self._products_inside()
 
-    def _of_state(self) -> list[tuple[bool, int, int, int]]:
-        """Those of `blocks` whose product is with the first state, before the step."""
+    def _of_state(self, joined: bool = True) -> list[tuple[bool, int, int, int]]:
+        """Those of `blocks_of` whose product is with the first state, before the step."""
         if self.links is None:
-            return self.blocks
-        return [block for link, block in zip(self.links, self.gates, strict=True) if not link.round]
+            return self.blocks if joined else self.gates
+        found = [block for link, block in zip(self.links, self.gates, strict=True) if not link.round]
+        return neighbours(found) if joined else found
 
     def _products_inside(self) -> list[OfInner]:
         """The gradients of the weights whose product is inside the step."""
