@@ -17,7 +17,7 @@ import emulation
 import whorl
 from comparison import in_a_graph
 from emulation import emulated
-from whorl.engines.cuda import aligned, grid, layers, plain, prepare, products
+from whorl.engines.cuda import aligned, grid, layers, persistent, plain, prepare, products
 from whorl.engines.cuda import branch as branches
 from whorl.engines.cuda import options as options_of_calls
 from whorl.engines.cuda.spreading import Spread
@@ -133,9 +133,8 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
             loop, first, *rest = note.done[begun : note.done.index("meet", begun)]
             assert not loop.endswith("on 5")
             assert all(one == "masked on 5" for one in (first, *rest))
-    if "by step" in name:  # forward beside the product with x, backward before its kernel
-        drawn = [one.endswith("on 5") for one in note.done if one.startswith("draw")]
-        assert drawn == [forked, False]
+    if "by step" in name:  # forward beside the product with x, and what it drew is there for backward
+        assert [one.endswith("on 5") for one in note.done if one.startswith("draw")] == [forked]
     met = [place for place, one in enumerate(note.done) if one == "meet"]
     assert [note.done[place + 1] for place in met] == ["space"] * (forked * count)
     open_ = False
@@ -239,6 +238,67 @@ def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spre
     assert note.done.count("cleaned on 5") == (not spread)
     assert ("meet" in note.done) == (not norm and not large)
     assert any(one in ("meet", "join") for one in note.done[loops[0] : loops[1]])
+
+
+DRAWS: dict[str, tuple[dict[str, Any], dict[str, Tensor], list[str]]] = {
+    "by gate": (dict(recurrent_dropout=0.3), {}, ["draw_masks"]),
+    "shared": (dict(recurrent_dropout=0.3, recurrent_dropout_mode="shared"), {}, ["draw_masks"]),
+    "of x": (dict(input_dropout=0.3), {}, ["draw_masks"]),
+    "by step": (dict(recurrent_dropout=0.3, recurrent_dropout_mode="step"), {}, ["draw_bits_step"]),
+    "lengths, zoneout": (
+        dict(zoneout=0.3), {"lengths": torch.tensor([2, 3, 0, 1, 3, 3, 2, 1, 3])},
+        ["draw_bits_zoneout01_of_2", "order_by_length"],
+    ),
+    "lengths": ({}, {"lengths": torch.tensor([2, 3, 0, 1, 3, 3, 2, 1, 3])}, ["order_by_length"]),
+}  # fmt: skip
+"""Options and marks of a call, and the kernels that draw and sort for it."""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("few", [True, False], ids=["", "of many steps"])
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_and_sorted_once(
+    name: str, large: bool, few: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward leaves it to backward, but for bits of many steps; and makes it beside the product, but for bits of a
+    large layer, and masks of x, which the product reads."""
+    options, marks, once = DRAWS[name]
+    layer = whorl.LSTM(5, 8, engine="persistent", **options)
+    x, note = torch.randn(3, 9, 5, requires_grad=True), Recorder(True)
+    monkeypatch.setattr(Chip, "resident", lambda *_: 2)  # forward and backward may deal sequences to other clusters
+
+    def passes() -> list[Tensor]:
+        torch.manual_seed(5)
+        y = layer(x, **marks)[0]
+        note.done.append("backward")
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+    class Kernel(emulation.Kernel):
+        def __call__(self, stream: int, *given: Any) -> None:
+            note.done.append(f"{self.name} on {stream}")
+            super().__call__(stream, *given)
+
+    with emulated(folder) as patch:
+        patch.setattr(persistent, "is_marked", lambda problem: False)
+        wanted = passes()  # by `Layers`, which draws and sorts in each pass
+    note.done.clear()
+    with emulated(folder) as patch:
+        patch.setattr(layers, "_BESIDE", 0 if large else layers._BESIDE)
+        patch.setattr(options_of_calls, "_SHARED", options_of_calls._SHARED if few else 0)
+        patch.setattr(plain, "branch_of", lambda index: note)
+        patch.setattr(options_of_calls, "Kernel", Kernel)
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+        got = passes()
+    assert all(map(torch.equal, got, wanted))
+    between = note.done.index("backward")
+    passed = note.done[:between], note.done[between:]
+    made = [[one for one in part if one.startswith(("draw", "order"))] for part in passed]
+    bits = any(one.startswith("draw_bits") for one in once)
+    beside = name != "of x" and not (large and bits)
+    assert sorted(made[0]) == [f"{one} on {5 if beside else 0}" for one in once]
+    assert made[1] == [f"{one} on 0" for one in once if one.startswith("draw_bits") and not few]
+    assert ("fork" in note.done[:between]) == (beside or not large)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -17,7 +17,7 @@ from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cuda.aligned import Made
 from whorl.engines.cuda.input_products import InputProducts, MaskedInputProducts
 from whorl.engines.cuda.layers import Layers, exact
-from whorl.engines.cuda.options import Options, expected, is_by_gate, is_ordered
+from whorl.engines.cuda.options import Options, Shared, expected, is_by_gate, is_ordered, shared_sizes
 from whorl.engines.cuda.places import Kept, Room
 from whorl.engines.cuda.plain import Entered, Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
@@ -140,6 +140,13 @@ class Marked(Plain):
     def _takes(self, call: Call) -> bool:
         return not call.noise or masks_of(self.form, call) == self._masks
 
+    def _options_in(self, room: Tensor, is_made: bool, call: Call, stream: int) -> Options:
+        shared = Shared(room, self._shared, self._back.together, is_made) if self.problem.gradient else None
+        return Options(self.problem, call, self.chip, self.index, stream, shared)
+
+    def _draws_aside(self) -> bool:
+        return self._divides or self._draws_once
+
     def forward(self, call: Call) -> Outcome:
         return super().forward(call) if self._takes(call) else Layers.forward(self, call)
 
@@ -149,6 +156,17 @@ class Marked(Plain):
         if call.noise and "noise" not in self.problem.constants:
             return Layers.backward(self, call, y, self._as_layers(saved[0]), grads)
         return super().backward(call, y, saved, grads)
+
+    def _laid_out(self, one_by_one: bool = True) -> tuple[list[Kept], list[int], int]:
+        made, order, size = super()._laid_out(one_by_one)
+        features, drawn, room = self._features, "drawn" in self.problem.extras, Room(size)
+        of_input, of_state = (drawn and not axes for axes in self._masks or (0, 0))
+        sizes = shared_sizes(self.problem, features, of_input, of_state)
+        self._shared = {what: room.parts(1, each)[0] for what, each in sizes.items() if self.problem.gradient}
+        """What both passes read."""
+        by_step = features.noise == DRAWN or AT_RANDOM in features.zoneout
+        self._draws_once = not by_step and any(name != "input" for name, *_ in sizes)
+        return made, order, room.size
 
     def _spaces_laid_out(self, room: Room, keep: bool) -> Kept:
         """Each direction's room is one as `Layers` has it: states, means, r apart, operands, the state before."""

@@ -1,13 +1,15 @@
 """The options of a call as the kernels take them: which of kernels/options.cu a layer has, and its argument."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from whorl.engines.base import from_bytes
 from whorl.engines.cuda import beside, store
 from whorl.engines.cuda.launch import Kernel, loaded
 from whorl.engines.cuda.memory import empty, laid_out
@@ -28,7 +30,7 @@ from whorl.noise import INPUT, RECURRENT, WORDS, ZONEOUT, Given, by_gate, given,
 from whorl.problem import Call, Form, Problem
 
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
-_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "2Q2q", "6Q4qd"
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "3Q3q", "6Q4qd"
 _THREADS = 256
 _MASKING = 8  # blocks of masked.cu that run at once on a multiprocessor, or so
 _DRAWING = 4  # blocks of draw_bits.cu that run at once on a multiprocessor, as it says itself
@@ -72,13 +74,58 @@ def is_by_gate(form: Form) -> bool:
     return form.recurrent_dropout_mode == "gate" and len(form.cell.masked) > 1
 
 
+Made = tuple[str, int, int]
+"""What is drawn or sorted, of which layer and direction."""
+
+
+class Shared(NamedTuple):
+    """What forward draws and sorts for backward too, in the room that it leaves."""
+
+    room: Tensor
+    places: Mapping[Made, int]
+    """Where it lies there, of all that is shared."""
+    parts: int
+    """Clusters that share a batch in backward, as `Grid.together` has them."""
+    is_made: bool
+    """Forward has made it."""
+
+
+def shared_sizes(problem: Problem, features: Features, of_input: bool, of_state: bool) -> dict[Made, int]:
+    """Bytes of what forward draws and sorts, and backward reads as it is: not what is drawn for each step of many.
+
+    Args:
+        of_input, of_state: masks of x, and of the recurrent product, are drawn, where there are some.
+    """
+    form, batch = problem.form, problem.batch
+    found: dict[Made, int] = {("order", 0, 0): 8 * batch} if features.order else {}
+    draws = features.noise == DRAWN or AT_RANDOM in features.zoneout
+    bits = problem.time * batch * -(-form.units // 2) * 2 * draws
+    masks = {HELD: 1, BY_GATE: len(form.cell.masked)}.get(features.noise, 0) * of_state
+    for layer in range(form.layers):
+        x = of_input * (form.input_dropout > 0) * form.layer_inputs(layer)
+        sizes = {"input": 4 * batch * x, "noise": 4 * batch * form.units * masks, "bits": bits * (bits <= _SHARED)}
+        for direction in range(form.directions):
+            found |= {(name, layer, direction): size for name, size in sizes.items() if size}
+    return found
+
+
+_SHARED = 4 * 2**20
+"""Bytes of bits, for all steps of a layer and direction, above which backward draws them again: they are one byte of a
+unit at a step, of which LSTM keeps 14 in bfloat16."""
+
+
 class Options:
     """What one call has beside x, states and weights, on the device.
 
     Sequences are sorted by their lengths where there are more than the fewest of a cluster.
+
+    Args:
+        shared: where forward makes some of it for backward too.
     """
 
-    def __init__(self, problem: Problem, call: Call, chip: Chip, index: int, stream: int) -> None:
+    def __init__(
+        self, problem: Problem, call: Call, chip: Chip, index: int, stream: int, shared: Shared | None = None
+    ) -> None:
         form, marks, self._call = problem.form, call.marks, call
         self._problem, self.form, self._chip, self._index, self._stream = problem, form, chip, index, stream
         self.time, self.batch, self.seed = problem.time, problem.batch, marks.seed
@@ -97,6 +144,7 @@ class Options:
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
         self._is_ordered = self.lengths is not None and not self.packed and is_ordered(self.batch)
         self._orders: dict[int, Tensor] = {}
+        self._shared = shared
         self._given = given(form, call)
         self.of_masks = "noise" not in problem.constants
         """Those that are given have gradients."""
@@ -187,8 +235,10 @@ class Options:
         if not form.input_dropout or self.seed is None:
             return None
         code, width = tag(INPUT, layer, direction), form.layer_inputs(layer)
-        drawn = self._draw(1, 1, width, code, form.input_dropout, 0.0, _scale(form.input_dropout))
-        return drawn.view((self.batch, width))
+        into, is_made = self._memory("input", layer, direction, (self.batch, width), torch.float32)
+        if not is_made:
+            self._draw(1, 1, width, code, form.input_dropout, 0.0, _scale(form.input_dropout), into)
+        return into
 
     def given_masks(self, layer: int, direction: int) -> Given:
         return self._given[layer * self.form.directions + direction]
@@ -220,8 +270,10 @@ class Options:
                 made.append(self._draw_by_gate(layer, direction, 1.0 if drawn_alone else _scale(probability)))
             elif draws:
                 code, time = tag(RECURRENT, layer, direction), self.time if by_step else 1
-                drawn = self._draw(1, time, form.units, code, probability, 0.0, _scale(probability))[0]
-                made.append(self._by_row(drawn) if by_step else drawn[0])
+                into, is_made = self._memory("noise", layer, direction, (time, self.batch, form.units), torch.float32)
+                if not is_made:
+                    self._draw(1, time, form.units, code, probability, 0.0, _scale(probability), into)
+                made.append(self._by_row(into) if by_step else into[0])
             else:
                 made.append(self._seedless(1.0, by_step))
         if is_by_gate(form):
@@ -232,9 +284,9 @@ class Options:
 
     def _draw_by_gate(self, layer: int, direction: int, kept: float) -> Tensor:
         """float32 [gates with masks, batch, units]."""
-        form, first = self.form, 0
-        made = empty(*laid_out((len(form.cell.masked), self.batch, form.units), torch.float32))
-        for purpose, count in by_gate(len(form.cell.masked)):
+        form, first, shape = self.form, 0, (len(self.form.cell.masked), self.batch, self.form.units)
+        made, is_made = self._memory("noise", layer, direction, shape, torch.float32)
+        for purpose, count in () if is_made else by_gate(len(form.cell.masked)):
             code, into = tag(purpose, layer, direction), made[first : first + count]
             self._draw(count, 1, form.units, code, form.recurrent_dropout, 0.0, kept, into)
             first += count
@@ -334,26 +386,48 @@ class Options:
         blocks = max(1, -(-self.batch * -(-pairs // 2) // _THREADS))
         parts = parts_of_steps(self.time, blocks, _DRAWING * self._chip.multiprocessors)
         for direction in range(form.directions):
-            made = empty(*laid_out((self.time, self.batch, pairs), torch.int16))
+            made, is_made = self._memory("bits", layer, direction, (self.time, self.batch, pairs), torch.int16)
+            found.append(made)
+            if is_made:
+                continue
             kernel(
                 self._stream, blocks, parts, made.data_ptr(),
                 *_addresses((self.ids, self.seed), 2), self.time, self.batch, pairs,
                 tag(ZONEOUT, layer, direction), *below, *[0] * (WORDS - len(below)),
                 tag(RECURRENT, layer, direction), threshold(form.recurrent_dropout),
             )  # fmt: skip
-            found.append(made)
         return found
 
     def _order(self, parts: int) -> Tensor | None:
         """The sequence in each place of clusters that share the batch."""
         if self.lengths is None or not self._is_ordered:
             return None
+        shared = self._shared
+        if shared is not None and shared.is_made:
+            return self._memory("order", 0, 0, (self.batch,), torch.int64)[0]
         if parts not in self._orders:
             made = empty(*laid_out((self.batch,), torch.int64))
             kernel = _small("order_by_length", beside.order, _ORDER, self._chip, self._index)
-            kernel(self._stream, -(-self.batch // 8), 1, made.data_ptr(), self.lengths.data_ptr(), self.batch, parts)
+            also, its_parts = 0, 1
+            if shared is not None:
+                back, _ = self._memory("order", 0, 0, (self.batch,), torch.int64)
+                also, its_parts = back.data_ptr(), shared.parts
+            kernel(
+                self._stream, -(-self.batch // 8), 1, made.data_ptr(), also, self.lengths.data_ptr(), self.batch,
+                parts, its_parts,
+            )  # fmt: skip
             self._orders[parts] = made
         return self._orders[parts]
+
+    def _memory(
+        self, name: str, layer: int, direction: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, bool]:
+        """Where what is drawn or sorted lies, and whether forward has put it there."""
+        at = None if self._shared is None else self._shared.places.get((name, layer, direction))
+        if self._shared is None or at is None:
+            return empty(*laid_out(shape, dtype)), False
+        data = self._shared.room[at : at + prod(shape) * dtype.itemsize]
+        return from_bytes(data, shape, dtype), self._shared.is_made
 
     def _draw(
         self, count: int, time: int, width: int, code: int, probability: float, event: float, other: float,

@@ -20,10 +20,10 @@ _ALIGNED = 256
 
 
 class Room:
-    """Places in memory that is not there yet."""
+    """Places in memory that is not there yet, behind so many bytes."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
 
     def parts(self, count: int, size: int) -> list[int]:
         """Where so many parts of so many bytes begin."""

@@ -240,10 +240,10 @@ class Plain(Places):
         entered, (_alive, at) = call.x.contiguous(), self._weights(call)
         room = empty(*self._room)
         base, stream, blas = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
-        options = self._options(call, stream)
-        aside = self._forked() if options is not None and self._divides else None
+        options = self._options_in(room, False, call, stream)
+        aside = self._forked() if options is not None and self._draws_aside() else None
         extra: Sequence[Any] | None = None
-        # draws and orders beside the product: of more steps what is drawn would not be in the cache by its use
+        # draws and orders beside the product
         if aside is not None and options is not None:
             with options.on(aside.stream):
                 extra = self._argument(options, 0, base)
@@ -264,6 +264,18 @@ class Plain(Places):
                 if call.dropout:
                     entered = entered * call.dropout[layer]
         return Outcome(y, tuple(finals), (room,) if self.problem.gradient else ())
+
+    def _options_in(self, room: Tensor, is_made: bool, call: Call, stream: int) -> Options | None:
+        """Those of a call, of which some is in what forward leaves.
+
+        Args:
+            is_made: forward has put it there.
+        """
+        return None
+
+    def _draws_aside(self) -> bool:
+        """Whether what options draw and sort before the loop is beside the product with x, in a graph."""
+        return self._divides
 
     def _listed(
         self, call: Call, at: Sequence[int], base: int, in_room: Sequence[int]
@@ -322,7 +334,7 @@ class Plain(Places):
         grad_y, *grad_finals = [None if grad is None else as_read(grad, dtype) for grad in grads]
         room, x, y, (weights, at) = plain(saved[0], 16), call.x.contiguous(), plain(y), self._weights(call)
         stream, blas = torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
-        options = self._options(call, stream)
+        options = self._options_in(room, True, call, stream)
         cleaned: Callable[[Tensor], Tensor] = as_it_is if options is None else options.cleaned
         starts = [as_read(state, dtype) for state in call.states]
         grad_starts = [empty(*self._state) for _ in starts]
