@@ -491,7 +491,8 @@ def test_what_was_drawn_is_on_its_way_to_the_cache_steps_ahead(
         assert asked(option) == asked("plain")
     else:
         assert type(chosen(option)) is type(chosen("plain"))
-        assert asked(option) > asked("plain")
+        spared = option == "step" and kind == "backward"  # the state before a step, which forward saves as it entered
+        assert asked(option) + spared > asked("plain")
 
 
 @needs_tools

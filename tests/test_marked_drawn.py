@@ -15,6 +15,7 @@ import whorl
 from tapes import counted
 from test_plain_cells import BATCH, INPUTS, TIME, UNITS, ways
 from thinned import thinned
+from whorl.engines.cuda import layers
 from whorl.engines.cuda.marked import Marked
 from whorl.engines.cuda.plain import Plain
 
@@ -74,6 +75,21 @@ def test_float32_and_one_step(option: str, counted: list[int], monkeypatch: pyte
     layer = made("LSTM", option, "one layer", torch.float32)
     for time in (1, 2):
         ways(layer, Marked, counted, monkeypatch, True, True, time)
+
+
+@pytest.mark.parametrize("kind, entered", [("LSTM", True), ("RNN", True), ("GRU", False)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_entered_is_saved_where_backward_reads_nothing_else(
+    kind: str, entered: bool, inside: bool, counted: list[int]
+) -> None:
+    """Then backward has no memory to write it to; of a step that reads its first state, or of stages, it has."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = OPTIONS["step"] | (dict(layer_norm="r") if inside else {})
+    layer = getattr(whorl, kind)(INPUTS, UNITS, **options, dtype=torch.bfloat16, engine="persistent")
+    layer(torch.randn(TIME, BATCH, INPUTS).bfloat16())[0].float().sum().backward()
+    ((_, made),) = layers._prepared.values()
+    assert isinstance(made, Marked)
+    assert (not made._entered) == (entered and not inside)
 
 
 def test_each_call_draws_its_own(counted: list[int]) -> None:

@@ -212,7 +212,8 @@ class Layers:
             extra: list[int | float] = []
             if found is not None and options is not None:
                 entered = before = self._before(spaces, rows, features)
-                operands = [x.new_empty(rows, units) for _ in weights] if 0 < features.noise < BY_GATE else []
+                writes = 0 < features.noise < BY_GATE and not source.saves_entered(cell, features)
+                operands = [x.new_empty(rows, units) for _ in weights] if writes else []
                 if operands:
                     entered = operands
                 if features.noise >= BY_GATE:

@@ -21,7 +21,7 @@ from whorl.engines.cuda.options import Options, Shared, expected, is_by_gate, is
 from whorl.engines.cuda.places import Kept, Room
 from whorl.engines.cuda.plain import Entered, Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
-from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options
+from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, DRAWN, Features, has_options, saves_entered
 from whorl.engines.cuda.tape import Tape
 from whorl.problem import Call, Form, Marks, Outcome, Plan, Problem
 
@@ -211,7 +211,8 @@ class Marked(Plain):
         units, batch, time, directions = self.sizes
         dtype, rows, noise = self.problem.dtype, time * batch, self._features.noise
         element, self._gatewise = dtype.itemsize, noise >= BY_GATE
-        self._entered = room.parts(directions, rows * units * element) if 0 < noise < BY_GATE else []
+        writes = 0 < noise < BY_GATE and not saves_entered(self.cell, self._features)
+        self._entered = room.parts(directions, rows * units * element) if writes else []
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
         at_once = at_once and self.links is None and better_together(len(self.gates), units, rows, element)
         self._of_whole: list[OfWhole] = []

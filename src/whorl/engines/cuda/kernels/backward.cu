@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                         first && has_output_gradient, second && has_output_gradient);
       if constexpr (BEFORE) {
         const long long at = away(j, b) * UNITS;
-        item[j].before[b] = load_pair(before_of(j) + at, first, second);
+        item[j].before[b] = ENTERED ? Pair{} : load_pair(before_of(j) + at, first, second);
 #pragma unroll
         for (int s = 1; s < STATES; ++s)
           item[j].states[b][s - 1] = load_wide_pair(states_of(j) + at + (s - 1) * state_stride, first, second);
@@ -460,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                        dr[j][b][apart(i)].y, first, second);
           if constexpr (OPTIONS) {
             const long long from = (rows + sequence[j][b]) * UNITS + unit_of(j);
-            if constexpr (NOISE && !GATEWISE) {
+            if constexpr (NOISE && !GATEWISE && !ENTERED) {
               const float2 pair = wide_pair(entered[j][b]);
               store_pair(a.o.entered[direction] + from, pair.x, pair.y, first, second);
             }
@@ -487,10 +487,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             for (int i = 0; i < APART; ++i)
               prefetch(a.apart[direction] + apart_at[j] + (far * APART + i) * UNITS);
             if (has_output_gradient) prefetch(a.y_gradient + outputs_at[j] + far * width);
-            if constexpr (BEFORE)
-              prefetch(before_of(j) + far * UNITS);
-            else
+            if constexpr (!BEFORE)
               prefetch(a.y + outputs_at[j] + far * width);
+            else if constexpr (!ENTERED)
+              prefetch(before_of(j) + far * UNITS);
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
               prefetch(states_of(j) + (s - 1) * state_stride + far * UNITS);
@@ -893,7 +893,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int i = 0; i < APART; ++i)
             store_pair(a.apart_gradients[direction] + (row * APART + i) * UNITS + unit_of(j), 0.f, 0.f, first, second);
-          if constexpr (NOISE && !GATEWISE)
+          if constexpr (NOISE && !GATEWISE && !ENTERED)
             store_pair(a.o.entered[direction] + from, 0.f, 0.f, first, second);
           if (NOISE_GRADIENT && NOISE == GIVEN)
             store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, first, second);

@@ -432,7 +432,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if constexpr (NOISE == DRAWN) to.enters = drawn_of(j, its_draws + draw_step, next >= 0 && next < time);
         if constexpr (BEFORE && SAVED) {
           const bool stored = PACKED ? there : first;
-          store_pair(before_of(j, shift), state[j][0][0], state[j][0][1], stored, stored && has_second);
+          float2 value = {state[j][0][0], state[j][0][1]};
+          if constexpr (ENTERED) value = first_entered(a, sequence[j], unit, direction, its_first, there, also);
+          store_pair(before_of(j, shift), value.x, value.y, stored, stored && has_second);
 #pragma unroll
           for (int s = 1; s < STATES; ++s)
             store_wide_pair(states_of(j, s, shift), state[j][s][0], state[j][s][1], stored,
@@ -881,7 +883,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             if (t + 1 < time) {
               const bool stored = PACKED ? within(j, next) : is_there(j), also = stored && has_second;
               const long long more = BY_ROWS ? row_step : 0;
-              store_pair(before_of(j, more), state[j][0][0], state[j][0][1], stored, also);
+              // Past the end of a sequence too, where every gradient is zero: to choose zero there took 100 steps with every
+              // option at once, 256 units at batch 32 in bfloat16, 77 us and not 71 (one H100).
+              const float(&value)[2] = ENTERED ? entering[j] : state[j][0];
+              store_pair(before_of(j, more), value[0], value[1], stored, also);
 #pragma unroll
               for (int s = 1; s < STATES; ++s)
                 store_wide_pair(states_of(j, s, more), state[j][s][0], state[j][s][1], stored, also);

@@ -3,7 +3,7 @@
 // LENGTHS, MASK    some steps do not count: the states hold, and what is computed there is thrown away by selection,
 //                  never by a product with zero
 // RESET            the state before a step is another (RESET_TO) or zero; BEFORE: what was before each step is saved,
-//                  where it is not the output of the step before
+//                  where it is not the output of the step before; of the first state with ENTERED what entered the product
 // ORDER            the sequences are in another order than the rows of the cluster, from the longest to the shortest
 // PACKED           each step has the rows of the sequences that last so long
 // NOISE            what the operand of each recurrent product is multiplied with; by gate the operand of each gate with a
@@ -19,6 +19,7 @@ constexpr bool NOISE_INSIDE = MASKED == RECURRENT;  // masks multiply what enter
 constexpr int BY_SHARE = 1, AT_RANDOM = 2, BY_MASK = 3;    // kinds of zoneout
 constexpr bool MARKED = LENGTHS || MASK;
 constexpr bool BEFORE = MARKED || RESET || NOISE;
+static_assert(!ENTERED || (NOISE == DRAWN && !STAGED && !NOISE_GRADIENT), "backward reads what it was itself");
 constexpr bool ZONES_DRAWN = zoneout(0) == AT_RANDOM || zoneout(1) == AT_RANDOM || zoneout(2) == AT_RANDOM ||
                              zoneout(3) == AT_RANDOM;
 constexpr bool DRAWS = NOISE == DRAWN || ZONES_DRAWN;
@@ -49,9 +50,9 @@ struct Options {
   const float* noise[2];  // [batch, UNITS] where it is held, [MASKED, batch, UNITS] by gate, else [rows, UNITS]
   const unsigned short* drawn[2];        // [time, batch, DRAWN_PAIRS]: as draw_bits.cu has it
   const float* zoneout[2][STATES];       // [rows, UNITS]
-  Element* before[2];                    // [rows, UNITS]: the first state before each step
+  Element* before[2];                    // [rows, UNITS]: the first state before each step, or what of it entered
   Element* sequences[STATES];            // [rows, directions x UNITS], or null: states after each step; their gradients
-  Element* entered[2];                   // [rows, UNITS]: the first state as it entered its product, written by backward
+  Element* entered[2];  // [rows, UNITS]: the first state as it entered its product, written by backward but with ENTERED
   Element* reset_gradients[STATES];      // [directions, batch, UNITS]
   float* input_gradients[2][MOST(INPUTS)];  // [rows, UNITS]
   float* noise_gradients[2];                // as noise
@@ -142,6 +143,14 @@ __device__ __forceinline__ Element first_operand(
     value = narrow(wide(value) * factor);
   }
   return value;
+}
+
+// With ENTERED what forward saves of two neighbouring units before the first step; zero where it does not count.
+template <class Arguments>
+__device__ __forceinline__ float2 first_entered(
+    const Arguments& a, long long sequence, int unit, int direction, int step, bool first, bool second) {
+  return {first ? wide(first_operand(a, sequence, unit, direction, step)) : 0.f,
+          second ? wide(first_operand(a, sequence, unit + 1, direction, step)) : 0.f};
 }
 
 #if HALVES && OPTIONS
@@ -280,9 +289,13 @@ struct Forwards {
     output = after[0];
     if constexpr (MASK) output = i.held[u] = i.valid ? after[0] : i.held[u];
     if (LENGTHS && step >= i.ends) output = 0.f;
-    entering = state[0][u];
-    if constexpr (NOISE == HELD || NOISE == GIVEN) entering *= i.noise[u];
-    if constexpr (NOISE == DRAWN) entering *= i.enters >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+    entering = this->entering(i, state, u);
+  }
+  __device__ __forceinline__ float entering(const Ahead& i, const float (&state)[STATES][2], int u) const {
+    float value = state[0][u];
+    if constexpr (NOISE == HELD || NOISE == GIVEN) value *= i.noise[u];
+    if constexpr (NOISE == DRAWN) value *= i.enters >> (8 + u) & 1 ? a.o.noise_scale : 0.f;
+    return value;
   }
 
   // what the next step reads, and of the one after it, `later`, what enters; `goes_on`: there is such a one
@@ -427,7 +440,7 @@ struct Backwards {
       const float2 (&to_inputs)[MOST(INPUTS)], bool shown) const {
     const long long from = (at + own.sequence) * UNITS + unit;
     const bool also = shown && has_second;
-    if constexpr (NOISE && !GATEWISE)
+    if constexpr (NOISE && !GATEWISE && !ENTERED)
       store_pair(a.o.entered[direction] + from, before.x * own.factor[0], before.y * own.factor[1], shown, also);
 #pragma unroll
     for (int s = 0; s < STATES; ++s)
@@ -442,7 +455,7 @@ struct Backwards {
   __device__ __forceinline__ void past_the_end(const Back& own, long long at) const {
     const long long from = (at + own.sequence) * UNITS + unit;
     const bool there = own.there, also = there && has_second;
-    if constexpr (NOISE && !GATEWISE) store_pair(a.o.entered[direction] + from, 0.f, 0.f, there, also);
+    if constexpr (NOISE && !GATEWISE && !ENTERED) store_pair(a.o.entered[direction] + from, 0.f, 0.f, there, also);
     if (NOISE_GRADIENT && NOISE == GIVEN)
       store_wide_pair(a.o.noise_gradients[direction] + from, 0.f, 0.f, there, also);
 #pragma unroll

@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     into.y_gradient =
         load_pair(y_gradient_at + further * width, first && has_output_gradient, second && has_output_gradient);
     if constexpr (BEFORE) {
-      into.before = load_pair(before_at + further * UNITS, first, second);
+      into.before = ENTERED ? Pair{} : load_pair(before_at + further * UNITS, first, second);
 #pragma unroll
       for (int s = 1; s < STATES; ++s)
         into.states[s - 1] = load_wide_pair(states_at + (s - 1) * state_stride + further * UNITS, first, second);
@@ -487,10 +487,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           if constexpr (NOISE == DRAWN)
             prefetch(drawn_place(a, unit, step_of(t + 1 + AHEAD), kept[turn][j].sequence, direction));
           if (has_output_gradient) prefetch(y_gradient_at + (AHEAD * row_step + further) * width);
-          if constexpr (BEFORE)
-            prefetch(before_at + (AHEAD * row_step + further) * UNITS);
-          else
+          if constexpr (!BEFORE)
             prefetch(y_at + (AHEAD * row_step + further) * width);
+          else if constexpr (!ENTERED)
+            prefetch(before_at + (AHEAD * row_step + further) * UNITS);
 #pragma unroll
           for (int s = 1; s < STATES; ++s)
             prefetch(states_at + (s - 1) * state_stride + (AHEAD * row_step + further) * UNITS);

@@ -302,11 +302,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   Gate* apart_at = a.apart[direction] + first * APART * UNITS + unit;
   float* states_at = a.states[direction] + first * UNITS + unit;
   Element* before_at = BEFORE ? a.o.before[direction] + first * UNITS + unit : nullptr;
-  const auto store_before = [&](int sub, int j, int step, long long beyond) {  // the states before a step, at its rows
+  // the states before a step, at its rows; of the first what `entered`, with ENTERED
+  const auto store_before = [&](int sub, int j, int step, long long beyond, float2 entered) {
     const Ahead& item = items[sub][j];
     const bool stored = PACKED ? stepper.within(item, step) : item.there, also = stored && has_second;
     const long long at = (beyond + further_on(sub, j)) * UNITS;
-    store_pair(before_at + at, state[sub][j][0][0], state[sub][j][0][1], stored, also);
+    const float2 value = ENTERED ? entered : float2{state[sub][j][0][0], state[sub][j][0][1]};
+    store_pair(before_at + at, value.x, value.y, stored, also);
 #pragma unroll
     for (int s = 1; s < STATES; ++s)
       store_wide_pair(states_at + (s - 1) * state_stride + at, state[sub][j][s][0], state[sub][j][s][1], stored, also);
@@ -325,7 +327,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       if constexpr (OPTIONS) {
         stepper.begin(item, state[sub][j], first_step, rows, second_step, next_rows);
-        if constexpr (BEFORE && SAVED) store_before(sub, j, first_step, 0);
+        if constexpr (BEFORE && SAVED) {
+          const bool there = stepper.within(item, first_step);
+          float2 entered = {};
+          if constexpr (ENTERED) entered = first_entered(a, item.sequence, unit, direction, first_step, there, there && has_second);
+          store_before(sub, j, first_step, 0, entered);
+        }
       }
     }
 
@@ -921,7 +928,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                        counts ? entered[j][1][i] : 0.f, first, second);
 #endif
           if constexpr (BEFORE) {
-            if (t + 1 < time) store_before(sub, j, next_step, row_step);
+            float2 entered = {};
+            if constexpr (ENTERED) entered = {stepper.entering(item, state[sub][j], 0), stepper.entering(item, state[sub][j], 1)};
+            if (t + 1 < time) store_before(sub, j, next_step, row_step, entered);
           } else {
 #pragma unroll
             for (int s = 1; s < STATES; ++s)
