@@ -308,9 +308,9 @@ def test_float32_of_any_size(
 
 @pytest.mark.parametrize("gathered", [0, 1, 2])
 @pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind, options", [("LSTM", {}), ("GRU", {}), ("LSTM", dict(activation="softplus"))])
 def test_what_is_not_a_number_stays_in_its_sequence(
-    kind: str, tf32: bool, gathered: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], tf32: bool, gathered: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the input of one, in the gradients of another; also where float32 enters products as float16, scaled."""
     if gathered:
@@ -318,7 +318,8 @@ def test_what_is_not_a_number_stays_in_its_sequence(
     else:
         in_a_pair(monkeypatch)
     torch.manual_seed(1)
-    layer, x, to_y = getattr(whorl, kind)(3, 33, engine="persistent"), torch.randn(3, 5, 3), torch.randn(3, 5, 33)
+    layer = getattr(whorl, kind)(3, 33, engine="persistent", **options)
+    x, to_y = torch.randn(3, 5, 3), torch.randn(3, 5, 33)
 
     def outcome(x: Tensor, to_y: Tensor) -> tuple[Tensor, Tensor]:
         given = x.clone().requires_grad_()
@@ -368,6 +369,10 @@ def test_large_initial_states_stay_right_in_float32(
         ("GRU", 30, 19, 36, (12, 1, 2, 8, 1), (16, 2, 1, 1, 12), dict(bias=False)),
         ("GRU", 37, 70, 3, (16, 2, 1, 8, 2), (16, 2, 2, 4, 8), {}),  # threads compute two parts of a block at once
         ("RNN", 45, 25, 36, (24, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
+        # states of any size, whose scales travel behind them: of blocks of 8, 16 and 64 units, in parts in turn, too
+        ("RNN", 45, 25, 36, (8, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")),
+        ("LSTM", 37, 21, 36, (16, 1, 2, 8, 2), (16, 2, 1, 2, 8), dict(activation="softplus", bidirectional=True)),
+        ("GRU", 70, 30, 4, (64, 3, 1, 8, 4), (16, 4, 3, 1, 8), dict(activation="relu")),
     ],
 )
 @pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
@@ -378,8 +383,11 @@ def test_layers_spread_over_blocks_that_exchange(
     """As layers that no cluster holds; small ones, whose batch takes one launch or several."""
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
-        given, make = (ahead, spreading.forward) if way == "forward" else (back, spreading.backward)
-        return make(size, *given, chip.shared, parts=1 + (kind == "LSTM"))
+        parts = 1 + (kind == "LSTM")
+        if way == "backward":
+            return spreading.backward(size, *back, chip.shared, parts=parts)
+        tile = spreading.forward(size, *ahead, chip.shared, parts=parts)
+        return tile or spreading.forward(size._replace(halves=False), *ahead, chip.shared, parts=parts)
 
     monkeypatch.setattr(grid, "choose", chosen)
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
@@ -401,6 +409,8 @@ def test_layers_spread_over_blocks_that_exchange(
         ("LSTM", 37, 37, 36, (16, 2, 2, 8, 4), None, {}),  # four warps share the depth with the other four
         ("GRU", 45, 19, 4, (16, 3, 1, 8, 4), 0, dict(num_layers=2)),  # nothing stays in registers
         ("LSTM", 70, 33, 3, (64, 4, 1, 8, 8), 3, {}),  # two strips of a warp
+        ("LSTM", 37, 37, 36, (16, 2, 2, 8, 4), None, dict(activation="softplus")),
+        ("RNN", 150, 27, 36, (8, 3, 1, 8, 4), None, dict(nonlinearity="relu")),  # scales of 19 blocks
     ],
 )
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "tf32", "float32"])
@@ -433,9 +443,9 @@ def test_products_of_four_warps(
         (780, (64, 2, 1, 8, 8, 4)),  # a part for each piece
     ],
 )
-@pytest.mark.parametrize("precision", ["bfloat16", "tf32"])
+@pytest.mark.parametrize("precision, nonlinearity", [("bfloat16", "tanh"), ("tf32", "tanh"), ("tf32", "relu")])
 def test_products_of_what_has_come_while_the_rest_is_on_its_way(
-    units: int, ahead: tuple[int, ...], precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    units: int, ahead: tuple[int, ...], precision: str, nonlinearity: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         *tile, parts = ahead
@@ -445,7 +455,7 @@ def test_products_of_what_has_come_while_the_rest_is_on_its_way(
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     torch.manual_seed(1)
     tf32, dtype = precision == "tf32", torch.float32 if precision == "tf32" else torch.bfloat16
-    layer, x = whorl.RNN(6, units).to(dtype), torch.randn(3, 10, 6).to(dtype)
+    layer, x = whorl.RNN(6, units, nonlinearity=nonlinearity).to(dtype), torch.randn(3, 10, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder, gradients=False)
     got = outcome(layer, x, dtype, "persistent", folder, tf32, gradients=False)
     with torch.no_grad():

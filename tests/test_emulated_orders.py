@@ -70,12 +70,17 @@ def again_in_another_order(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 def of_four_warps(folder: Path, patch: pytest.MonkeyPatch) -> None:
     parts = (64, 2, 1, 8, 8, 4)
-    test_products_of_what_has_come_while_the_rest_is_on_its_way(780, parts, "bfloat16", folder, patch)
+    test_products_of_what_has_come_while_the_rest_is_on_its_way(780, parts, "bfloat16", "tanh", folder, patch)
 
 
 def of_clusters(folder: Path, patch: pytest.MonkeyPatch) -> None:
     tiles, options = ((2, 3, 4, 3, 2), (2, 3, 8, 3)), "lengths mask reset states"
     test_sequences_of_many_lengths_in_sub_tiles("LSTM", 40, 45, 2, torch.float16, *tiles, options, 1, 1, folder, patch)
+
+
+def of_levels(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    ahead, back, relu = (8, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")
+    test_layers_spread_over_blocks_that_exchange("RNN", 45, 25, 36, ahead, back, relu, "tf32", folder, patch)
 
 
 def of_products_in(place: int, name: str = "several_of_a_gate") -> Callable[[Path, pytest.MonkeyPatch], None]:
@@ -91,6 +96,9 @@ FAULTS = {
     ),
     "the cell is computed before all sums are there": (
         "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]", of_four_warps,
+    ),
+    "what a scale is the inverse of is never made free in the ring": (
+        "+ level_at, NOTHING);", "+ level_at, 0u);", of_levels,
     ),
     "a warp waits for which nobody waits, and a barrier passes it by": (
         "if (goes_on(sub) && has_strips) {", "if (goes_on(sub)) {", of_clusters,

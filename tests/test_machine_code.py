@@ -10,15 +10,18 @@ import pytest
 import torch
 
 import cubins
+import whorl
 from cells_for_tests import CELLS
 from cubins import cubin
 from thinned import thinned
+from whorl.cells import library
 from whorl.engines.cuda import beside, grid, source, spreading, tiling
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.overlapped import part_of
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Tile
+from whorl.problem import Form
 
 H200 = Chip((9, 0), 132)
 CASES = [
@@ -256,6 +259,27 @@ def test_tf32_products_of_four_warps_spill_nothing(units: int, batch: int, tmp_p
     lines = disassembled(text, tile, tmp_path / "kernel.cubin")
     assert any("HGMMA" in line for line in lines)
     assert [line for line in lines if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
+@needs_tools
+@pytest.mark.parametrize("units, batch, most", [(512, 128, 0), (1024, 32, 0), (1024, 128, 7), (1500, 20, 1)])
+def test_states_of_any_size_spill_little_where_blocks_exchange(
+    units: int, batch: int, most: int, tmp_path: Path
+) -> None:
+    """LSTM with softplus, in the plain layer's tiles, whose weights fill shared memory at batch 128."""
+    cell = Form.from_json(whorl.LSTM(4, units, activation="softplus")._form).cell
+    tile, plain = (
+        spreading.choose(size_of(c, units, 4), H200, batch, 1, "forward") for c in (cell, library.lstm.graph)
+    )
+    assert tile is not None
+    assert plain is not None
+    assert tile.by_step
+    assert (tile.slice, tile.tiles, tile.subs, tile.parts) == (plain.slice, plain.tiles, plain.subs, plain.parts)
+    loop = time_loop(
+        disassembled(source.forward(cell, units, torch.float32, tile, True), tile, tmp_path / "kernel.cubin")
+    )
+    assert any("REDUX" in line for line in loop)
+    assert len([line for line in loop if re.search(r"\b(LDL|STL)\b", line)]) <= most
 
 
 @needs_tools

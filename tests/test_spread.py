@@ -24,7 +24,7 @@ from whorl.engines.cuda.tiling import Chip, Size
 
 pytestmark = pytest.mark.gpu
 __all__ = ["switches"]  # a fixture
-GRAPHS = {"LSTM": library.lstm.graph, "GRU": library.gru.graph}
+GRAPHS = {"LSTM": library.lstm.graph, "GRU": library.gru.graph, "RNN relu": library.rnn_relu.graph}
 
 
 @pytest.fixture
@@ -50,6 +50,7 @@ def test_it_is_right(spread: None, cell: str, units: int, batch: int, time: int,
 LARGE = [
     ("LSTM", 1024, 32, 20), ("LSTM", 1024, 128, 7), ("LSTM", 1500, 20, 35), ("LSTM", 2048, 64, 5), ("LSTM", 769, 1, 9),
     ("LSTM", 1999, 9, 4), ("GRU", 1025, 33, 18), ("GRU", 1500, 20, 5), ("GRU", 2048, 5, 3), ("RNN relu", 2600, 12, 6),
+    ("RNN relu", 1024, 128, 40), ("RNN relu", 1500, 20, 7),
 ]  # fmt: skip
 
 
@@ -60,14 +61,27 @@ def test_large_layers_are_right(
     cell: str, units: int, batch: int, time: int, bidirectional: bool, precision: str
 ) -> None:
     dtype = PRECISIONS[precision]
-    if precision == "float32" or (precision == "tf32" and cell == "RNN relu"):
+    if precision == "float32":
         units = min(units, {"LSTM": 1536, "GRU": 1584}.get(cell, 2272))  # the most in four bytes
     assert_right(build(cell, units, dtype, inputs=50, bidirectional=bidirectional), time, batch)
 
 
+@pytest.mark.parametrize("precision", ["tf32"])
+@pytest.mark.parametrize("activation", ["softplus", "relu"])
+@pytest.mark.parametrize(
+    "units, batch, time", [(3, 5, 40), (200, 300, 5), (1024, 32, 40), (1024, 128, 5), (1500, 20, 5), (2048, 64, 3)]
+)
+def test_states_of_any_size_are_right(
+    spread: None, units: int, batch: int, time: int, activation: str, precision: str
+) -> None:
+    """Which have a scale anew at each step."""
+    layer = build("LSTM", units, PRECISIONS[precision], inputs=50, activation=activation, bidirectional=units < 1000)
+    parity(layer, time, batch, 2)
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("cell", GRAPHS)
 def test_every_tile_is_right(cell: str, kind: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the estimate would choose: parts of the batch in turn, gathered blocks, several launches."""
     dtype = PRECISIONS[precision]
@@ -85,7 +99,7 @@ def test_every_tile_is_right(cell: str, kind: str, precision: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "tf32"])
-@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("cell", ["LSTM", "GRU", "RNN relu"])
 @pytest.mark.parametrize("tile", [(32, 1, 1, 8, 8), (16, 2, 2, 8, 4), (32, 4, 1, 8, 8), (16, 3, 1, 8, 4)])
 def test_products_of_four_warps(
     tile: tuple[int, ...], cell: str, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -162,10 +176,13 @@ def test_gradients_of_weights_with_initial_states(spread: None, cell: str, time:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.nan])
-def test_a_sequence_that_is_not_a_number_spoils_no_other(spread: None, bad: float, precision: str) -> None:
+@pytest.mark.parametrize("activation", ["tanh", "softplus"])
+def test_a_sequence_that_is_not_a_number_spoils_no_other(
+    spread: None, activation: str, bad: float, precision: str
+) -> None:
     """And hangs nobody: the words of the exchange have a not-a-number of their own."""
     dtype = PRECISIONS[precision]
-    layer = build("LSTM", 40, dtype)
+    layer = build("LSTM", 40, dtype, activation=activation)
     x = torch.randn(24, 19, 40, device="cuda", dtype=dtype)
     wanted, _ = layer(x)
     x[2, 5] = bad
@@ -180,7 +197,7 @@ def test_a_sequence_that_is_not_a_number_spoils_no_other(spread: None, bad: floa
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
-@pytest.mark.parametrize("cell, units", [("LSTM", 200), ("GRU", 200), ("LSTM", 1024)])
+@pytest.mark.parametrize("cell, units", [("LSTM", 200), ("GRU", 200), ("LSTM", 1024), ("RNN relu", 200)])
 def test_a_graph_replays_with_new_input_states_and_weights(spread: None, cell: str, units: int, precision: str) -> None:
     """With more steps than the ring has buffers; what lies in the ring from the replay before must not be read."""
     dtype = PRECISIONS[precision]
@@ -288,7 +305,8 @@ def slowed(write: Callable) -> Callable:
 @pytest.mark.parametrize(
     "cell, units, batch, precision",
     [("LSTM", 1024, 48, "bfloat16"), ("GRU", 128, 20, "bfloat16"), ("LSTM", 40, 9, "bfloat16"),
-     ("GRU", 1500, 20, "bfloat16"), ("LSTM", 1024, 48, "tf32"), ("GRU", 128, 20, "tf32"), ("GRU", 200, 9, "float32")],
+     ("GRU", 1500, 20, "bfloat16"), ("LSTM", 1024, 48, "tf32"), ("GRU", 128, 20, "tf32"), ("GRU", 200, 9, "float32"),
+     ("RNN relu", 1024, 48, "tf32"), ("RNN relu", 40, 9, "tf32")],
 )  # fmt: skip
 def test_warps_that_sleep_at_random_change_nothing(
     cell: str, units: int, batch: int, precision: str, spread: None, monkeypatch: pytest.MonkeyPatch

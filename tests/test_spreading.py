@@ -282,9 +282,9 @@ def test_what_does_not_fit_has_no_tile() -> None:
     assert not tiling.fits(size_of(library.lstm.graph, 512, 2), Chip((8, 0), 108), "backward")
 
 
-@pytest.mark.parametrize("name, forward", [("lstm", True), ("gru", True), ("rnn_tanh", True), ("rnn_relu", False)])
-def test_what_float32_is_multiplied_as_float16(name: str, forward: bool) -> None:
-    """Forward where states stay within 1 or their initial size, which given masks do not say; exact without options."""
+@pytest.mark.parametrize("name, small", [("lstm", True), ("gru", True), ("rnn_tanh", True), ("rnn_relu", False)])
+def test_what_float32_is_multiplied_as_float16(name: str, small: bool) -> None:
+    """All but behind given masks by gate; states of any size anew at each step, exact ones not at all."""
     cell, given, by_mask = CELLS[name].graph, (source.GIVEN, source.GIVEN_BY_GATE), (source.BY_MASK,)
     options = [source.Features(), source.Features(lengths=True, mask=True, reset=True, reset_to=True)]
     options += [source.Features(noise=noise) for noise in (source.HELD, source.DRAWN, source.BY_GATE, *given)]
@@ -292,11 +292,11 @@ def test_what_float32_is_multiplied_as_float16(name: str, forward: bool) -> None
     for kind, features in itertools.product(("forward", "backward"), options):
         tile = spreading.choose(size_of(cell, 1024, 4, features), H200, 32, 1, kind)
         assert tile is not None
-        known = features.noise not in given and features.zoneout[:1] != by_mask
-        backward = features.noise != source.GIVEN_BY_GATE
-        assert tile.halves == (backward if kind == "backward" else forward and known)
+        known = small and features.noise not in given and features.zoneout[:1] != by_mask
+        assert tile.halves == (features.noise != source.GIVEN_BY_GATE)
+        assert tile.by_step == (tile.halves and kind == "forward" and not known)
         exact = size_of(cell, 1024, 4, features, exact=True)
-        two = kind == "forward" and forward and features == source.Features()
+        two = kind == "forward" and small and features == source.Features()
         assert all(tile.planes == 1 + two for tile in itertools.islice(spreading.candidates(exact, H200, kind), 9))
 
 

@@ -56,6 +56,8 @@ class Spread:
     """As in `Size`."""
     halves: bool = False
     """float32 enters products, and travels between blocks, as float16, scaled."""
+    by_step: bool = False
+    """Forward: a sequence's states of a block have a scale anew at each step, which travels behind them."""
     collected: bool = False
     """One block takes what means are made of from all, and gives them to all; else each takes from all."""
     aside: bool = False
@@ -87,7 +89,12 @@ def scaled(size: Size, kind: str) -> bool:
     """Whether a kernel of a kind multiplies float32 as float16, scaled: as two, forward, where products are exact."""
     if size.exact:
         return kind == "forward" and size.contained
-    return size.halves and (kind == "backward" or size.contained)
+    return size.halves and (kind == "backward" or size.contained or size.staged is None)
+
+
+def by_step(size: Size, kind: str) -> bool:
+    """Whether such a kernel finds the scale of states anew at each step: they may be of any size."""
+    return kind == "forward" and not size.contained and scaled(size, kind)
 
 
 def operand(size: Size, kind: str) -> int:
@@ -107,8 +114,10 @@ def forward(
         resident: operands in registers; None takes as many as registers allow, and `spilled` more.
         parts, wide, collected, aside: as in `Spread`; collected None decides.
     """
-    halves = scaled(size, "forward")
+    halves, anew = scaled(size, "forward"), by_step(size, "forward")
     planes = 1 + (halves and size.exact)
+    if anew and units & (units - 1):  # threads of one warp find the scale of a sequence's states
+        return None
     blocks, splits, rows, words = -(-size.units // units), warps // groups, 8 * tiles, 4 // operand(size, "forward")
     rounds = _rounds(size, "forward")
     whole = 16 if rounds else 8  # else a strip of the product's rows would have more than one gate, or more than two
@@ -132,6 +141,7 @@ def forward(
     live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (_results(size) + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
+    live += 16 * (anew and wide and parts == 1)
     if rounds:  # else the compiler spills a few words, in true float32 a hundred
         live += (8 if operand(size, "forward") == 2 else 4) if own == 1 else 4 * (not halves)
     if size.exact and subs > 1 and not halves:
@@ -144,6 +154,7 @@ def forward(
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
     scales = (warps * share * 16 + rows * subs) * halves
+    scales += anew * rows * _behind(blocks) // 2
     fixed = aside * (_results(size) + size.gates + size.vectors) * units
     together = min(4, strips) if wide and planes > 1 and groups == 4 else 4  # strips of four warps in shared memory
     streamed = warps * (planes * share * depths - resident) * 32 * together
@@ -152,8 +163,8 @@ def forward(
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, beside)
     return Spread(
-        *made, exact=size.exact, halves=halves, collected=_collected(size, "forward", units, tiles, subs, collected),
-        aside=aside,
+        *made, exact=size.exact, halves=halves, by_step=anew, aside=aside,
+        collected=_collected(size, "forward", units, tiles, subs, collected),
     )  # fmt: skip
 
 
@@ -314,7 +325,7 @@ def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> i
     means, width = 2 * directions * batch * _means(size, tile, kind), 2 if tile.halves else size.element
     rounds = _rounds(size, kind)
     if kind == "forward":
-        ring = buffers(width) * tile.planes * -(-size.units * width // 16) * 4
+        ring = buffers(width) * (tile.planes * -(-size.units * width // 16) * 4 + _behind(tile.blocks * tile.by_step))
         return (1 + rounds) * directions * batch * ring + means
     slots, gates = 1, size.recurrent
     if size.staged is not None and rounds:

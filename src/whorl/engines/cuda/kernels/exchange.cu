@@ -108,6 +108,11 @@ __device__ __forceinline__ void add(float (&sum)[4], const float (&other)[4]) {
   for (int e = 0; e < 4; ++e) sum[e] += other[e];
 }
 
+// What comes is kept as it is; or as levels.cu says.
+struct AsItIs {
+  __device__ __forceinline__ uint4 made(int, int, const uint4& words) const { return words; }
+};
+
 // Rows of CHUNKS x 16 bytes, PITCH words apart in L2, on their way to shared memory, where DOWNWARDS words lie between
 // those of one warp, and SIDEWARDS between what is 32 chunks apart in one: row `warp`, row `warp` + WARPS, ...  `from`
 // and `to` are of the warp's first row and the lane's chunk, `left` is how many rows there are from it on, `phase` that of
@@ -127,6 +132,7 @@ struct Arrival {
   static constexpr int OF_PART = (ACROSS + PARTS - 1) / PARTS;  // times 32 chunks of each side
   static constexpr int WIDE = BY_SIDES ? OF_PART * SIDES * DOWN * PLANES : (COUNT + PARTS - 1) / PARTS;
   static constexpr bool AFTER_ONE = AFTERWARDS && COUNT > 2;
+  static constexpr int AT_FIRST = AFTER_ONE ? 1 : WIDE;  // of the first part
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
   uint4 data[WIDE];
 
@@ -163,17 +169,23 @@ struct Arrival {
   }
   __device__ __forceinline__ void look_at(const unsigned* from, int left, int lane, unsigned phase, int part = 0) {
 #pragma unroll
-    for (int k = 0; k < (AFTER_ONE && part == 0 ? 1 : WIDE); ++k) ask(from, left, lane, phase, k, part);
+    for (int k = 0; k < (part == 0 ? AT_FIRST : WIDE); ++k) ask(from, left, lane, phase, k, part);
+  }
+  // what is asked for of the first part has come of all lanes
+  __device__ __forceinline__ void await_the_first(const unsigned* from, int lane, unsigned phase) {
+    if (AFTER_ONE)
+      while (!__all_sync(0xffffffffu, !is_missing(data[0], phase)))
+        if (is_missing(data[0], phase)) data[0] = one(from, lane, phase, 0);
+  }
+  __device__ __forceinline__ void look_on(const unsigned* from, int left, int lane, unsigned phase) {
+#pragma unroll
+    for (int k = AT_FIRST; k < WIDE; ++k) ask(from, left, lane, phase, k, 0);
   }
 
   // a part that has been asked for; then the next one is
-  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase, int part) {
-    if (AFTER_ONE && part == 0) {
-      while (!__all_sync(0xffffffffu, !is_missing(data[0], phase)))
-        if (is_missing(data[0], phase)) data[0] = one(from, lane, phase, 0);
-#pragma unroll
-      for (int k = 1; k < WIDE; ++k) ask(from, left, lane, phase, k, 0);
-    }
+  template <class Kept>
+  __device__ __forceinline__ void settle(
+      unsigned* to, const unsigned* from, int left, int lane, unsigned phase, int part, const Kept& kept) {
     for (;;) {
       bool all = true;
 #pragma unroll
@@ -188,8 +200,13 @@ struct Arrival {
     for (int k = 0; k < WIDE; ++k) {
       const int all = part * WIDE + k;
       if (is_there(left, lane, all))
-        *(uint4*)(to + row(all) * DOWNWARDS + chunk(all) * (SIDEWARDS / 32) + all % PLANES * PLANEWARDS) = data[k];
+        *(uint4*)(to + row(all) * DOWNWARDS + chunk(all) * (SIDEWARDS / 32) + all % PLANES * PLANEWARDS) =
+            kept.made(row(all), chunk(all) + lane, data[k]);
     }
     if (part + 1 < PARTS) look_at(from, left, lane, phase, part + 1);
+  }
+  __device__ __forceinline__ void settle(unsigned* to, const unsigned* from, int left, int lane, unsigned phase, int part) {
+    if (part == 0) await_the_first(from, lane, phase), look_on(from, left, lane, phase);
+    settle(to, from, left, lane, phase, part, AsItIs{});
   }
 };

@@ -89,8 +89,9 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 //                     a cell whose states are never larger than 1 and the largest of a sequence's initial states that
 //                     stands for it at all steps.  With options: as options.cu has it.  Where blocks exchange through
 //                     L2 it is so where products are exact, too.  In a cluster exact ones and (BY_STEP) those of other
-//                     cells: of a sequence and 16 units, anew at each step, whatever they are; where products are not
-//                     exact, those below 2^-24 of the largest that a warp multiplies are zero
+//                     cells: of a sequence and 16 units, anew at each step, whatever they are; where blocks exchange
+//                     through L2 such of other cells of a sequence and a block's units (levels.cu).  Where products are
+//                     not exact, those below 2^-24 of the largest that a warp multiplies, or of a sequence's, are zero
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else

@@ -13,7 +13,8 @@
 // Then a thread computes the cell for two neighbouring units of every PASS-th sequence.
 //
 // With HALVES float32 is multiplied, and travels, as float16 (ptx.cu): each row of weights has a scale, the states of a
-// sequence have one for all steps but the first, or with options for all.  Where products are exact
+// sequence have one for all steps but the first, or with options for all; BY_STEP, of states that may be of any size, each
+// block has one of its own anew at each step, and who takes them brings them to one (levels.cu).  Where products are exact
 // it does so as two, in two planes: of weights those of the first come before those of the second, of states they are
 // rows behind the others.  Tensor cores cut off what they add: so sums of the first planes' products go on in float32's
 // own registers every RUN x 16 units; those with a second plane are too small for it to matter.
@@ -57,13 +58,15 @@ constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 3
 constexpr int CHAINS = FEWEST * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 // of a sequence in the ring: 16 bytes of a plane, its words, all words
-constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PLANE_PITCH = CHUNKS * 4, PITCH = PLANES * PLANE_PITCH;
+constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PLANE_PITCH = CHUNKS * 4;
+constexpr int LEVELS = BY_STEP ? (BLOCKS + 3) / 4 * 4 : 0, PITCH = PLANES * PLANE_PITCH + LEVELS;  // as levels.cu has them
+constexpr int LEVEL_WORDS = ROWS * LEVELS / 2;
 constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 // With means between the stages registers are short, and what is the same at all steps stays in shared memory.
 constexpr int FIXED = ASIDE ? RESULTS + GATES + VECTORS : 0;
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALES + FIXED * SLICE) == SHARED,
-              "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALES + LEVEL_WORDS + FIXED * SLICE)
+                  == SHARED, "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
 constexpr bool EVEN = APIECE && !INSIDE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
@@ -85,6 +88,11 @@ __device__ constexpr int state_at(int row, int word) {
 }
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
                 SUBS == 1 || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
+#if BY_STEP
+typedef Levels<BLOCKS, PITCH, ROWS, WARPS> StepLevels;
+static_assert(!STAGED && PLANES == 1 && 32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && ROWS * PAIRS % 32 == 0,
+              "threads of one warp have a sequence's states of a block");
+#endif
 constexpr int PART_DEPTHS = BESIDE ? States::OF_PART * 16 : DEPTHS;  // steps of depth of a part
 static_assert(!BESIDE || (WARPGROUPS && PLANES == 1), "all states are there before the product");
 
@@ -145,6 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float2* const weight_scales = (float2*)(partial + PARTIAL_WORDS);  // of an even row and the odd one behind it
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS + WEIGHT_SCALES);
   float* const scales = (float*)(masks + MASK_WORDS);
+#if BY_STEP
+  uint2* const factors = (uint2*)(scales + SCALES);  // [sequence, four blocks]
+#endif
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
@@ -204,8 +215,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #if HALVES
   for (int line = warp; line < SCALES; line += WARPS) {
-#if OPTIONS
+#if OPTIONS && !BY_STEP
     const float most = largest_operand(a, row0 + line, row0 + line < batch, direction, lane);
+#else
+#if OPTIONS
+    float most = 0.f;
+    for (int column = lane; column < UNITS && row0 + line < batch; column += 32)
+      most = fmaxf(most, fabsf(first_operand(a, sequence_at(a, row0 + line), column, direction, first_step)));
 #else
     const bool there = has_initial(a) && row0 + line < batch;
     const Element* const from = first_state(a) + ((long long)direction * batch + row0 + line) * UNITS;
@@ -215,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const float2 two = load_wide_pair(from + column, there, there && column + 1 < UNITS);
       most = fmaxf(most, fmaxf(fabsf(two.x), fabsf(two.y)));
     }
+#endif
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
 #endif
@@ -359,6 +376,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   keep(operands_at);
 #endif
   States arrival;
+#if BY_STEP
+  StepLevels levels;
+  const int level_at = PLANE_PITCH + rank - unit / WORD_ELEMENTS;  // beside where the first pair's states are sent
+  constexpr int LEVELS_BEHIND = PLANE_PITCH;
+#endif
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + (INSIDE ? 0 : group * SHARE * 16) + lane / 4 * 2;
   int partial_from = own_row * SUM_STRIDE + pair * (INSIDE ? 2 : 4);
@@ -386,12 +408,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
 #if HALVES
-  // What scales of a thread's states are the inverse of: of initial ones that of the largest; then those are in [-1, 1],
+  // What scales of a thread's states are the inverse of: BY_STEP as they came.  Else of initial ones that of the largest; then those are in [-1, 1],
   // or of a cell that takes each to a number there or between that and what it was, no larger than 1 and the largest.
   const auto unscale_at = [&](int sub, int j, bool begins) {
     constexpr float least = 1.f / STATE_SCALE;
     const auto initial = [&] { return scales[sub * ROWS + own_row + j * PASS]; };
-    return begins || SCALES_STAY ? initial() : BOUNDED ? least : fmaxf(initial(), least);
+    return begins || SCALES_STAY || BY_STEP ? initial() : BOUNDED ? least : fmaxf(initial(), least);
   };
 #if INSIDE
   // what enters a product inside the step is no larger than 1, or than the state before the step
@@ -504,7 +526,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       const auto settle = [&](int part) {
+#if BY_STEP
+        const unsigned* const from = seen + sub * ROWS * PITCH;
+        uint2* const its_factors = factors + warp * (LEVELS / 4);
+        if (part == 0) {
+          arrival.await_the_first(from, lane, phase_before);
+          if (States::AFTER_ONE) levels.look_at(from - lane * 4 + LEVELS_BEHIND, rows_left(sub), lane);
+          arrival.look_on(from, rows_left(sub), lane, phase_before);
+          levels.settle(from - lane * 4 + LEVELS_BEHIND, lane);
+          levels.keep(its_factors, scales + sub * ROWS + warp, rows_left(sub), lane);
+        }
+        arrival.settle(states + arrived_at, from, rows_left(sub), lane, phase_before, part,
+                       Levelled<LEVELS / 4, SLICE, WARPS>{its_factors});
+#else
         arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before, part);
+#endif
       };
       if (t > 0) {
 #pragma unroll
@@ -716,6 +752,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const auto look_at_next_part = [&] {
         if (SUBS > 1 && FIRST && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
           const int after = sub + 1 < SUBS ? sub + 1 : 0;
+#if BY_STEP
+          levels.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH - lane * 4 + LEVELS_BEHIND,
+                         rows_left(after), lane);
+#endif
           arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
                           sub + 1 < SUBS ? phase_before : phase);
         }
@@ -847,8 +887,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
             stepper.end(items[sub][j], u, step_now, before, after[j][u], state[sub][j], output[j][u], entering[u]);
           }
+#if BY_STEP
+          float unscale = 0.f;  // of what the block has of the sequence
+          if (t + 1 < time) {
+            float most = has_first ? fabsf(entering[0]) : 0.f;
+            if (has_second) most = fmaxf(most, fabsf(entering[1]));
+#pragma unroll
+            for (int apart = 1; apart < PAIRS; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+            unscale = unscale_of(most);
+          }
+#endif
           if (t + 1 < time && FIRST && is_there(sub, j)) {
-#if HALVES
+#if BY_STEP
+            if (pair == 0)
+              put(sent + sent_at + (sub * ROWS + j * PASS) * PITCH + level_at, __float_as_uint(unscale) >> 23);
+            entering[0] *= scale_of(unscale), entering[1] *= scale_of(unscale);
+#elif HALVES
             const float scale = scale_of(unscale_at(sub, j, false));
             entering[0] *= scale, entering[1] *= scale;
 #endif
@@ -949,6 +1003,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int i = 0; i < PERIOD * PLANES; ++i)
             put(sent + (t - 2 * PERIOD + i / PLANES) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + i % PLANES * PLANE_PITCH,
                 NOTHING);
+#if BY_STEP
+          if (pair == 0)
+#pragma unroll
+            for (int i = 0; i < PERIOD; ++i)
+              put(sent + (t - 2 * PERIOD + i) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + level_at, NOTHING);
+#endif
 #if INSIDE
 #pragma unroll
           for (int i = 0; i < PERIOD * INSIDE; ++i)
@@ -968,6 +1028,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
+#if BY_STEP
+    if (SUBS == 1 && !States::AFTER_ONE && t + 1 < time) levels.look_at(seen_next - lane * 4 + LEVELS_BEHIND, rows_left(0), lane);
+#endif
     if (SUBS == 1 && FIRST && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
