@@ -141,7 +141,7 @@ def forward(
     live += 2 * subs * own * size.states + subs * own * size.ahead + (not aside) * 2 * (_results(size) + size.vectors)
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
-    live += 16 * (anew and wide and parts == 1)
+    live += 16 * (anew and wide and parts == 1)  # else 29 words of LSTM with 1,500 units at batch 20 are spilled
     if rounds:  # else the compiler spills a few words, in true float32 a hundred
         live += (8 if operand(size, "forward") == 2 else 4) if own == 1 else 4 * (not halves)
     if size.exact and subs > 1 and not halves:
@@ -153,8 +153,7 @@ def forward(
     states = splits * depths * 2 * (planes * rows * 4 + 4) if wide else planes * rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
     masks = size.bits * splits * depths * subs * tiles * 32
-    scales = (warps * share * 16 + rows * subs) * halves
-    scales += anew * rows * _behind(blocks) // 2
+    scales = (warps * share * 16 + rows * subs * (1 + anew)) * halves + anew * rows * _behind(blocks) // 2
     fixed = aside * (_results(size) + size.gates + size.vectors) * units
     together = min(4, strips) if wide and planes > 1 and groups == 4 else 4  # strips of four warps in shared memory
     streamed = warps * (planes * share * depths - resident) * 32 * together
@@ -551,7 +550,7 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
 _ANEW = 0.15, 0.0165
 """Microseconds of a step that scales anew at each step take, and for each KB of states that a block takes: LSTM with
 softplus and TF32 products, 100 steps on an H100 (2026-11-26), beside the plain one in the same tile: 1,024 units at
-batch 32 2.79 and 2.23 us, at 128 6.42 and 5.17, 1,500 at 20 5.61 and 3.59, 512 at 128 2.84 and 2.42 (a cluster 2.66)."""
+batch 32 2.79 and 2.23 us, at 128 6.42 and 5.17, 1,500 at 20 5.61 and 3.59, 512 at 128 2.84 and 2.42."""
 
 
 def _inside_time(size: Size, kind: str, tile: Spread) -> float:

@@ -20,7 +20,7 @@
 // own registers every RUN x 16 units; those with a second plane are too small for it to matter.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's units, states on their way
-//   shared     the states of one part, partial sums, more weights
+//   shared     the states of one part, partial sums, more weights, scales
 //   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
 //              states, final states; the ring of states
 //
@@ -53,6 +53,7 @@ constexpr int TOGETHER = PLANES > 1 && GROUPS == 4 && STRIPS < 4 ? STRIPS : 4;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128 * TOGETHER / 4;
 // what scales are the inverse of: of weights for [warp, strip, row], of each sequence's initial states
 constexpr int WEIGHT_SCALES = HALVES ? WARPS * SHARE * 16 : 0, SCALES = HALVES ? SUBS * ROWS : 0;
+constexpr int SCALE_WORDS = SCALES * (1 + BY_STEP);  // of this step, and of the one before, which others may still read
 // masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
 constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
 constexpr int CHAINS = FEWEST * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1;  // of products that wait for each other
@@ -60,13 +61,13 @@ constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 // of a sequence in the ring: 16 bytes of a plane, its words, all words
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PLANE_PITCH = CHUNKS * 4;
 constexpr int LEVELS = BY_STEP ? (BLOCKS + 3) / 4 * 4 : 0, PITCH = PLANES * PLANE_PITCH + LEVELS;  // as levels.cu has them
-constexpr int LEVEL_WORDS = ROWS * LEVELS / 2;
+constexpr int LEVEL_WORDS = ROWS * LEVELS / 2;  // what a part's states are multiplied with, two blocks in a word
 constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 // With means between the stages registers are short, and what is the same at all steps stays in shared memory.
 constexpr int FIXED = ASIDE ? RESULTS + GATES + VECTORS : 0;
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALES + LEVEL_WORDS + FIXED * SLICE)
-                  == SHARED, "tiling and kernel disagree");
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALE_WORDS + LEVEL_WORDS +
+                   FIXED * SLICE) == SHARED, "tiling and kernel disagree");
 // masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
 constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
 constexpr bool EVEN = APIECE && !INSIDE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* const masks = (unsigned*)(partial + PARTIAL_WORDS + WEIGHT_SCALES);
   float* const scales = (float*)(masks + MASK_WORDS);
 #if BY_STEP
-  uint2* const factors = (uint2*)(scales + SCALES);  // [sequence, four blocks]
+  uint2* const factors = (uint2*)(scales + SCALE_WORDS);  // [sequence, four blocks]
 #endif
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const float most = largest_operand(a, row0 + line, row0 + line < batch, direction, lane);
 #else
 #if OPTIONS
-    float most = 0.f;
+    float most = 0.f;  // of what enters the first step alone
     for (int column = lane; column < UNITS && row0 + line < batch; column += 32)
       most = fmaxf(most, fabsf(first_operand(a, sequence_at(a, row0 + line), column, direction, first_step)));
 #else
@@ -379,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if BY_STEP
   StepLevels levels;
   const int level_at = PLANE_PITCH + rank - unit / WORD_ELEMENTS;  // beside where the first pair's states are sent
-  constexpr int LEVELS_BEHIND = PLANE_PITCH;
+  const auto levels_of = [&](const unsigned* from) { return from - lane * 4 + PLANE_PITCH; };
 #endif
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + (INSIDE ? 0 : group * SHARE * 16) + lane / 4 * 2;
@@ -408,11 +409,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
 #if HALVES
-  // What scales of a thread's states are the inverse of: BY_STEP as they came.  Else of initial ones that of the largest; then those are in [-1, 1],
+  // What scales of a thread's states are the inverse of: of initial ones that of the largest; then those are in [-1, 1],
   // or of a cell that takes each to a number there or between that and what it was, no larger than 1 and the largest.
+  // BY_STEP those of this step.
+  int scales_now = 0;
   const auto unscale_at = [&](int sub, int j, bool begins) {
     constexpr float least = 1.f / STATE_SCALE;
-    const auto initial = [&] { return scales[sub * ROWS + own_row + j * PASS]; };
+    const auto initial = [&] { return scales[scales_now + sub * ROWS + own_row + j * PASS]; };
     return begins || SCALES_STAY || BY_STEP ? initial() : BOUNDED ? least : fmaxf(initial(), least);
   };
 #if INSIDE
@@ -531,10 +534,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         uint2* const its_factors = factors + warp * (LEVELS / 4);
         if (part == 0) {
           arrival.await_the_first(from, lane, phase_before);
-          if (States::AFTER_ONE) levels.look_at(from - lane * 4 + LEVELS_BEHIND, rows_left(sub), lane);
+          if (States::AFTER_ONE) levels.look_at(levels_of(from), rows_left(sub), lane);
           arrival.look_on(from, rows_left(sub), lane, phase_before);
-          levels.settle(from - lane * 4 + LEVELS_BEHIND, lane);
-          levels.keep(its_factors, scales + sub * ROWS + warp, rows_left(sub), lane);
+          levels.settle(levels_of(from), lane);
+          levels.keep(its_factors, scales + scales_now + sub * ROWS + warp, rows_left(sub), lane);
         }
         arrival.settle(states + arrived_at, from, rows_left(sub), lane, phase_before, part,
                        Levelled<LEVELS / 4, SLICE, WARPS>{its_factors});
@@ -753,8 +756,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (SUBS > 1 && FIRST && (sub + 1 < SUBS ? t > 0 : t + 1 < time)) {
           const int after = sub + 1 < SUBS ? sub + 1 : 0;
 #if BY_STEP
-          levels.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH - lane * 4 + LEVELS_BEHIND,
-                         rows_left(after), lane);
+          levels.look_at(levels_of((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH), rows_left(after), lane);
 #endif
           arrival.look_at((sub + 1 < SUBS ? seen : seen_next) + after * ROWS * PITCH, rows_left(after), lane,
                           sub + 1 < SUBS ? phase_before : phase);
@@ -1029,7 +1031,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
 #if BY_STEP
-    if (SUBS == 1 && !States::AFTER_ONE && t + 1 < time) levels.look_at(seen_next - lane * 4 + LEVELS_BEHIND, rows_left(0), lane);
+    if (SUBS == 1 && !States::AFTER_ONE && t + 1 < time) levels.look_at(levels_of(seen_next), rows_left(0), lane);
+    scales_now = SCALES - scales_now;
 #endif
     if (SUBS == 1 && FIRST && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
