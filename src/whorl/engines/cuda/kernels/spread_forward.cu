@@ -60,8 +60,9 @@ constexpr int CHAINS = FEWEST * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1; 
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 // of a sequence in the ring: 16 bytes of a plane, its words, all words
 constexpr int CHUNKS = (UNITS + ACROSS - 1) / ACROSS, PLANE_PITCH = CHUNKS * 4;
-constexpr int LEVELS = BY_STEP ? (BLOCKS + 3) / 4 * 4 : 0, PITCH = PLANES * PLANE_PITCH + LEVELS;  // as levels.cu has them
-constexpr int LEVEL_WORDS = ROWS * LEVELS / 2;  // what a part's states are multiplied with, two blocks in a word
+constexpr int LEVEL_PITCH = BY_STEP ? (BLOCKS + 3) / 4 * 4 : 0;  // and of its scales, as levels.cu has them
+constexpr int PITCH = PLANES * PLANE_PITCH + LEVEL_PITCH;
+constexpr int LEVEL_WORDS = ROWS * LEVEL_PITCH / 2;  // what a part's states are multiplied with, two blocks in a word
 constexpr bool LATE_BIAS = GATEWISE || HALVES;  // sums are scaled first
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
 // With means between the stages registers are short, and what is the same at all steps stays in shared memory.
@@ -531,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const auto settle = [&](int part) {
 #if BY_STEP
         const unsigned* const from = seen + sub * ROWS * PITCH;
-        uint2* const its_factors = factors + warp * (LEVELS / 4);
+        uint2* const its_factors = factors + warp * (LEVEL_PITCH / 4);
         if (part == 0) {
           arrival.await_the_first(from, lane, phase_before);
           if (States::AFTER_ONE) levels.look_at(levels_of(from), rows_left(sub), lane);
@@ -540,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           levels.keep(its_factors, scales + scales_now + sub * ROWS + warp, rows_left(sub), lane);
         }
         arrival.settle(states + arrived_at, from, rows_left(sub), lane, phase_before, part,
-                       Levelled<LEVELS / 4, SLICE, WARPS>{its_factors});
+                       Levelled<LEVEL_PITCH / 4, SLICE, WARPS>{its_factors});
 #else
         arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before, part);
 #endif
