@@ -31,6 +31,16 @@ def counted(folder: Path) -> Iterator[list[int]]:
 
 
 @pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls go by tapes on a GPU; those that did."""
+    assert taped.finish() == ""
+    made: list[int] = []
+    for name in ("_run", "_run_like"):
+        monkeypatch.setattr(taped, name, counting(getattr(taped, name), made))
+    return made
+
+
+@pytest.fixture
 def layer() -> torch.nn.Module:
     torch.manual_seed(2)
     return whorl.LSTM(16, 16, dtype=torch.bfloat16, engine="persistent")

@@ -90,6 +90,17 @@ class Recorder:
     def join(self) -> None:
         self.done.append("join")
 
+    def launches(self, whole: bool = False) -> type[emulation.Kernel]:
+        """A kernel that notes its launches, by its whole name or the first word of it."""
+        done = self.done
+
+        class Kernel(emulation.Kernel):
+            def __call__(self, stream: int, *given: Any) -> None:
+                done.append(f"{self.name if whole else self.name.split('_')[0]} on {stream}")
+                super().__call__(stream, *given)
+
+        return Kernel
+
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("capturing, free", [(True, True), (True, False), (False, True)])
@@ -103,15 +114,10 @@ def test_recurrent_weights_get_their_gradients_on_the_branch(
     with emulated(folder):
         wanted = gradients(name, layer, x)
 
-    class Kernel(emulation.Kernel):
-        def __call__(self, stream: int, *given: Any) -> None:
-            note.done.append(f"{self.name.split('_')[0]} on {stream}")
-            super().__call__(stream, *given)
-
     with emulated(folder) as patch:
         patch.setattr(plain, "branch_of", lambda index: note)
         for module in (prepare, options_of_calls):
-            patch.setattr(module, "Kernel", Kernel)
+            patch.setattr(module, "Kernel", note.launches())
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing)
         library = products.cublas()
         multiply = library.cublasGemmEx
@@ -274,11 +280,6 @@ def test_what_is_drawn_and_sorted_once(
         note.done.append("backward")
         return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
 
-    class Kernel(emulation.Kernel):
-        def __call__(self, stream: int, *given: Any) -> None:
-            note.done.append(f"{self.name} on {stream}")
-            super().__call__(stream, *given)
-
     with emulated(folder) as patch:
         patch.setattr(persistent, "is_marked", lambda problem: False)
         wanted = passes()  # by `Layers`, which draws and sorts in each pass
@@ -287,7 +288,7 @@ def test_what_is_drawn_and_sorted_once(
         patch.setattr(layers, "_BESIDE", 0 if large else layers._BESIDE)
         patch.setattr(options_of_calls, "_SHARED", options_of_calls._SHARED if few else 0)
         patch.setattr(plain, "branch_of", lambda index: note)
-        patch.setattr(options_of_calls, "Kernel", Kernel)
+        patch.setattr(options_of_calls, "Kernel", note.launches(whole=True))
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
         got = passes()
     assert all(map(torch.equal, got, wanted))

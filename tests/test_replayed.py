@@ -15,12 +15,12 @@ from torch import Tensor
 
 import emulation
 import whorl
-from tapes import X, both_ways, counted, counting, layer, trained
+from tapes import X, both_ways, counted, layer, on_a_gpu, trained
 from whorl.engines import host
 from whorl.engines.cuda import taped
 from whorl.engines.cuda.memory import laid_out
 
-__all__ = ["counted", "layer"]  # fixtures
+__all__ = ["counted", "layer", "on_a_gpu"]  # fixtures
 pytestmark = pytest.mark.xdist_group("taped")  # as test_taped, which compiles it
 
 
@@ -240,23 +240,20 @@ def test_what_torch_writes_within_a_pass_is_not_captured(graphs: emulation.Graph
 @pytest.mark.parametrize("make, units, layers", [(whorl.LSTM, 128, 1), (whorl.GRU, 650, 2), (whorl.LSTM, 1024, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_replays_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, make: Any, units: int, layers: int, dtype: torch.dtype
+    on_a_gpu: list[int], monkeypatch: pytest.MonkeyPatch, make: Any, units: int, layers: int, dtype: torch.dtype
 ) -> None:
     """On torch's stream and another, beside other products on it."""
-    assert taped.finish() == ""
-    made: list[int] = []
-    for name in ("_run", "_run_like"):
-        monkeypatch.setattr(taped, name, counting(getattr(taped, name), made))
     torch.manual_seed(1)
     module = make(units, units, layers, dtype=dtype, device="cuda", engine="persistent")
     x = torch.randn(20, 33, units, dtype=dtype, device="cuda")
+    beside = x @ x.transpose(1, 2)
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(6):
                 x.neg_()
-                both_ways(lambda: trained(module, x), made, monkeypatch)
-                x @ x.transpose(1, 2)
+                both_ways(lambda: trained(module, x), on_a_gpu, monkeypatch)
+                assert torch.equal(x @ x.transpose(1, 2), beside)
         torch.cuda.synchronize()
 
 

@@ -21,13 +21,13 @@ from torch import Tensor
 import emulation
 import whorl
 from emulation import emulated
-from tapes import X, both_ways, counted, counting, layer, trained
+from tapes import X, both_ways, counted, layer, on_a_gpu, trained
 from thinned import thinned
 from whorl.engines import host
 from whorl.engines.cuda import grid, layers, prepare, spreading, store, tape, taped
 from whorl.engines.cuda.plain import Plain
 
-__all__ = ["counted", "layer"]  # fixtures
+__all__ = ["counted", "layer", "on_a_gpu"]  # fixtures
 pytestmark = pytest.mark.xdist_group("taped")  # one process compiles it
 
 
@@ -455,21 +455,23 @@ def test_an_argument_is_laid_out_as_struct_does() -> None:
 @pytest.mark.parametrize("make, units, layers", [(whorl.LSTM, 128, 1), (whorl.LSTM, 1024, 1), (whorl.GRU, 650, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_gives_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, make: Any, units: int, layers: int, dtype: torch.dtype, marks: bool
+    on_a_gpu: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    units: int,
+    layers: int,
+    dtype: torch.dtype,
+    marks: bool,
 ) -> None:
     """All other tests on a GPU go by tapes; this one both ways."""
-    assert taped.finish() == ""
-    made: list[int] = []
-    for name in ("_run", "_run_like"):
-        monkeypatch.setattr(taped, name, counting(getattr(taped, name), made))
     torch.manual_seed(1)
     layer = make(units, units, layers, dtype=dtype, device="cuda", engine="persistent")
     x = torch.randn(20, 33, units, dtype=dtype, device="cuda")
     reset, lengths = torch.rand(20, 33, device="cuda") < 0.1, torch.arange(33, device="cuda") % 21
     more = {"lengths": lengths, "reset": reset} if marks else {}
-    both_ways(lambda: trained(layer, x, **more), made, monkeypatch)
+    both_ways(lambda: trained(layer, x, **more), on_a_gpu, monkeypatch)
     with torch.no_grad():
-        both_ways(lambda: [layer(x, **more)[0]], made, monkeypatch)
+        both_ways(lambda: [layer(x, **more)[0]], on_a_gpu, monkeypatch)
 
 
 SLOW = """
