@@ -17,6 +17,7 @@ import emulation
 import whorl
 from comparison import in_a_graph
 from emulation import emulated
+from thinned import thinned
 from whorl.engines.cuda import aligned, grid, layers, persistent, plain, prepare, products
 from whorl.engines.cuda import branch as branches
 from whorl.engines.cuda import options as options_of_calls
@@ -261,9 +262,7 @@ DRAWS: dict[str, tuple[dict[str, Any], dict[str, Tensor], list[str]]] = {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("few", [True, False], ids=["", "of many steps"])
-@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name, large, few", thinned(2, list(DRAWS), [False, True], [True, False]))
 def test_what_is_drawn_and_sorted_once(
     name: str, large: bool, few: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,9 +228,10 @@ class Layer(Recurrence, torch.nn.Module):
         taped.latest.number = -1
         made = recurrent(self._form, call, self._engine, return_states)
         number = taped.latest.number
-        given = tuple([mark is not None for mark in call.marks[2:]])
-        like = tuple(call.x.shape), self._engine, _switches(call.x), given
-        self._before = None if number < 0 else _Before(number, *like)
+        self._before = None
+        if number >= 0:
+            marked = tuple([mark is not None for mark in call.marks[2:]])
+            self._before = _Before(number, tuple(call.x.shape), self._engine, _switches(call.x), marked)
         return made
 
     def _as_before(
