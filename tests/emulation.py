@@ -148,8 +148,13 @@ class Graphs:
         self.captured: list[Callable[[], int]] | None = None
         self.kept: dict[int, list[Callable[[], int]]] = {}
         self._number = 0
-        self._own = threading.local()
+        self._threads: dict[int, SimpleNamespace] = {}
         self.count()
+
+    @property
+    def _own(self) -> SimpleNamespace:
+        """Of this thread: one that is not Python's has nothing of `threading` from one callback to the next."""
+        return self._threads.setdefault(threading.get_native_id(), SimpleNamespace(stream=0, space=0, mode=0))
 
     @property
     def stream(self) -> int:
@@ -171,16 +176,15 @@ class Graphs:
         return 0
 
     def check_handle(self) -> None:
-        assert self._own.stream == (self.stream or 0)
+        assert self._own.stream == self.stream
         assert bool(self._own.space) == bool(self.stream)
 
     def exchange_mode(self, mode: Any) -> int:
-        before = getattr(self._own, "mode", 0)
-        self._own.mode, mode[0] = mode[0], before
+        self._own.mode, mode[0] = mode[0], self._own.mode
         return 0
 
     def relaxed(self) -> bool:
-        return getattr(self._own, "mode", 0) == 2
+        return self._own.mode == 2
 
     def count(self, takes: bool = True) -> None:
         """From here on; `takes` is whether the driver makes something of what is captured."""

@@ -418,8 +418,8 @@ def test_products_of_four_warps(
     kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], resident: int | None,
     options: dict[str, Any], precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if precision == "float32" and options.keys() & {"activation", "nonlinearity"}:
-        pytest.skip("states of any size are multiplied as TF32, by one warp, where products are exact")
+    if precision != "tf32" and options.keys() & {"activation", "nonlinearity"}:
+        pytest.skip("states of any size have scales with TF32 products alone")
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         if way == "backward":
