@@ -212,7 +212,7 @@ class Layers:
             extra: list[int | float] = []
             if found is not None and options is not None:
                 entered = before = self._before(spaces, rows, features)
-                writes = 0 < features.noise < BY_GATE and not source.saves_entered(cell, features)
+                writes = source.writes_entered(cell, features)
                 operands = [x.new_empty(rows, units) for _ in weights] if writes else []
                 if operands:
                     entered = operands

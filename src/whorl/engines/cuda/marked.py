@@ -21,7 +21,7 @@ from whorl.engines.cuda.options import Options, Shared, expected, is_by_gate, is
 from whorl.engines.cuda.places import Kept, Room
 from whorl.engines.cuda.plain import Entered, Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
-from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, DRAWN, Features, has_options, saves_entered
+from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options, writes_entered
 from whorl.engines.cuda.tape import Tape
 from whorl.problem import Call, Form, Marks, Outcome, Plan, Problem
 
@@ -164,8 +164,7 @@ class Marked(Plain):
         sizes = shared_sizes(self.problem, features, of_input, of_state)
         self._shared = {what: room.parts(1, each)[0] for what, each in sizes.items() if self.problem.gradient}
         """What both passes read."""
-        by_step = features.noise == DRAWN or AT_RANDOM in features.zoneout
-        self._draws_once = not by_step and any(name != "input" for name, *_ in sizes)
+        self._draws_once = not features.draws and any(name != "input" for name, *_ in sizes)
         return made, order, room.size
 
     def _spaces_laid_out(self, room: Room, keep: bool) -> Kept:
@@ -211,7 +210,7 @@ class Marked(Plain):
         units, batch, time, directions = self.sizes
         dtype, rows, noise = self.problem.dtype, time * batch, self._features.noise
         element, self._gatewise = dtype.itemsize, noise >= BY_GATE
-        writes = 0 < noise < BY_GATE and not saves_entered(self.cell, self._features)
+        writes = writes_entered(self.cell, self._features)
         self._entered = room.parts(directions, rows * units * element) if writes else []
         at_once = self._gatewise and units * element % 16 == 0 and not exact(self.problem)
         at_once = at_once and self.links is None and better_together(len(self.gates), units, rows, element)

@@ -98,8 +98,7 @@ def shared_sizes(problem: Problem, features: Features, of_input: bool, of_state:
     """
     form, batch = problem.form, problem.batch
     found: dict[Made, int] = {("order", 0, 0): 8 * batch} if features.order else {}
-    draws = features.noise == DRAWN or AT_RANDOM in features.zoneout
-    bits = problem.time * batch * -(-form.units // 2) * 2 * draws
+    bits = problem.time * batch * -(-form.units // 2) * 2 * features.draws
     masks = {HELD: 1, BY_GATE: len(form.cell.masked)}.get(features.noise, 0) * of_state
     for layer in range(form.layers):
         x = of_input * (form.input_dropout > 0) * form.layer_inputs(layer)

@@ -53,6 +53,11 @@ class Features(NamedTuple):
         """What enters the recurrent product may be of another size at each step: masks that are given say so."""
         return self.noise in (GIVEN, GIVEN_BY_GATE) or self.zoneout[:1] == (BY_MASK,)
 
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn anew at each step."""
+        return self.noise == DRAWN or AT_RANDOM in self.zoneout
+
 
 PLAIN = Features()
 
@@ -71,12 +76,17 @@ def saves_entered(graph: Graph, features: Features) -> bool:
     return all(node.op != "var" or node.args[0] != first for node in topological(graph.outputs))
 
 
+def writes_entered(graph: Graph, features: Features) -> bool:
+    """Whether backward writes what entered the product: one mask is for all gates, and forward does not save it."""
+    return 0 < features.noise < BY_GATE and not saves_entered(graph, features)
+
+
 def registers(graph: Graph, features: Features) -> tuple[int, int]:
     """What options take of a thread's registers for each of its items, forward and backward."""
     if not has_options(graph, features):
         return 0, 0
     states, given = len(graph.states), sum(kind == BY_MASK for kind in features.zoneout)
-    draws, marked = features.noise == DRAWN or AT_RANDOM in features.zoneout, features.lengths or features.mask
+    draws, marked = features.draws, features.lengths or features.mask
     one = 2 + draws + 2 * features.order + features.reset + 2 * features.mask + marked + features.lengths
     inside = bool(graph.products)  # what enters those is multiplied with the mask of the step, not of the next
     ahead = one + 2 * (given + len(graph.inputs) + (features.noise in (HELD, GIVEN)))
