@@ -53,8 +53,7 @@ multiple of that; the GRU with its reset before the product is beside the plain 
 a graph its generator's state.
 `python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
 run. `lengths` are all full: sequences that are shorter cost less. In TF32 a layer
-multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)); where its states have no bound, as softplus leaves them, in a cluster alone, else, as this was measured,
-TF32 itself, at half the rate: [since then](persistent.md#scales-that-travel) that is float16 too, and softplus takes 1.05 of the plain layer's time at 1,024 units.
+multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)), also where its states have no bound, as softplus leaves them ([how](persistent.md#scales-that-travel)).
 """
 
 CELLS = """
