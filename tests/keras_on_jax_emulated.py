@@ -90,7 +90,7 @@ LAYERS = {
 OPTIONS = ["", "masked", "dropout", "masked, dropout", "dropout, both", "masked, dropout, both"]
 
 
-@pytest.mark.parametrize(("name", "option"), thinned(3, LAYERS, OPTIONS))
+@pytest.mark.parametrize(("name", "option"), thinned(4, LAYERS, OPTIONS))
 def test_by_tapes_a_step_is_what_it_is_through_python(
     name: str, option: str, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 import whorl
 from comparison import weighted
 from engine_cases import CELLS, FORMS, Case, in_dtype
+from thinned import thinned
 from whorl import compiler
 from whorl.engines.cpu import memory, plain, stream, sweep
 from whorl.functional import recurrent
@@ -63,7 +64,10 @@ class Denying:
         raise AssertionError("a call takes memory without end")
 
 
-@pytest.fixture(params=["OpenMP", "threads of its own"])
+THREADS_OF = ["OpenMP", "threads of its own"]
+
+
+@pytest.fixture(params=THREADS_OF)
 def denying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Denying]]:
     text = f"{DENIED}\n{sweep.sweep()}\n{AFTER_A_FORK}"
     monkeypatch.setattr(sweep, "sweep", lambda: text)
@@ -106,7 +110,9 @@ CASES: dict[str, tuple[str, Case, torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, denying, threads", thinned(2, CASES, THREADS_OF, [1, 2]), indirect=["denying", "threads"]
+)
 def test_a_pass_says_what_it_asked_for_and_the_next_is_right(
     name: str, denying: Callable[..., Denying], threads: int
 ) -> None:
