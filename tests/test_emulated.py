@@ -414,7 +414,7 @@ def test_layers_spread_over_blocks_that_exchange(
         ("RNN", 150, 27, 36, (8, 3, 1, 8, 4), None, dict(nonlinearity="relu")),  # scales of 19 blocks
     ],
 )
-@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])  # TF32 multiplies float16
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "tf32", "float32"])
 def test_products_of_four_warps(
     kind: str, units: int, batch: int, time: int, ahead: tuple[int, ...], resident: int | None,
     options: dict[str, Any], precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
@@ -541,7 +541,7 @@ def test_products_of_four_warps_backward(
         ("LSTM", 150, 9, "gate lengths", (16, 1, 4, 1, 8), 0),  # two strips of a warp; nothing stays in registers
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # which is multiplied as float16
 def test_products_of_four_warps_behind_masks_by_gate(
     kind: str, units: int, batch: int, on: str, back: tuple[int, ...], resident: int | None, dtype: torch.dtype,
     folder: Path, monkeypatch: pytest.MonkeyPatch,

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 TESTS = {
     "clusters": [
         "test_emulated.py::test_plain_layers",
+        "test_emulated.py::test_float32[GRU-33-options1-False]",
         "test_emulated.py::test_float32[GRU-33-options1-True]",
         "test_emulated.py::test_sub_tiles_that_travel_while_others_are_computed[LSTM-33-7-1-dtype5-ahead5-back5-options5]",
         "test_emulated_options.py::test_random_options[1]",
@@ -28,7 +29,7 @@ TESTS = {
         "test_no_clusters.py::test_it_is_right_on_the_host[20]",
     ],
     "four warps": [
-        "test_emulated.py::test_products_of_four_warps[bfloat16-LSTM-37-37-36-ahead1-None-options1]",
+        "test_emulated.py::test_products_of_four_warps[float16-LSTM-37-37-36-ahead1-None-options1]",
         "test_emulated.py::test_products_of_four_warps[tf32-LSTM-70-33-3-ahead3-3-options3]",
         "test_emulated.py::test_products_of_what_has_come_while_the_rest_is_on_its_way[bfloat16-tanh-520-ahead0]",
         "test_emulated.py::test_products_of_four_warps_backward[dtype0-LSTM-150-33-3-back3-3-options3]",
@@ -44,6 +45,7 @@ TESTS = {
         "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[3-layer_norm_lstm]",
         "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[4-gru_before]",
         "test_norm_of_x.py::test_its_kernels[no whole word at a gate's end-True]",
+        "test_norm_of_x.py::test_its_kernels[several warps, several rows in a block-False]",
         "test_norm_of_x.py::test_its_kernels[sums of many blocks-True]",
     ],
 }

@@ -119,11 +119,10 @@ struct AsItIs {
 // the step.  What is of a second plane lies PLANE_PITCH words behind in L2, and PLANEWARDS in shared memory.  They travel
 // in PARTS, the first of which is asked for beforehand; more than one take more time and fewer registers.  Where rows are
 // SIDES times SIDE chunks, a part is neighbouring chunks of each side of all rows: a product may begin with the first.  AFTERWARDS,
-// where a lane has more than 3 chunks (of a step of several stages, whose registers are short, more than 2), the rest of the
-// first part is asked for when the first words of a warp have come: where nobody can have written yet, what is asked for
-// in vain keeps the rest waiting.  LSTM, 1,500 units at batch 20, took 3.77 us a step forward and not 4.06, with TF32
-// products a train step 668 us and not 723; with layer norm 6.8 and not 8.2 forward; with 2 chunks, 512 units at 128, 4.0
-// and 3.9; with 3, 768 units at 16 in float16, 1.67 and not 1.65, at 8 in bfloat16 1.66 and 1.60 (with the input product).
+// where a lane has more than 2 chunks, the rest of the first part is asked for when the first words of a warp have come:
+// where nobody can have written yet, what is asked for in vain keeps the rest waiting.  LSTM, 1,500 units at batch 20,
+// took 3.77 us a step forward and not 4.06, with TF32 products a train step 668 us and not 723; with layer norm 6.8 and
+// not 8.2 forward; with 2 chunks, 512 units at 128, 4.0 and 3.9.
 template <int ROWS, int CHUNKS, int WORDS, int PITCH, int WARPS, int DOWNWARDS, int SIDEWARDS, int PARTS, bool AFTERWARDS,
           int PLANE_PITCH, int PLANEWARDS, int SIDES = 0, int SIDE = CHUNKS>
 struct Arrival {
@@ -132,7 +131,7 @@ struct Arrival {
   static constexpr int COUNT = DOWN * MOST(SIDES) * ACROSS * PLANES;
   static constexpr int OF_PART = (ACROSS + PARTS - 1) / PARTS;  // times 32 chunks of each side
   static constexpr int WIDE = BY_SIDES ? OF_PART * SIDES * DOWN * PLANES : (COUNT + PARTS - 1) / PARTS;
-  static constexpr bool AFTER_ONE = AFTERWARDS && COUNT > (STAGED ? 2 : 3);
+  static constexpr bool AFTER_ONE = AFTERWARDS && COUNT > 2;
   static constexpr int AT_FIRST = AFTER_ONE ? 1 : WIDE;  // of the first part
   static constexpr int LAST = WORDS - (CHUNKS - 1) * 4;  // words of the last chunk that anybody writes
   uint4 data[WIDE];
