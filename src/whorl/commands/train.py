@@ -201,7 +201,11 @@ def make_program(arguments: argparse.Namespace) -> Program:
 
 @contextmanager
 def _interruption() -> Iterator[list[int]]:
-    """The signals of Ctrl-C and SIGTERM, as they come; the second ends the process as always."""
+    """The signals of Ctrl-C and SIGTERM, as they come; the second ends the process as always.
+
+    Under torchrun they are noted to the process's end, which is near: its SIGTERM to those that a broken connection
+    ends would else cut off what they have to say.
+    """
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -215,8 +219,9 @@ def _interruption() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not is_called():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _end_after_signals() -> None:
