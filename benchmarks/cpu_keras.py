@@ -31,6 +31,7 @@ from torch import Tensor
 
 import whorl
 from whorl import compiler
+from whorl.engines import taped
 from whorl.weights import to_keras
 
 CASES = [(32, 30, 128), (32, 30, 512), (128, 30, 128)]
@@ -179,6 +180,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
+    taped.finish()  # until it is there calls go through Python
     peak, rivals, versions, rows = Peak(given.threads), [], {}, []
     for backend in ("tensorflow", "jax"):
         python = getattr(given, backend)

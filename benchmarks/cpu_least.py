@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 import whorl
 from whorl import compiler
+from whorl.engines import taped
 from whorl.engines.cpu import plain
 from whorl.engines.cpu.masks import NONE
 from whorl.engines.cpu.sweep import Products
@@ -345,6 +346,7 @@ def main() -> None:
         parser.error("keras needs --tensorflow PYTHON, of an environment with keras and tensorflow")
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
+    taped.finish()  # until it is there calls go through Python
     peak, rows = Peak(given.threads), []
     with cases(given) as every:
         for case in every:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from whorl.engines.cuda import launch, layers, taped
+from whorl.engines import taped
+from whorl.engines.cuda import launch, layers
 
 
 def made_anew(patch: pytest.MonkeyPatch, loaded: bool = False) -> None:

@@ -12,7 +12,7 @@ import cubins
 import emulation
 from emulation import emulated
 from whorl import compiler, plan, problem, settings
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 
 pytest.register_assert_rewrite("comparison", "plain_loops", "loops", "option_cases")  # so that failures show values
 

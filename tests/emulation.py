@@ -24,8 +24,10 @@ from torch import Tensor
 from host_library import built
 from whorl import problem
 from whorl.bench.baseline import to_tf32
+from whorl.engines import taped
 from whorl.engines.cuda import (
     aligned,
+    asked,
     entering,
     launch,
     layers,
@@ -38,10 +40,9 @@ from whorl.engines.cuda import (
     products,
     projected,
     store,
-    taped,
 )
-from whorl.engines.cuda.tape import writing
 from whorl.engines.cuda.tiling import Chip
+from whorl.engines.tape import writing
 from whorl.plan import plan
 
 H200 = problem.Device("cuda", "NVIDIA H200", (9, 0), 91900, half=True, bfloat16=True, multiprocessors=132)
@@ -335,8 +336,8 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
         put(torch, "addmm", addmm)
         put(memory, "_empty", lambda *laid: torch.empty_strided(*laid[:2], dtype=laid[2]))
         put(taped, "ready", lambda: False)
-        put(taped, "functions", lambda: addresses(library))
-        put(taped, "_context", lambda: 0)
+        put(asked, "functions", lambda: addresses(library))
+        put(asked, "_context", lambda: 0)
         put(taped, "_numbers", {})
         put(layers, "product", product)
         put(aligned, "product", product)
@@ -352,7 +353,7 @@ def emulated(folder: Path, tf32: bool = False) -> Iterator[pytest.MonkeyPatch]:
 
 
 def addresses(library: Any) -> tuple[int, ...]:
-    """What `taped.functions` gives, of functions that call these kernels and this cuBLAS."""
+    """What `asked.functions` gives, of functions that call these kernels and this cuBLAS."""
     number, pointer, refer = ctypes.c_int, ctypes.c_void_p, ctypes.POINTER
 
     def run(config: Any, function: int, arguments: Any, extra: Any) -> int:

@@ -13,7 +13,7 @@ import whorl
 import whorl.keras
 from emulation import emulated
 from thinned import thinned
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 from whorl.errors import CompileError
 from whorl.keras import calls, on_jax, tapes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import whorl
 from emulation import emulated
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 
 X = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
 

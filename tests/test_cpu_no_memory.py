@@ -34,6 +34,12 @@ AFTER_A_FORK = 'extern "C" void denied_openmp(bool denied) { kernel::forked = de
 CACHES = sweep.kernel, sweep._loop, plain.sizes
 
 
+@pytest.fixture(autouse=True)
+def through_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ asks again through Python, which then has the memory."""
+    monkeypatch.setenv("WHORL_CALLS", "python")
+
+
 class Denying:
     """The engine's kernels of a dtype, of which a piece of memory can be denied.
 

@@ -13,7 +13,8 @@ from torch import Tensor
 import whorl
 from tapes import counted
 from test_plain_cells import BATCH, INPUTS, TIME, UNITS, outcome
-from whorl.engines.cuda import aligned, layers, persistent, taped
+from whorl.engines import taped
+from whorl.engines.cuda import aligned, layers, persistent
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.marked import Marked
 

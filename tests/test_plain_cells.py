@@ -19,7 +19,8 @@ from tapes import counted
 from thinned import thinned
 from whorl import mean, sigmoid, tanh
 from whorl.cells import library
-from whorl.engines.cuda import aligned, layers, persistent, taped
+from whorl.engines import taped
+from whorl.engines.cuda import aligned, layers, persistent
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.marked import Marked
 from whorl.engines.cuda.norms import Norms

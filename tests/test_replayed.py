@@ -16,8 +16,8 @@ from torch import Tensor
 import emulation
 import whorl
 from tapes import X, both_ways, counted, layer, on_a_gpu, trained
-from whorl.engines import host
-from whorl.engines.cuda import taped
+from whorl.engines import host, taped
+from whorl.engines.cuda import asked
 from whorl.engines.cuda.memory import laid_out
 
 __all__ = ["counted", "layer", "on_a_gpu"]  # fixtures
@@ -191,7 +191,7 @@ def test_where_a_graph_is_refused_passes_are_launched(
 def test_where_there_is_no_room_for_products_passes_are_launched(
     counted: list[int], memory: ctypes.CDLL, graphs: emulation.Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(taped, "workspace", lambda index: laid_out((5 << 20,), torch.uint8))
+    monkeypatch.setattr(asked, "workspace", lambda index: laid_out((5 << 20,), torch.uint8))
     memory.refuse(5 << 20)
     layer = whorl.LSTM(16, 24, dtype=torch.bfloat16, engine="persistent")
     want = by_python(lambda: [layer(X)[0]], monkeypatch)[0]

@@ -23,8 +23,8 @@ import whorl
 from emulation import emulated
 from tapes import X, both_ways, counted, layer, on_a_gpu, trained
 from thinned import thinned
-from whorl.engines import host
-from whorl.engines.cuda import grid, layers, prepare, spreading, store, tape, taped
+from whorl.engines import host, tape, taped
+from whorl.engines.cuda import asked, grid, layers, prepare, spreading, store
 from whorl.engines.cuda.plain import Plain
 
 __all__ = ["counted", "layer", "on_a_gpu"]  # fixtures
@@ -241,9 +241,9 @@ def test_a_refused_launch_says_which(
     def refuse(config: Any, function: int, arguments: Any, extra: Any) -> int:
         return 701
 
-    real, kind = taped.functions(), ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    real, kind = asked.functions(), ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
     made = kind(refuse)
-    monkeypatch.setattr(taped, "functions", lambda: (ctypes.cast(made, ctypes.c_void_p).value, *real[1:]))
+    monkeypatch.setattr(asked, "functions", lambda: (ctypes.cast(made, ctypes.c_void_p).value, *real[1:]))
     with pytest.raises(RuntimeError, match=r"cannot launch lstm_forward_16_bfloat16\S* \(701\)"):
         layer(X)
 
@@ -423,7 +423,7 @@ def test_memory_goes_back_within_a_pass(folder: Path) -> None:
         written = Plain(plan, torch.device("cpu", 0)).written()
         passes = (
             (written.forward, {*written.outputs, written.room}),
-            (written.backward, {slot for slot, _, _ in written.gradients}),
+            (written.backward, {slot for slot, *_ in written.gradients}),
         )
         for one, outputs in passes:
             taken, freed = entries(one.written())
@@ -477,8 +477,7 @@ def test_a_gpu_gives_the_same_bits(
 SLOW = """
 import sys, time
 sys.path.insert(0, {source!r})
-from whorl.engines.cuda import taped
-taped.functions = lambda: ()
+from whorl.engines import taped
 taped.begin()
 time.sleep({seconds})
 """
@@ -516,7 +515,6 @@ def test_reasons_against_compiled_calls(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(taped, "_run", None)
     monkeypatch.delenv("WHORL_CALLS")
     monkeypatch.setattr(taped, "_thread", None)
-    monkeypatch.setattr(taped, "functions", lambda: ())
     monkeypatch.setenv("CXX", "no-such-compiler")
     host._version.cache_clear()
     try:

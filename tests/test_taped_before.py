@@ -11,7 +11,7 @@ import whorl
 import whorl.layer as layer_file
 from comparison import flat
 from tapes import X, both_ways, counted, counting, layer, trained
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 
 __all__ = ["counted", "layer"]  # fixtures
 pytestmark = pytest.mark.xdist_group("taped")  # as test_taped, which compiles it

@@ -215,6 +215,6 @@ def test_a_worker_that_ends_says_why_though_torchrun_ends_it_too(text: Path) -> 
         "sys.stderr = Late()\nmain()\n"
     )
     process = start("1", str(script), "train", str(text), "--out", str(text.with_name("run")), "--device", "cuda:9")
-    out, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=120)
     assert "device is 'cuda:9', but torchrun gives each process its own" in err, err
     assert "exitcode  : 2" in err

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from whorl.arguments import NOTHING, Axes, Extras, Masks, extra_inputs, marks
 from whorl.cells.cell import Cell
 from whorl.cells.wrappers import counted
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 from whorl.errors import CellError, InputError, UnsupportedError
 from whorl.functional import autocasts, complaint, dropout_masks, planned, recurrent
 from whorl.options import Options, make_cell, wrapped, zoneouts
@@ -439,8 +439,9 @@ class _Before(NamedTuple):
 
 
 def _switches(x: Tensor) -> tuple[Any, ...]:
-    """torch's, of recurrent layers, and the current GPU."""
-    return *switches(kind_of(x), x.dtype), torch._C._cuda_getDevice()
+    """torch's, of recurrent layers, and the current GPU or the threads of the processor."""
+    kind = kind_of(x)
+    return *switches(kind, x.dtype), torch._C._cuda_getDevice() if kind == "cuda" else torch.get_num_threads()
 
 
 def _vector(name: str) -> str:

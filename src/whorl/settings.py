@@ -46,7 +46,7 @@ _SETTINGS = {
         "WHORL_CALLS",
         "compiled",
         _one_of("compiled", "python"),
-        "whether calls of CUDA kernels go by C++, compiled once where there is a compiler, or through Python",
+        "whether calls of kernels go by C++, compiled once where there is a compiler, or through Python",
     ),
     "cache": _Setting("WHORL_CACHE", "~/.cache/whorl", _folder, "the private folder of compiled kernels"),
 }

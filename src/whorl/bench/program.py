@@ -12,7 +12,7 @@ from whorl.bench.measurement import Note, measure
 from whorl.bench.report import MARK, save_report
 from whorl.bench.results import Header, Measured, Results, refuse_others
 from whorl.bench.timing import Effort
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 from whorl.errors import InputError
 
 QUICK = Effort(turns=3, seconds=0.03)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from whorl.cells import library
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 from whorl.engines.cuda.persistent import warm
 from whorl.engines.cuda.tiling import Chip
 from whorl.errors import InputError, KernelError

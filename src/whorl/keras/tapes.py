@@ -1,6 +1,6 @@
 """A call of an engine as an operation of XLA's programs on a GPU: by its tapes, without Python.
 
-A callback takes the host longer than a small layer takes the GPU.  Where C++ knows a plan (engines/cuda/taped.py),
+A callback takes the host longer than a small layer takes the GPU.  Where C++ knows a plan (engines/taped.py),
 XLA's typed FFI calls tapes.cpp with its own buffers and its stream, compiled by the host's compiler.
 """
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from whorl.engines.cuda import taped
+from whorl.engines import taped
 from whorl.engines.host import load
 from whorl.errors import CompileError
 from whorl.keras.callback import Kind, kind_of
@@ -43,13 +43,14 @@ def backward(number: int, given: Sequence[Any], kept: Sequence[Any], cotangents:
         cotangents: of the output and of each final state; None where there is none.
     """
     parts, sizes = taped.written(number).gradients, dict[int, tuple[int, ...]]()
-    for (slot, first, count), array in zip(parts, given, strict=False):
+    for (slot, first, count, _), array in zip(parts, given, strict=False):  # kernels of a GPU write whole rows
         if slot >= 0:
             sizes[slot] = max(sizes.get(slot, (0,)), (first + count,)) if count else array.shape
     kinds = [(shape, kind_of(given[0])[1]) for shape in sizes.values()]
     made = dict(zip(sizes, _pass(number, True, [*_as_read(number, given), *kept, *cotangents], kinds), strict=True))
     return [
-        None if slot < 0 else made[slot][first : first + count] if count else made[slot] for slot, first, count in parts
+        None if slot < 0 else made[slot][first : first + count] if count else made[slot]
+        for slot, first, count, _ in parts
     ]
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from whorl import compiler
-from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
-from whorl.engines.cpu import plain
+from whorl.engines import taped
+from whorl.engines.base import Continue, Engine, Grads, Step, as_bytes, from_bytes
+from whorl.engines.cpu import plain, tapes
 from whorl.engines.cpu.build import by_unit, fault
 from whorl.engines.cpu.masks import BY_GATE, NONE, Masks
 from whorl.engines.cpu.memory import Regions, borrowed, empty
@@ -73,13 +74,19 @@ class CPU(Engine):
 
     def numbers(self, problem: Problem) -> list[str]:
         parts = "" if problem.dtype == torch.bfloat16 else ", each float32 in three parts of bfloat16"
-        return [f"recurrent products by the processor's matrix unit (AMX){parts}"] if _by_unit(problem) else []
+        lines = [f"recurrent products by the processor's matrix unit (AMX){parts}"] if _by_unit(problem) else []
+        fault = "" if problem.dtype == torch.bfloat16 or problem.device.kind != "cpu" else taped.fault()
+        return [*lines, f"calls go through Python: {fault}"] if fault else lines
 
     def prepares(self, problem: Problem) -> bool:
         return problem.device.kind == "cpu"
 
     def step(self, plan: Plan, call: Call) -> Step:
         return Stream(plan, call, torch.get_num_threads())
+
+    def at_once(self, plan: Plan, call: Call, by_python: Continue) -> Sequence[Tensor]:
+        number = tapes.number(plan, call, by_python)
+        return () if number < 0 else taped.run(number, call)
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         made = plain.sizes_of(plan.problem, call)

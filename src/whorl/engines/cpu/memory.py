@@ -10,12 +10,14 @@ import mmap
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
+
+from whorl.engines.tape import writing
 
 _PAGE = 1 << 21
 _LARGE = 2 * _PAGE
@@ -25,6 +27,8 @@ _MOST_IDLE = 1 << 28
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """torch.empty for what the caller gets, in large pages where the system has them for who asks."""
+    if writing.tape is not None:
+        return writing.tape.empty(shape, _steps(shape), dtype)
     made = torch.empty(shape, dtype=dtype, device="cpu")
     size = prod(shape) * dtype.itemsize
     if size >= _LARGE:
@@ -34,10 +38,16 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def borrowed(*shape: int, dtype: torch.dtype) -> Tensor:
     """torch.empty for what no caller sees: large ones in memory that was used before, where there is some."""
+    if writing.tape is not None:
+        return writing.tape.empty(shape, _steps(shape), dtype, borrowed=True)
     size = prod(shape) * dtype.itemsize
     if size < _LARGE:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(_lease(size), dtype=dtype, count=prod(shape)).view(shape)
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def no_memory(size: int, purpose: str) -> MemoryError:

@@ -8,7 +8,7 @@ of a core: so each pass is one call into the kernel for each layer and direction
 """
 
 import ctypes
-from array import array
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,12 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.engines.base import Grads, as_bytes, from_bytes
+from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cpu.generate import source
 from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, given_kind, kind_of
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import (
+    GRADIENT,
+    INPUT,
     PLAIN_BACKWARD,
     PLAIN_FORWARD,
     Fields,
@@ -34,8 +36,17 @@ from whorl.engines.cpu.sweep import (
     projects_within,
     turned,
 )
+from whorl.engines.tape import writing
 from whorl.noise import given
 from whorl.problem import Call, Outcome, Problem
+
+
+class Known:
+    """What is known of a problem's tapes."""
+
+    def __init__(self) -> None:
+        self.calls, self.numbers = 0, dict[tuple[bool, ...], int]()
+        """Their numbers by how weights lie."""
 
 
 class Sizes(NamedTuple):
@@ -51,8 +62,14 @@ class Sizes(NamedTuple):
     """For each whether its loop makes the input projection."""
     reads_x: bool
     """Backward reads the input projection."""
-    kept: int
-    """Bytes of what forward keeps for backward, for each layer and direction."""
+    room: int
+    """Bytes of what forward keeps for backward, of all layers in one piece."""
+    kept: tuple[int, ...]
+    """Where in it begins what each layer and direction keeps,"""
+    read: tuple[int, ...]
+    """its input projection where backward reads it,"""
+    inner: tuple[int, ...]
+    """and the output of each layer but the last."""
     dr: int
     """Columns of the gradient of the recurrent projection, where it is not that of the input projection."""
     sums: ctypes.Array
@@ -60,9 +77,10 @@ class Sizes(NamedTuple):
     noise: int
     """The kind of noise in the recurrent product."""
     entered: int | None
-    """Where in `kept` lies what entered the recurrent product; None where that is known from y and the noise."""
+    """How far behind `kept` lies what entered the recurrent product; None where that is known from y and the noise."""
     given: bool
     """The masks of the recurrent product are given."""
+    known: "Known"
 
     def sweep(self, index: int) -> Sweep:
         return self.fields[index].sweep
@@ -108,62 +126,71 @@ def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
             fields.append(one)
     kept, entered = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize, None
     if noise == DRAWN or marked:
-        entered = -(-kept // 64) * 64
+        entered = _up(kept)
         kept = entered + rows.outer * form.units * problem.dtype.itemsize
+    count, read = len(fields), reads_x * rows.outer * filled_up(len(cell.gates) * form.units) * wide.itemsize
+    inner = rows.outer * form.units * form.directions * problem.dtype.itemsize
+    sizes = [kept] * count + [read] * count + [inner] * (form.layers - 1)
+    places = [sum(map(_up, sizes[:place])) for place in range(len(sizes) + 1)]
     dr = 0 if made.dr_is_dx else len(cell.recurrent) * form.units
     sums = (ctypes.c_int64 * len(made.sums))(*made.sums)
     return Sizes(
-        problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, kept, dr, sums, noise, entered,
-        kind != NONE,
+        problem, compiled, wide, threads, tuple(fields), tuple(within), reads_x, places[-1], tuple(places[:count]),
+        tuple(places[count : 2 * count]), tuple(places[2 * count : -1]), dr, sums, noise, entered, kind != NONE,
+        Known(),
     )  # fmt: skip
+
+
+def _up(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 def forward(made: Sizes, call: Call) -> Outcome:
     problem, form, wide, dtype = made.problem, made.problem.form, made.wide, made.problem.dtype
     count, states, rows = form.layers * form.directions, len(form.cell.states), problem.time * problem.batch
     starts = [state.to(wide).contiguous() for state in call.states]
-    finals = [torch.empty(count, problem.batch, form.units, dtype=wide, device="cpu") for _ in range(states)]
+    finals = [empty(count, problem.batch, form.units, dtype=wide) for _ in range(states)]
     apart, weights = problem.batch * form.units * wide.itemsize, _weights(made, call)
     to, marks = [state.to(wide).contiguous() for state in call.reset_to], _marks(call)
-    x, kept, read, inner = call.x, [], [], []
+    room = borrowed(made.room, dtype=torch.uint8) if problem.gradient else None
+    x, base = call.x, address(room) or 0
     for layer in range(form.layers):
-        x, *apart_x = _entering(x, made.within[layer * form.directions])
-        wanted = problem.outputs or problem.gradient or layer < form.layers - 1
-        y = empty(problem.time if wanted else 0, problem.batch, form.units * form.directions, dtype=dtype)
+        entering, (x, *apart_x) = x, _entering(x, made.within[layer * form.directions])
+        last = layer == form.layers - 1
+        wanted = problem.outputs or problem.gradient or not last
+        if room is not None and not last:
+            y = _inner(made, room, layer)
+        else:
+            y = empty(problem.time if wanted else 0, problem.batch, form.units * form.directions, dtype=dtype)
         for direction in range(form.directions):
             index = layer * form.directions + direction
-            one, sweep = weights[index], made.sweep(index)
-            if problem.gradient:
-                kept.append(borrowed(made.kept, dtype=torch.uint8))
-            projected = borrowed(rows * sweep.x_stride * wide.itemsize, dtype=torch.uint8) if sweep.x_stride else None
+            one, width, projected = weights[index], made.sweep(index).x_stride, None
+            if width and not made.reads_x:
+                projected = borrowed(rows * width, dtype=wide)
             noise, seed = _noise(made, call, (layer, direction))
-            if made.reads_x and projected is not None:
-                read.append(projected)
+            kept = base + made.kept[index] if problem.gradient else 0
             plain = PLAIN_FORWARD.pack(
-                x.data_ptr(), *apart_x, *one.described, made.within[index], address(projected) or 0,
+                x.data_ptr(), *apart_x, *one.described, made.within[index],
+                base + made.read[index] if made.reads_x else address(projected) or 0,
                 y.data_ptr() + direction * form.units * dtype.itemsize if wanted else 0,
-                kept[-1].data_ptr() if problem.gradient else 0, *_each(starts, index * apart),
-                *_each(finals, index * apart), address(noise) or 0, seed,
-                _entered(made, kept[-1]) if problem.gradient else 0, *marks, *_each(to, index * apart),
+                kept, *_each(starts, index * apart), *_each(finals, index * apart), address(noise) or 0, seed,
+                _entered(made, kept) if kept else 0, *marks, *_each(to, index * apart),
             )  # fmt: skip
-            made.kernel.plain_forward(sweep, plain, made.threads)
-        if problem.gradient and layer < form.layers - 1:
-            inner.append(as_bytes(y))
+            _run("plain_forward", made, index, plain + one.vectors, [(INPUT, entering)] if made.within[index] else [])
         x = y
     ends = finals if wide == dtype else [final.to(dtype) for final in finals]
-    return Outcome(y, tuple(ends), (*kept, *read, *inner))
+    return Outcome(y, tuple(ends), () if room is None else (room,))
 
 
 def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
     problem, form, wide, dtype = made.problem, made.problem.form, made.wide, made.problem.dtype
     count, directions, units = form.layers * form.directions, form.directions, form.units
     shape, rows = (problem.time, problem.batch), problem.time * problem.batch
-    inner = saved[2 * count :] if made.reads_x else saved[count:]
+    room, base = saved[0], saved[0].data_ptr()
     dfinals = [None if grad is None else grad.to(wide).contiguous() for grad in grads[1:]]
     starts = [state.to(dtype).contiguous() for state in call.states[:1]]
     dstarts, dresets = (
-        [torch.empty(count, problem.batch, units, dtype=wide, device="cpu") for _ in states]
-        for states in (call.states, call.reset_to)
+        [empty(count, problem.batch, units, dtype=wide) for _ in states] for states in (call.states, call.reset_to)
     )
     apart, narrow = problem.batch * units * wide.itemsize, dtype.itemsize
     weights, to_weights, marks = _weights(made, call), [], _marks(call)
@@ -173,13 +200,13 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
     vectors, each = len(form.cell.vectors), len(call.weights) // count
     for first in range(0, len(call.weights), each):
         shapes = [one.shape for one in call.weights[first : first + each - vectors]]
-        to_weights += [torch.empty(shape, dtype=wide, device="cpu") for shape in shapes]
+        to_weights += [empty(*shape, dtype=wide) for shape in shapes]
         if vectors:  # in one piece of memory: to make a tensor takes longer than to fill it; autograd sees no views
-            to_weights += torch.empty(vectors * units, dtype=wide, device="cpu").unsafe_split(units)
+            to_weights += empty(vectors * units, dtype=wide).unsafe_split(units)
     dv = borrowed(problem.batch, vectors, units, dtype=wide)
     for layer in reversed(range(form.layers)):
-        below = call.x if layer == 0 else from_bytes(inner[layer - 1], (*shape, -1), dtype)
-        (below, *apart_x), apart_y = _entering(below), [0, 0]
+        entering, leaving = call.x if layer == 0 else _inner(made, room, layer - 1), grad
+        (below, *apart_x), apart_y = _entering(entering), [0, 0]
         if grad is not None:
             grad, *apart_y = _entering(grad if grad.dtype == dtype else grad.to(dtype))
         inputs, to_x, found = form.layer_inputs(layer), None, None
@@ -190,10 +217,11 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
             noise, seed = _noise(made, call, (layer, direction))
             if wanted:
                 found = (empty if columns == inputs and dtype == wide else borrowed)(*shape, columns, dtype=wide)
+            kept = base + made.kept[index]
             plain = PLAIN_BACKWARD.pack(
                 below.data_ptr(), *apart_x, *one.described, False,
-                saved[count + index].data_ptr() if made.reads_x else 0, y.data_ptr() + begin,
-                saved[index].data_ptr(), *_NONE, *_NONE, address(noise) or 0, seed, _entered(made, saved[index]),
+                base + made.read[index] if made.reads_x else 0, y.data_ptr() + begin,
+                kept, *_NONE, *_NONE, address(noise) or 0, seed, _entered(made, kept),
                 *marks, *_NONE, 0 if grad is None else grad.data_ptr() + begin, *apart_y,
                 *_each(dfinals, index * apart), *_each(dstarts, index * apart),
                 starts[0].data_ptr() + index * problem.batch * units * narrow if starts else 0,
@@ -202,13 +230,36 @@ def backward(made: Sizes, call: Call, y: Tensor, saved: Sequence[Tensor], grads:
                 dv.data_ptr(), ctypes.addressof(made.sums), to[-vectors].data_ptr() if vectors else 0,
                 *_each(dresets, index * apart),
             )  # fmt: skip
-            made.kernel.plain_backward(made.sweep(index), plain, made.threads)
-            if found is not None:
-                part = found[..., :inputs] if columns != inputs else found
-                to_x = part if to_x is None else to_x + part
-        grad, y = to_x, below
+            _run("plain_backward", made, index, plain + one.vectors, [(INPUT, entering), (GRADIENT, leaving)])
+            if to_x is None:
+                to_x = found
+            elif found is not None:
+                to_x += found
+        grad, y = to_x if to_x is None or columns == inputs else to_x.narrow(-1, 0, inputs), below
     every = [grad, *dstarts, *to_weights, *dresets, *[None] * len(call.noise)]
     return every if wide == dtype else [None if one is None else one.to(dtype) for one in every]
+
+
+def _run(name: str, made: Sizes, index: int, plain: bytes, apart: Sequence[tuple[int, Tensor | None]]) -> None:
+    """Call a pass of a layer and direction, or write it down.
+
+    Args:
+        apart: as `Tape.call` has it.
+    """
+    function, sweep = getattr(made.kernel, name), made.sweep(index)
+    if writing.tape is None:
+        function(sweep, plain, made.threads)
+    else:
+        where = ctypes.cast(function, ctypes.c_void_p).value or 0
+        writing.tape.call(where, ctypes.addressof(sweep), plain, made.threads, apart)
+
+
+def _inner(made: Sizes, room: Tensor, layer: int) -> Tensor:
+    """The output of a layer that is not the last."""
+    problem, first = made.problem, made.inner[layer]
+    shape = problem.time, problem.batch, problem.form.units * problem.form.directions
+    size = shape[0] * shape[1] * shape[2] * problem.dtype.itemsize
+    return from_bytes(room[first : first + size], shape, problem.dtype)
 
 
 def _noise(made: Sizes, call: Call, place: tuple[int, int]) -> tuple[Tensor | None, int]:
@@ -237,15 +288,16 @@ _NO_MARKS = (0,) * 8
 _NONE = (0,) * 4
 
 
-def _entered(made: Sizes, kept: Tensor) -> int:
-    return 0 if made.entered is None else kept.data_ptr() + made.entered
+def _entered(made: Sizes, kept: int) -> int:
+    return 0 if made.entered is None else kept + made.entered
 
 
 class _Weights(NamedTuple):
     """Of one layer and direction."""
 
     described: tuple[int, ...]
-    """What a Plain says of the matrices, biases and vectors."""
+    """What a Plain says of the matrices and biases, and of vectors that they stand behind it."""
+    vectors: bytes
     held: tuple[object, ...]
     """What it points to."""
 
@@ -262,9 +314,9 @@ def _weights(made: Sizes, call: Call) -> list[_Weights]:
             rest = [tensor.contiguous() for tensor in rest]
             rows = _addresses(rest)
         biases, vectors = (rows[:2], rows[2:]) if form.bias else ([0, 0], rows)
-        ih, hh, listed = laid(ih), laid(hh), array("Q", vectors)
-        described = ih.data_ptr(), hh.data_ptr(), turned(ih), turned(hh), *biases, listed.buffer_info()[0]
-        found.append(_Weights(described, (ih, hh, rest, listed)))
+        ih, hh = laid(ih), laid(hh)
+        described = ih.data_ptr(), hh.data_ptr(), turned(ih), turned(hh), *biases, 0
+        found.append(_Weights(described, struct.pack(f"{len(vectors)}Q", *vectors), (ih, hh, rest)))
     return found
 
 

@@ -83,6 +83,8 @@ def _words(names: str) -> int:
 # order: a Structure of ctypes takes longer, most of all beside products, which drive its fields out of the caches.
 PLAIN_FORWARD = Struct(f"{_words(OF_BOTH)}Q{8 * _words(OF_BACKWARD)}x")
 PLAIN_BACKWARD = Struct(f"{_words(OF_BOTH) + _words(OF_BACKWARD)}Q")
+INPUT, GRADIENT = 0, _words(OF_BOTH)
+"""The words of `input` and `dy`, which stand before how far their steps and sequences are apart."""
 
 
 PARTS = {torch.bfloat16: 1, torch.float32: 3}

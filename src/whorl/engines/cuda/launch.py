@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from whorl.engines.cuda.tape import writing
+from whorl.engines.tape import writing
 from whorl.errors import KernelError
 
 _CLUSTER_DIMENSION, _COOPERATIVE, _PROGRAMMATIC = 4, 2, 6  # CUlaunchAttributeID

@@ -22,7 +22,7 @@ from whorl.engines.cuda.places import Kept, Room
 from whorl.engines.cuda.plain import Entered, Plain, is_plain_cell
 from whorl.engines.cuda.products import Each, better_together
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, BY_SHARE, Features, has_options, writes_entered
-from whorl.engines.cuda.tape import Tape
+from whorl.engines.tape import Tape
 from whorl.problem import Call, Form, Marks, Outcome, Plan, Problem
 
 

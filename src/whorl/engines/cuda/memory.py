@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.engines.cuda.tape import writing
+from whorl.engines.tape import writing
 
 
 class Laid(NamedTuple):

@@ -10,8 +10,9 @@ from torch import Tensor
 from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
+from whorl.engines import taped
 from whorl.engines.base import Continue, Engine, Grads
-from whorl.engines.cuda import aligned, cudnn, grid, projected_inside, source, split, taped
+from whorl.engines.cuda import aligned, asked, cudnn, grid, projected_inside, source, split
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked, masks_of
@@ -41,7 +42,6 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
 from whorl.problem import VIRTUAL, Call, Device, Outcome, Plan, Problem
-from whorl.weights import kinds
 
 
 class Persistent(Engine):
@@ -147,7 +147,7 @@ class Persistent(Engine):
                 lines[-1] += "; its weights become float16 in a kernel of its own before it"
             beside = described(whole, chip, kind)
             lines[-1] += f"; {beside}" * bool(beside)
-        if (is_plain(whole) or is_marked(whole)) and (fault := taped.fault()):
+        if (is_plain(whole) or is_marked(whole)) and (fault := taped.fault() or asked.fault()):
             lines.append(f"calls go through Python: {fault}")
         return lines
 
@@ -159,7 +159,7 @@ class Persistent(Engine):
         made = _way(plan, call.x.device, call)
         if not isinstance(made, Plain) or torch._C._cuda_getDevice() != made.index or not made.by_tape(call):
             return -1
-        if not taped.ready() and not (wait and not taped.finish()):
+        if asked.fault() or not (taped.ready() or (wait and not taped.finish())):
             return -1
         if made.number < 0:
             made.number = _number(plan, made, call, call.x.device, by_python)
@@ -192,8 +192,8 @@ def _number(plan: Plan, made: Plain, call: Call, device: torch.device, by_python
             assert isinstance(own, Plain), "as it is on the device for which it was planned"
             return _number(plan, own, like, there, by_python)
 
-    where = made.index, -1 if device.type == "cpu" else made.index, len(kinds(plan.problem.form))
-    return taped.add(plan, made.written(), *where, by_python, on)
+    where = asked.gpu(made.index, -1 if device.type == "cpu" else made.index)
+    return taped.add(plan, made.written(), where, [False] * len(call.weights), by_python, on)
 
 
 def _way(plan: Plan, device: torch.device, call: Call) -> Layers | Projected:

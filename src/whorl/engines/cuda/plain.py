@@ -25,9 +25,9 @@ from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.places import Places, Room
 from whorl.engines.cuda.products import Each, Product, handle
 from whorl.engines.cuda.staged import by_link, staged, steps
-from whorl.engines.cuda.tape import Tape, parts, slots, written_to
-from whorl.engines.cuda.taped import Written
 from whorl.engines.cuda.tiling import Tile
+from whorl.engines.tape import Tape, parts, slots, written_to
+from whorl.engines.taped import Written
 from whorl.problem import Call, Outcome, Plan, Problem
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from whorl.engines.cuda.memory import Laid, empty, laid_out
-from whorl.engines.cuda.tape import writing
+from whorl.engines.tape import writing
 from whorl.errors import KernelError
 
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType

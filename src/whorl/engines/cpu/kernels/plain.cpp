@@ -10,7 +10,7 @@ struct Plain {
   const store *ih, *hh;              // [gates x units, inputs], [recurrent gates x units, width]
   int64_t ih_turned, hh_turned;      // or the other way round
   const real *bias_ih, *bias_hh;     // of the same rows; null: zero
-  const real* const* vectors;        // [units] each
+  const real* const* vectors;        // [units] each; null: they stand behind the Plain
   int64_t within;                    // the loop over time makes the input projection
   real* x;                           // it, [outer rows, x_stride]: room for it, and where steps read it backward; or null
   store* y;                          // [outer rows, y_stride]; null: not wanted
@@ -56,6 +56,7 @@ struct Plain {
     k.reset = by_time, k.reset_to = reset_to[0] ? reset_to : nullptr;
     return made;
   }
+  const real* const* all_vectors() const { return vectors ? vectors : (const real* const*)(this + 1); }
   Apart input_apart(const Sweep& k) const {
     return input_step ? Apart{input_step, input_row} : Apart{k.batch * k.inputs, k.inputs};
   }
@@ -79,7 +80,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   k.input = p.input, k.input_step = p.input_step, k.input_row = p.input_row;
   k.ih = p.ih, k.bias_ih = p.bias_ih, k.hh = p.hh, k.bias_hh = p.bias_hh;
   k.ih_turned = p.ih_turned, k.hh_turned = p.hh_turned;
-  k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved, k.states = p.finals;
+  k.vectors = p.all_vectors(), k.x = p.x, k.y = p.y, k.saved = p.saved, k.states = p.finals;
   k.seed = p.seed, k.entered = p.entered, k.noise = p.noise ? p.noise : held_masks(k, scratch);
   for (int s = 0; s < k.cell->states; ++s) set_or_zero(p.finals[s], p.starts[s], k.batch * (s ? k.units : k.width));
   if (!p.within) {
@@ -130,7 +131,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   }
   for (int s = 0; s < cell.states && p.dreset[0]; ++s) set_or_zero(p.dreset[s], nullptr, each);
   if (k.mask) k.dheld = scratch.take<real>(each), set_or_zero(k.dheld, nullptr, each);
-  k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.vectors, k.x = p.x, k.y = p.y, k.saved = p.saved;
+  k.hh = p.hh, k.hh_turned = p.hh_turned, k.vectors = p.all_vectors(), k.x = p.x, k.y = p.y, k.saved = p.saved;
   k.dy = p.dy, k.dy_step = p.dy_step, k.dy_row = p.dy_row, k.dstates = dstates, k.dx = p.dx, k.dr = p.dr, k.dv = p.dv;
   k.dreset = p.dreset[0] ? p.dreset : nullptr, k.unread = !p.dstarts[0] && !k.dreset, k.seed = p.seed;
   k.noise = p.noise ? p.noise : held_masks(k, scratch);

@@ -1,12 +1,13 @@
-// Calls of a layer by the tapes of its plan (tape.py): what Python would ask of the driver, of cuBLAS and of torch's
-// memory, asked from here, and the operation of autograd around it.
+// Calls of a layer by the tapes of its plan (tape.py): what Python would ask of the driver, of cuBLAS, of the loops of
+// engine `cpu` and of torch's memory, asked from here, and the operation of autograd around it.
 //
 // A tape is read once.  A call allocates what it says, puts the addresses of the call's tensors into arguments, and
-// launches, or replays (replayed.cpp).  Whatever needs more than that - copies of weights, gradients of gradients,
+// calls, launches or replays (replayed.cpp).  Whatever needs more than that - copies of weights, gradients of gradients,
 // gradients in batches - is left to Python: a call by giving back nothing, a backward by an operation that Python
 // implements.
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -16,7 +17,13 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
+#include <array>
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -27,7 +34,7 @@ using at::TensorList;
 using Row = std::vector<Tensor>;
 using torch::autograd::AutogradContext;
 
-enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH, ADD, COPY };
+enum Kind : int64_t { ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH, ADD, COPY, BORROW, CALL };
 
 struct Attribute {  // CUlaunchAttribute
   unsigned id, pad, value[16];
@@ -44,8 +51,18 @@ struct Place {  // bytes from the beginning of what a slot has; slot -1 is no ad
   int64_t slot, offset;
 };
 
-struct Part {  // of a slot: its first element and how many; 0 of all, and slot -1 of nothing
-  int64_t slot, first, count;
+struct Part {  // of a slot: its first element and how many, 0 of all, or its first columns; slot -1 of nothing
+  int64_t slot, first, count, columns;
+};
+
+using Steps = std::array<int64_t, 2>;  // of a tensor's steps and sequences, from one to the next; 0 of one in one piece
+
+// The system gives no memory: Python asks again, and says so.
+struct Lacking : std::exception {
+  std::string words;
+  explicit Lacking(int64_t bytes)
+      : words("engine 'cpu' asked for " + std::to_string(bytes) + " bytes of memory and the system gave none") {}
+  const char* what() const noexcept override { return words.c_str(); }
 };
 
 struct Pointer {  // of an argument
@@ -86,6 +103,10 @@ struct Entry {
   std::vector<Attribute> attributes;
   std::vector<uint64_t> argument;
   std::vector<Pointer> pointers;
+  // a call: its first argument and its threads; of the other argument, words before steps and that are a slot's number
+  void* first = nullptr;
+  int64_t threads = 0;
+  std::vector<std::array<int64_t, 2>> apart, items;
   // a product of matrices, or several in one launch: what cuBLAS takes, in the places of addresses nothing
   std::vector<int64_t> numbers;
 
@@ -139,10 +160,19 @@ struct Tape {
     return launches > 1 && all - most <= LITTLE;
   }
 
+  // Whether steps of what a slot has are told to whom it is given.
+  bool tells(int64_t slot) const {
+    const auto of_slot = [&](const auto& pair) { return pair[1] == slot; };
+    return std::any_of(entries.begin(), entries.end(), [&](const Entry& entry) {
+      return std::any_of(entry.apart.begin(), entry.apart.end(), of_slot);
+    });
+  }
+
   static Entry read(Numbers from) {
     Entry made;
     made.kind = (Kind)from.next();
     switch (made.kind) {
+      case BORROW:
       case ALLOCATE: {
         made.slot = from.next();
         made.dtype = (at::ScalarType)from.next();
@@ -175,6 +205,22 @@ struct Tape {
         }
         break;
       }
+      case CALL: {
+        made.function = (void*)from.next();
+        made.first = (void*)from.next();
+        made.threads = from.next();
+        for (int64_t i = from.next(); i > 0; --i) made.argument.push_back((uint64_t)from.next());
+        for (int64_t i = from.next(); i > 0; i -= 3) {
+          const int64_t at = from.next();
+          made.pointers.push_back({at, from.place()});
+        }
+        for (auto* const pairs : {&made.apart, &made.items})
+          for (int64_t i = from.next(); i > 0; i -= 2) {
+            const int64_t at = from.next();
+            pairs->push_back({at, from.next()});
+          }
+        break;
+      }
       case MULTIPLY:
         made.read_product(from, 18, 6, 9, 13);
         break;
@@ -198,6 +244,79 @@ struct Tape {
     return made;
   }
 };
+
+// Memory of the host as memory.py of engine `cpu` has it: what is large in large pages, and what no caller sees used again.
+constexpr size_t PAGE = 1 << 21, LARGE = 2 * PAGE, MOST_IDLE = 1 << 28;
+
+void advise(void* begin, size_t size) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  const size_t from = ((size_t)begin + PAGE - 1) / PAGE * PAGE, to = ((size_t)begin + size) / PAGE * PAGE;
+  if (to > from) madvise((void*)from, to - from, MADV_HUGEPAGE);
+#endif
+}
+
+Tensor allocated(const Entry& entry, at::Device where) {
+  Tensor made = at::empty_strided(entry.shape, entry.steps, at::TensorOptions(entry.dtype).device(where));
+  if (where.is_cpu() && made.nbytes() >= LARGE) advise(made.data_ptr(), made.nbytes());
+  return made;
+}
+
+#if defined(__linux__)
+// Regions that lie idle, those that have longest first.  Where another thread is at it, or was when the process forked,
+// one goes without.
+class Idle {
+  std::mutex busy;
+  std::deque<std::pair<void*, size_t>> regions;
+  size_t bytes = 0;
+
+ public:
+  static Idle& all() {
+    static auto* const made = new Idle;
+    return *made;
+  }
+  std::pair<void*, size_t> take(size_t size) {
+    if (const std::unique_lock<std::mutex> lock(busy, std::try_to_lock); lock) {
+      const auto fits = [&](const auto& one) { return size <= one.second && one.second <= size + size / 4 + 2 * PAGE; };
+      const auto found = std::find_if(regions.begin(), regions.end(), fits);
+      if (found != regions.end()) {
+        const auto taken = *found;
+        regions.erase(found);
+        bytes -= taken.second;
+        return taken;
+      }
+    }
+    const size_t whole = (size + PAGE - 1) / PAGE * PAGE + PAGE;
+    void* const made = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) throw Lacking((int64_t)whole);
+    advise(made, whole);
+    return {made, whole};
+  }
+  void give_back(std::pair<void*, size_t> region) {
+    const std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
+    if (!lock) {
+      munmap(region.first, region.second);
+      return;
+    }
+    regions.push_back(region);
+    for (bytes += region.second; bytes > MOST_IDLE; regions.pop_front()) {
+      bytes -= regions.front().second;
+      munmap(regions.front().first, regions.front().second);
+    }
+  }
+};
+#endif
+
+Tensor borrowed(const Entry& entry) {
+#if defined(__linux__)
+  const size_t size = (size_t)c10::multiply_integers(entry.shape) * c10::elementSize(entry.dtype);
+  if (size >= LARGE) {
+    const auto region = Idle::all().take(size);
+    const auto back = [region](void*) { Idle::all().give_back(region); };
+    return at::from_blob(region.first, entry.shape, entry.steps, back, at::TensorOptions(entry.dtype));
+  }
+#endif
+  return allocated(entry, at::kCPU);
+}
 
 // The functions of the driver, of cuBLAS and of torch that a pass calls, as Python found them.
 struct Functions {
@@ -228,6 +347,8 @@ struct Plan : torch::CustomClassHolder {
   int64_t marks = 0;              // and how many marks
   bool constant = false;          // x has no gradient
   int64_t space = 0;              // bytes that products write to meanwhile
+  int64_t threads = 0;            // of the host, where its tapes have calls of the host's functions
+  std::vector<int64_t> turned;    // of each weight whether it lies the other way round
   std::vector<int64_t> shape, state;  // of x, and of an initial state
   int64_t where = 0;              // torch's number of the device of tensors, -1 of the host
   Tape forward, backward;
@@ -319,12 +440,27 @@ struct Plan : torch::CustomClassHolder {
     return functions.is_capturing(stream, &capturing) != 0 || capturing != 0;
   }
 
+  void call(const Entry& entry, at::ArrayRef<Steps> steps, at::ArrayRef<uint64_t> address) const {
+    c10::SmallVector<uint64_t, 128> words(entry.argument.begin(), entry.argument.end());
+    for (const Pointer& pointer : entry.pointers) {
+      const uint64_t first = address[pointer.place.slot];
+      words[pointer.at] = first == 0 ? 0 : first + pointer.place.offset;
+    }
+    for (const auto& [at, slot] : entry.apart)
+      for (int64_t axis = 0; axis < 2 && slot < (int64_t)steps.size(); ++axis) words[at + 1 + axis] = steps[slot][axis];
+    for (const auto& [at, slot] : entry.items) words[at] = *(const uint64_t*)address[slot];
+    const auto function = (int64_t(*)(void*, const void*, int64_t))entry.function;
+    if (const int64_t lacking = function(entry.first, words.data(), entry.threads); lacking != 0)
+      throw Lacking(lacking);
+  }
+
   // Does what a tape says, and gives what its slots hold at the end.
   //
   // Args:
   //   given: the addresses of its first slots.
+  //   steps: of each of them, where one that says so is not in one piece.
   //   brought: of each slot that of the memory which it is to have; 0, or none at all, where it gets its own.
-  Row run(const Tape& tape, at::ArrayRef<uint64_t> given, at::Device where,
+  Row run(const Tape& tape, at::ArrayRef<uint64_t> given, at::ArrayRef<Steps> steps, at::Device where,
           at::ArrayRef<uint64_t> brought = {}) const {
     Row held(tape.slots);
     c10::SmallVector<uint64_t, 64> address(tape.slots, 0);
@@ -336,13 +472,16 @@ struct Plan : torch::CustomClassHolder {
     const auto take = [&](const Entry& entry) {
       const auto options = at::TensorOptions(entry.dtype).device(where);
       const uint64_t there = brought.empty() ? 0 : brought[entry.slot];
-      held[entry.slot] = there ? at::from_blob((void*)there, entry.shape, entry.steps, options)
-                               : at::empty_strided(entry.shape, entry.steps, options);
+      held[entry.slot] = there                   ? at::from_blob((void*)there, entry.shape, entry.steps, options)
+                         : entry.kind == BORROW ? borrowed(entry)
+                                                : allocated(entry, where);
       address[entry.slot] = (uint64_t)held[entry.slot].data_ptr();
     };
-    void *stream = nullptr, *handle = nullptr;
-    TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
-    void* const current = current_context();
+    void *stream = nullptr, *handle = nullptr, *current = nullptr;
+    if (threads == 0) {
+      TORCH_CHECK(functions.current_stream(device, &stream) == 0, "torch does not tell its current stream");
+      current = current_context();
+    }
     if (tape.replayable && brought.empty() && !is_capturing(stream)) {  // what others own may come and go
       for (const Entry& entry : tape.entries)
         if (entry.kind == ALLOCATE) take(entry);
@@ -352,8 +491,12 @@ struct Plan : torch::CustomClassHolder {
       return held;
     }
     for (const Entry& entry : tape.entries) switch (entry.kind) {
+        case BORROW:
         case ALLOCATE:
           take(entry);
+          break;
+        case CALL:
+          call(entry, steps, address);
           break;
         case FREE:
           held[entry.slot].reset();
@@ -398,12 +541,14 @@ Tensor as_read(const Tensor& tensor, at::ScalarType dtype) {
 }
 
 // Whether kernels and copies of rows can read these as they lie: matrices, and x where it is not copied first.
-bool readable(int64_t kinds, const Tensor& x, TensorList weights) {
+bool readable(const Plan& plan, const Tensor& x, TensorList weights) {
   for (size_t i = 0; i < weights.size(); ++i) {
-    if (!weights[i].is_contiguous()) return false;
-    if ((int64_t)i % kinds < 2 && (uint64_t)weights[i].data_ptr() % 16) return false;  // no bias
+    const Tensor& weight = weights[i];
+    const bool whole = weight.is_contiguous();
+    if (plan.turned[i] ? whole || weight.stride(0) != 1 || weight.stride(1) != weight.size(0) : !whole) return false;
+    if (plan.threads == 0 && (int64_t)i % plan.kinds < 2 && (uint64_t)weight.data_ptr() % 16) return false;  // no bias
   }
-  return !x.is_contiguous() || (uint64_t)x.data_ptr() % 16 == 0;
+  return plan.threads > 0 || !x.is_contiguous() || (uint64_t)x.data_ptr() % 16 == 0;
 }
 
 // Whether its memory holds its numbers: torch negates some by a mark alone, and gives zeros of derivatives no memory.
@@ -411,17 +556,34 @@ bool is_written(const Tensor& tensor) { return !tensor.is_neg() && !tensor._is_z
 
 // What of a call lives while its kernels are launched, and the addresses in the order of a tape's first slots.
 struct Given {
+  const Tape& tape;
   Row alive;
   c10::SmallVector<uint64_t, 64> address;
+  c10::SmallVector<Steps, 64> steps;
+  void add_place(void* place, Steps own = {}) {
+    address.push_back((uint64_t)place);
+    steps.push_back(own);
+  }
   void add(const Tensor& tensor) {
     alive.push_back(tensor);
-    address.push_back((uint64_t)tensor.data_ptr());
+    add_place(tensor.data_ptr());
+  }
+  // What may lie as it likes where a tape tells of it.
+  void add_rows(const Tensor& tensor, at::ScalarType dtype) {
+    if (!tape.tells((int64_t)address.size())) return add(as_read(tensor, dtype));
+    const Tensor rows = tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
+    if (rows.is_contiguous() || rows.stride(2) != 1 || rows.stride(0) == 0) return add(rows.contiguous());
+    alive.push_back(rows);
+    add_place(rows.data_ptr(), {rows.stride(0), rows.stride(1)});
   }
   void add_call(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others,
                 TensorList marks) {
-    add(x.contiguous());
+    if (plan.threads > 0)
+      add_rows(x, plan.dtype);
+    else
+      add(x.contiguous());
     for (const Tensor& state : states) add(as_read(state, plan.dtype));
-    for (const Tensor& weight : weights) address.push_back((uint64_t)weight.data_ptr());
+    for (const Tensor& weight : weights) add_place(weight.data_ptr());
     for (size_t i = 0; i < others.size(); ++i)
       if (plan.others[i] >= 0) add(as_read(others[i], (at::ScalarType)plan.others[i]));
     for (const Tensor& mark : marks) add(as_read(mark, mark.scalar_type()));
@@ -431,9 +593,9 @@ struct Given {
 Row ahead(const Plan& plan, const Tensor& x, TensorList states, TensorList weights, TensorList others, TensorList marks,
           Tensor* room) {
   at::AutoDispatchBelowADInplaceOrView below;
-  Given given;
+  Given given{plan.forward};
   given.add_call(plan, x, states, weights, others, marks);
-  const Row held = plan.run(plan.forward, given.address, x.device());
+  const Row held = plan.run(plan.forward, given.address, given.steps, x.device());
   Row made;
   for (const int64_t slot : plan.outputs) made.push_back(held[slot]);
   if (room != nullptr) *room = held[plan.room];
@@ -497,29 +659,45 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
       odd |= grad.defined() && (grad.key_set().has(c10::DispatchKey::Batched) || !is_written(grad));
     }
     if (!some) return made;
-    // what hooks of saved tensors give back may lie otherwise
-    if (odd || at::GradMode::is_enabled() || !readable(plan.kinds, row[x], kept.slice(weights, count))) {
+    const auto left = [&] {
       const Row found = by_python(plan, context->saved_data["slow"].toStringRef(), grads, row);
       std::copy(found.begin(), found.end(), made.begin() + 2);
       return made;
+    };
+    // what hooks of saved tensors give back may lie otherwise
+    if (odd || at::GradMode::is_enabled() || !readable(plan, row[x], kept.slice(weights, count))) return left();
+    try {
+      return by_tape(plan, grads, row);
+    } catch (const Lacking&) {
+      return left();
     }
+  }
+
+  static Row by_tape(const Plan& plan, const Row& grads, const Row& row) {
+    const TensorList kept(row);
+    const size_t count = plan.gradients.size() - 1 - plan.states;
+    const size_t x = plan.marks, states = x + 1, weights = states + plan.states, others = weights + count;
+    const size_t y = others + plan.others.size();
+    Row made(2 + plan.gradients.size() + plan.others.size() + plan.marks);
     at::AutoDispatchBelowADInplaceOrView below;
-    Given given;
+    Given given{plan.backward};
     given.add_call(plan, row[x], kept.slice(states, plan.states), kept.slice(weights, count),
                    kept.slice(others, plan.others.size()), kept.slice(0, plan.marks));
     given.add(as_read(row[y], plan.dtype));
     given.add(as_read(row[y + 1], at::kByte));
     for (const Tensor& grad : grads) {
       if (grad.defined())
-        given.add(as_read(grad, plan.dtype));
+        given.add_rows(grad, plan.dtype);
       else
-        given.address.push_back(0);
+        given.add_place(nullptr);
     }
-    const Row found = plan.run(plan.backward, given.address, row[x].device());
+    const Row found = plan.run(plan.backward, given.address, given.steps, row[x].device());
     for (size_t i = 0; i < plan.gradients.size(); ++i)
       if (const Part& part = plan.gradients[i]; part.slot >= 0) {
         const Tensor& whole = found[part.slot];
-        made[2 + i] = part.count ? whole.narrow(0, part.first, part.count) : whole;
+        made[2 + i] = part.columns ? whole.narrow(-1, 0, part.columns)
+                      : part.count ? whole.narrow(0, part.first, part.count)
+                                   : whole;
       }
     return made;
   }
@@ -528,11 +706,11 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
 // The number of a plan, which is made of: addresses of functions in the order of `Functions`, and of the context;
 // device, dtype, whether a gradient is wanted, whether cuBLAS is told not to round, states, kinds of weights, the slot
 // of the room, whether x has no gradient, its shape, that of a state, where tensors are, marks, bytes that products
-// write to meanwhile; the tapes, slots and dtypes of `Plan`.
+// write to meanwhile, threads of the host; the tapes, slots, dtypes and ways of `Plan`.
 int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef forward, at::IntArrayRef backward,
-            at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others,
+            at::IntArrayRef outputs, at::IntArrayRef gradients, at::IntArrayRef others, at::IntArrayRef turned,
             std::vector<std::string> forward_names, std::vector<std::string> backward_names) {
-  TORCH_CHECK(functions.size() == 23 && numbers.size() == 17, "a plan is made of other numbers");
+  TORCH_CHECK(functions.size() == 23 && numbers.size() == 18, "a plan is made of other numbers");
   auto made = c10::make_intrusive<Plan>();
   static_assert(sizeof(Functions) == 22 * sizeof(int64_t), "a function has one address");
   memcpy(&made->functions, functions.data(), sizeof(Functions));
@@ -542,11 +720,11 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->gradient = numbers[2], made->own_math_mode = numbers[3];
   made->states = numbers[4], made->kinds = numbers[5], made->room = numbers[6], made->constant = numbers[7];
   made->shape = numbers.slice(8, 3).vec(), made->state = numbers.slice(11, 3).vec(), made->where = numbers[14];
-  made->marks = numbers[15], made->space = numbers[16];
+  made->marks = numbers[15], made->space = numbers[16], made->threads = numbers[17];
   made->forward = Tape(forward, std::move(forward_names)), made->backward = Tape(backward, std::move(backward_names));
-  made->outputs = outputs.vec(), made->others = others.vec();
-  for (size_t i = 0; i < gradients.size(); i += 3)
-    made->gradients.push_back({gradients[i], gradients[i + 1], gradients[i + 2]});
+  made->outputs = outputs.vec(), made->others = others.vec(), made->turned = turned.vec();
+  for (size_t i = 0; i < gradients.size(); i += 4)
+    made->gradients.push_back({gradients[i], gradients[i + 1], gradients[i + 2], gradients[i + 3]});
   const std::lock_guard<std::mutex> lock(adding);
   made->number = (int64_t)plans().size();
   plans().push_back(made);
@@ -562,8 +740,9 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
   };
   for (const TensorList some : {states, weights, others, marks})
     if (!std::all_of(some.begin(), some.end(), ordinary)) return false;
-  if (!ordinary(x) || !readable(plan.kinds, x, weights)) return false;
+  if (!ordinary(x) || weights.size() != plan.turned.size() || !readable(plan, x, weights)) return false;
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+  if (plan.threads > 0) return plan.threads == at::get_num_threads();
   void* stream = nullptr;
   return plan.functions.current_stream(plan.device, &stream) == 0 && !plan.is_capturing(stream);
 }
@@ -571,8 +750,12 @@ bool takes(const Plan& plan, const Tensor& x, TensorList states, TensorList weig
 Row run_plan(const c10::intrusive_ptr<Plan>& plan, c10::string_view slow, const Tensor& x, TensorList states,
              TensorList weights, TensorList others, TensorList marks) {
   if (!takes(*plan, x, states, weights, others, marks)) return {};
-  return plan->gradient ? Recurrent::apply(plan, slow, x, states, weights, others, marks)
-                        : ahead(*plan, x, states, weights, others, marks, nullptr);
+  try {
+    return plan->gradient ? Recurrent::apply(plan, slow, x, states, weights, others, marks)
+                          : ahead(*plan, x, states, weights, others, marks, nullptr);
+  } catch (const Lacking&) {
+    return {};
+  }
 }
 
 // The output and the final states; nothing where the call is left to Python.  `slow` is the setting of the block in
@@ -653,7 +836,7 @@ void pass(int64_t number, bool backward, void* stream, at::ArrayRef<uint64_t> gi
   for (const at::ArrayRef<uint64_t> some : {given, into})
     for (const uint64_t place : some) TORCH_CHECK(place % 16 == 0, "an array does not begin at 16 bytes");
   at::AutoDispatchBelowADInplaceOrView below;
-  plan->run(tape, given, where, brought);
+  plan->run(tape, given, {}, where, brought);
 }
 
 }  // namespace whorl
@@ -684,7 +867,7 @@ extern "C" bool whorl_taped_pass(int64_t plan, bool backward, void* stream, cons
 
 TORCH_LIBRARY(whorl_taped, library) {
   library.def("add(int[] functions, int[] numbers, int[] forward, int[] backward, int[] outputs, int[] gradients, "
-              "int[] others, str[] forward_names, str[] backward_names) -> int",
+              "int[] others, int[] turned, str[] forward_names, str[] backward_names) -> int",
               &whorl::add);
   library.def("run(int plan, str slow, Tensor x, Tensor[] states, Tensor[] weights, Tensor[] others, "
               "Tensor[] marks) -> Tensor[]");

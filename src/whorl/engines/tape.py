@@ -1,8 +1,8 @@
-"""What a pass asks of the driver, of cuBLAS and of torch's memory, written down once.
+"""What a pass asks of kernels, of cuBLAS and of torch's memory, written down once.
 
 The passes of a plan differ in addresses alone.  So a pass is run on names in the place of tensors, and what it asks for
-is written down: what is allocated and given back, each launch with its argument, each product.  Whoever has the tensors
-of a call puts their addresses into it (`taped`), and needs no Python.
+is written down: what is allocated and given back, each launch or call with its argument, each product.  Whoever has
+the tensors of a call puts their addresses into it (`taped`), and needs no Python.
 """
 
 import math
@@ -12,17 +12,28 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from whorl.engines.cuda.launch import Kernel
-
-ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH, ADD, COPY = range(9)
+ALLOCATE, FREE, CLEAR, LAUNCH, MULTIPLY, TIMES, MULTIPLY_EACH, ADD, COPY, BORROW, CALL = range(11)
 """What an entry of a tape begins with, as taped.cpp knows it."""
-_NAME, _FAR = 1 << 62, 44
-"""The bit that makes a number the address of a name, and how many bits there are for what lies behind its beginning."""
+_NAME, _ITEM, _FAR = 1 << 62, 1 << 61, 44
+"""The bit that makes a number the address of a name, that which makes it the number that lies there, and how many bits
+there are for what lies behind its beginning."""
+
+
+class Launched(Protocol):
+    """A kernel of a GPU."""
+
+    name: str
+    function: int
+    block: int
+    shared: int
+    layout: struct.Struct
+
+    @property
+    def attributes(self) -> Sequence[tuple[int, int]]: ...
 
 
 class Slot:
@@ -35,18 +46,23 @@ class Slot:
     """
 
     def __init__(self, tape: "Tape", number: int, size: int, given: bool) -> None:
-        self.tape, self.number, self.size, self._given = tape, number, size, given
+        self.tape, self.number, self.size, self.given = tape, number, size, given
 
     def __del__(self) -> None:
-        if not self._given and self.tape.open:
+        if not self.given and self.tape.open:
             self.tape.entries.append([FREE, self.number])
 
 
 class Named:
     """What stands for a tensor in one piece while a pass is written down: of a slot, from so many bytes on."""
 
-    def __init__(self, slot: Slot, at: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+    _turned = False
+    """A matrix that lies the other way round."""
+
+    def __init__(self, slot: Slot, at: int, shape: Sequence[int], dtype: torch.dtype, columns: int = 0) -> None:
         self._slot, self._at, self.shape, self.dtype = slot, at, tuple(shape), dtype
+        self._columns = columns or self.shape[-1] if self.shape else 0
+        """Of which its own are the first, from one of its rows to the next."""
 
     @property
     def number(self) -> int:
@@ -54,11 +70,21 @@ class Named:
 
     @property
     def part(self) -> "Part":
+        if not self.is_contiguous():
+            return self.number, 0, 0, self.shape[-1]
         whole = self._slot.size == self.numel() * self.element_size()
-        return (self.number, 0, 0) if whole else (self.number, self._at // self.element_size(), self.numel())
+        return (self.number, 0, 0, 0) if whole else (self.number, self._at // self.element_size(), self.numel(), 0)
 
     def data_ptr(self) -> int:
         return (_NAME | self.number << _FAR) + self._at
+
+    def __int__(self) -> int:
+        """What stands for the number that it is."""
+        return self.data_ptr() | _ITEM
+
+    def is_given(self) -> bool:
+        """A whole tensor that a call brings, which may lie otherwise than its name does."""
+        return self._slot.given and not self._at
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -70,10 +96,19 @@ class Named:
         return math.prod(self.shape)
 
     def contiguous(self) -> "Named":
+        assert self.is_contiguous(), "nothing copies it"
         return self
 
     def is_contiguous(self) -> bool:
-        return True
+        return not self._turned and (not self.shape or self._columns == self.shape[-1])
+
+    def stride(self, axis: int | None = None) -> Any:
+        if self._turned:
+            return 1, self.shape[0]
+        found = [1, self._columns][: self.dim()]
+        for size in self.shape[-2:0:-1]:
+            found.append(found[-1] * size)
+        return tuple(reversed(found)) if axis is None else found[-1 - axis]
 
     def to(self, dtype: torch.dtype) -> "Named":
         assert dtype is self.dtype, "who brings it has made it so"
@@ -89,7 +124,13 @@ class Named:
             return Named(self._slot, self._at, (self.numel() * self.element_size() // how.itemsize,), how)
         return Named(self._slot, self._at, how, self.dtype)
 
+    def narrow(self, axis: int, first: int, count: int) -> "Named":
+        """The first columns."""
+        assert (axis, first) == (-1, 0), "nothing else is asked for"
+        return Named(self._slot, self._at, (*self.shape[:-1], count), self.dtype, self._columns)
+
     def __getitem__(self, rows: "int | slice") -> "Named":
+        assert self.is_contiguous(), "rows lie one after another"
         first, count = (rows, None) if isinstance(rows, int) else (rows.start or 0, rows.stop - (rows.start or 0))
         each = math.prod(self.shape[1:]) * self.element_size()
         shape = self.shape[1:] if count is None else (count, *self.shape[1:])
@@ -124,13 +165,13 @@ def slots(tensors: Sequence[Any]) -> list[int]:
     return [-1 if one is None else one.number for one in tensors]
 
 
-Part = tuple[int, int, int]
-"""Of a slot: its number, the first element and how many; 0 of all, and slot -1 of nothing."""
+Part = tuple[int, int, int, int]
+"""Of a slot: its number, the first element and how many, 0 of all, or its first columns; slot -1 of nothing."""
 
 
 def parts(tensors: Sequence[Any]) -> list[Part]:
     """What names stand for; several may be parts of one slot."""
-    return [(-1, 0, 0) if one is None else one.part for one in tensors]
+    return [(-1, 0, 0, 0) if one is None else one.part for one in tensors]
 
 
 class Tape:
@@ -142,14 +183,20 @@ class Tape:
         self.names: list[str] = []
         """Of the kernels that are launched, for errors."""
 
-    def given(self, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def given(self, shape: Sequence[int], dtype: torch.dtype, turned: bool = False) -> Any:
         """A name for a tensor that a call brings."""
-        return Named(self._slot(shape, dtype, given=True), 0, shape, dtype)
+        made = Named(self._slot(shape, dtype, given=True), 0, shape, dtype)
+        made._turned = turned
+        return made
 
-    def empty(self, shape: Sequence[int], steps: Sequence[int], dtype: torch.dtype) -> Any:
-        """A name for new memory, as `memory.empty` takes its arguments."""
+    def empty(self, shape: Sequence[int], steps: Sequence[int], dtype: torch.dtype, borrowed: bool = False) -> Any:
+        """A name for new memory, as `memory.empty` of CUDA takes its arguments.
+
+        Args:
+            borrowed: of the host, and no caller sees it.
+        """
         slot = self._slot(shape, dtype, given=False)
-        self.entries.append([ALLOCATE, slot.number, scalar(dtype), len(shape), *shape, *steps])
+        self.entries.append([BORROW if borrowed else ALLOCATE, slot.number, scalar(dtype), len(shape), *shape, *steps])
         return Named(slot, 0, shape, dtype)
 
     def _slot(self, shape: Sequence[int], dtype: torch.dtype, given: bool) -> Slot:
@@ -166,7 +213,7 @@ class Tape:
         sides = [number for each in (one, other) for number in (scalar(each.dtype), *_place(each.data_ptr()))]
         self.entries.append([kind, one.numel(), *sides])
 
-    def launch(self, kernel: "Kernel", grid: int, second: int, values: Sequence[Any]) -> None:
+    def launch(self, kernel: Launched, grid: int, second: int, values: Sequence[Any]) -> None:
         packed = kernel.layout.pack(*values)
         packed += bytes(-len(packed) % 8)
         words = struct.unpack(f"{len(packed) // 8}q", packed)
@@ -179,6 +226,26 @@ class Tape:
             len(kernel.attributes), *attributes,
             len(words), *words, len(pointers), *(number for pointer in pointers for number in pointer),
         ])  # fmt: skip
+
+    def call(
+        self, function: int, first: int, argument: bytes, threads: int, apart: Sequence[tuple[int, Any]] = ()
+    ) -> None:  # fmt: skip
+        """A call of a function of C, which gives 0 or how many bytes it lacks.
+
+        Args:
+            function: its address.
+            first: its first argument; the last are `argument`, by its address, and `threads`.
+            argument: words of 8 bytes.
+            apart: words whose two next say how far the steps and sequences of a tensor are apart, and the tensor.
+        """
+        words = struct.unpack(f"{len(argument) // 8}q", argument)
+        items = [(at, *_place(word ^ _ITEM)[:1]) for at, word in enumerate(words) if word & _NAME and word & _ITEM]
+        pointers = [(at, *_place(word)) for at, word in enumerate(words) if word & _NAME and not word & _ITEM]
+        steps = [(at, one.number) for at, one in apart if one is not None and one.is_given()]
+        row = [CALL, function, first, threads]
+        for numbers in (words, *([n for group in groups for n in group] for groups in (pointers, steps, items))):
+            row += [len(numbers), *numbers]
+        self.entries.append(row)
 
     def multiply(self, given: Sequence[Any]) -> None:
         """A product, of which this is all that cublasGemmEx takes but its handle."""
@@ -224,7 +291,7 @@ def offsets(layout: str) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def scalar(dtype: torch.dtype) -> int:
     """torch's number of a dtype in C++."""
-    others = {torch.uint8: 0, torch.int16: 2, torch.int64: 4, torch.bool: 11}
+    others = {torch.uint8: 0, torch.int16: 2, torch.int64: 4, torch.float64: 7, torch.bool: 11}
     return (others | {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15})[dtype]
 
 

@@ -1,20 +1,18 @@
-"""Calls by tapes: what a plan asks of the GPU is asked from C++, with the operation of autograd around it.
+"""Calls by tapes: what a plan asks of kernels is asked from C++, with the operation of autograd around it.
 
-Of a small layer Python takes the host longer than the GPU takes for all steps.  So where the host has a C++ compiler,
-taped.cpp is compiled once for the torch that is installed, in some 15 seconds, by a thread of its own: calls go
-through Python until it is there.  Both ways ask for the same launches and products, and give the same bits; of a pass
-whose addresses come again they are one launch, of a CUDA graph (replayed.cpp).
+Of a small layer Python takes the host longer than the kernels take for all steps.  So where the host has a C++
+compiler, taped.cpp is compiled once for the torch that is installed, in some 15 seconds, by a thread of its own: calls
+go through Python until it is there.  Both ways ask for the same, and give the same bits; on a GPU launches and products
+of a pass whose addresses come again are one launch, of a CUDA graph (replayed.cpp).
 """
 
 import atexit
 import ctypes
 import hashlib
 import shlex
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +22,35 @@ from torch import Tensor
 from whorl import compiler
 from whorl.engines import host
 from whorl.engines.base import Continue
-from whorl.engines.cuda.launch import check, driver
-from whorl.engines.cuda.products import cublas, workspace
-from whorl.engines.cuda.tape import Part, Tape, scalar
-from whorl.errors import CompileError, KernelError
+from whorl.engines.tape import Part, Tape, scalar
+from whorl.errors import CompileError
 from whorl.problem import Call, Plan
 from whorl.settings import settings
+from whorl.weights import kinds
 
 _TEXTS = [Path(__file__).with_name(name) for name in ("replayed.cpp", "taped.cpp")]
-_WHAT = "the calls of CUDA kernels"
-_BLAS_HANDLE = ("_ZN2at4cuda24getCurrentCUDABlasHandleEb", "_ZN2at4cuda24getCurrentCUDABlasHandleEv")
-"""at::cuda::getCurrentCUDABlasHandle of a truth value, and of nothing up to torch 2.12: called with one, which that
-does not look at."""
-_CURRENT_STREAM = "aoti_torch_get_current_cuda_stream"
+_WHAT = "the calls of kernels"
+_OF_CUDA = 22
+"""Functions that C++ calls to run on a GPU."""
+
+
+class Where(NamedTuple):
+    """On what a tape runs.
+
+    Attributes:
+        functions, context: of CUDA, by their addresses.
+        number: torch's number of the GPU.
+        where: the number of the device that tensors say, -1 of the host.
+        space: bytes that products on the GPU write to meanwhile.
+        threads: of this processor, where the tape has calls of its functions; 0 where it has none.
+    """
+
+    functions: tuple[int, ...] = (0,) * _OF_CUDA
+    context: int = 0
+    number: int = 0
+    where: int = -1
+    space: int = 0
+    threads: int = 0
 
 
 class Written(NamedTuple):
@@ -72,6 +86,8 @@ class _Known(NamedTuple):
     written: Written
     by_python: Continue
     on: Callable[[int], int]
+    held: object
+    """To what its tapes have addresses."""
 
 
 _lock = threading.Lock()
@@ -80,8 +96,8 @@ _run: Callable[..., list[Tensor]] | None = None
 _run_like: Callable[..., list[Tensor]] | None = None
 _fault = ""
 _plans: dict[int, "_Known"] = {}
-_numbers: dict[tuple[Plan, int, bytes], int] = {}
-"""By plan, device and what its tapes say: other tiles make others.
+_numbers: dict[tuple[Plan, int, tuple[bool, ...], bytes], int] = {}
+"""By plan, GPU, how weights lie and what its tapes say: other tiles make others.
 
 For ever, as C++ has them: autograd's nodes know a plan by its number.  One layer's takes some 20 KB.
 """
@@ -94,6 +110,11 @@ def ready() -> bool:
     if _run is None and _thread is None:
         begin()
     return _run is not None and settings.calls == "compiled"
+
+
+def is_there() -> bool:
+    """Whether it is compiled and loaded."""
+    return _run is not None
 
 
 def begin() -> None:
@@ -130,7 +151,7 @@ def _make() -> None:
     global _fault, _run
     try:
         _run = loaded()
-    except (CompileError, KernelError) as error:
+    except CompileError as error:
         words = " ".join(str(error).split())
         _fault = words if len(words) < 600 else f"{words[:150]} ... {words[-400:]}"
 
@@ -144,7 +165,6 @@ def loaded() -> Callable[..., list[Tensor]]:
     global _library, _loaded, _run_like
     if not compiler.found() or compiler.is_microsofts(compiler.found()):
         raise CompileError(f"no compiler that takes GCC's arguments is found: {compiler.remedy()}.")
-    functions()
     text = "".join(part.read_text(encoding="utf-8") for part in _TEXTS)
     _loaded = host.load(_WHAT, text, shlex.join(_flags()), "set WHORL_CALLS to python")
     _library = torch.library.Library("whorl_taped", "IMPL")
@@ -166,33 +186,34 @@ def _flags() -> list[str]:
 
 
 def add(
-    plan: Plan, written: Written, device: int, where: int, kinds: int, by_python: Continue, on: Callable[[int], int]
+    plan: Plan, written: Written, where: Where, turned: Sequence[bool], by_python: Continue, on: Callable[[int], int],
+    held: object = None,
 ) -> int:  # fmt: skip
     """The number by which C++ knows a plan.
 
     Args:
-        device: torch's number of the GPU, which is the current one.
-        where: the number of the device that tensors say: the same, or -1 where the GPU is emulated.
-        kinds: weights of a layer and direction.
+        turned: of each weight, whether it lies the other way round.
         by_python: its backward pass where the tape is not enough.
         on: gives the number of the plan on another GPU, which is made ready there.
+        held: to what the tapes have addresses.
     """
-    problem, key = plan.problem, (plan, device, written.digest())
+    problem, key = plan.problem, (plan, where.number, tuple(turned), written.digest())
     if key in _numbers:
         return _numbers[key]
     numbers = [
-        device, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
-        len(problem.form.cell.states) * problem.initial, kinds, written.room, int("x" in problem.constants),
-        problem.time, problem.batch, problem.form.inputs, *problem.form.state_shapes(problem.batch)[0], where,
-        written.marks, workspace(device)[0][0],
+        where.number, scalar(problem.dtype), int(problem.gradient), int(problem.dtype is torch.float32),
+        len(problem.form.cell.states) * problem.initial, len(kinds(problem.form)), written.room,
+        int("x" in problem.constants), problem.time, problem.batch, problem.form.inputs,
+        *problem.form.state_shapes(problem.batch)[0], where.where, written.marks, where.space, where.threads,
     ]  # fmt: skip
     tapes = written.forward, written.backward
     number = torch.ops.whorl_taped.add(
-        [*functions(), _context()], numbers, *[tape.written() for tape in tapes], written.outputs,
+        [*where.functions, where.context], numbers, *[tape.written() for tape in tapes], written.outputs,
         [number for part in written.gradients for number in part],
-        [-1 if dtype is None else scalar(dtype) for dtype in written.others], *[tape.names for tape in tapes],
+        [-1 if dtype is None else scalar(dtype) for dtype in written.others], [int(way) for way in turned],
+        *[tape.names for tape in tapes],
     )  # fmt: skip
-    _plans[number], _numbers[key] = _Known(plan, written, by_python, on), number
+    _plans[number], _numbers[key] = _Known(plan, written, by_python, on, held), number
     return number
 
 
@@ -245,40 +266,3 @@ def _backward(number: int, slow: str, grads: Sequence[Tensor | None], row: Seque
     with settings(slow=slow or settings.of_process("slow")):
         made = known.by_python(known.plan, grads, row)
     return [torch.zeros((), dtype=torch.bool, device=row[0].device) if grad is None else grad for grad in made]
-
-
-@cache
-def functions() -> tuple[int, ...]:
-    """The addresses of the functions that C++ calls, in its order.
-
-    Raises:
-        CompileError: torch does not have one.
-    """
-    path = Path(torch.__file__).parent / "lib" / ("torch_cuda.dll" if sys.platform == "win32" else "libtorch_cuda.so")
-    try:
-        torchs = ctypes.CDLL(str(path))
-        of_blas = next(name for name in _BLAS_HANDLE if hasattr(torchs, name) or name == _BLAS_HANDLE[-1])
-        of_torch = [getattr(torchs, of_blas), getattr(torchs, _CURRENT_STREAM)]
-    except (OSError, AttributeError) as error:
-        raise CompileError(f"this torch does not have what compiled calls ask of it ({error}).") from None
-    drivers, blas = driver(), cublas()
-    every = [
-        drivers.cuLaunchKernelEx, drivers.cuCtxGetCurrent, drivers.cuCtxSetCurrent,
-        blas.cublasGemmEx, blas.cublasGemmStridedBatchedEx,
-        blas.cublasSetMathMode, *of_torch, drivers.cuStreamIsCapturing,
-        drivers.cuThreadExchangeStreamCaptureMode, drivers.cuStreamGetPriority, drivers.cuStreamCreateWithPriority,
-        drivers.cuStreamBeginCapture_v2, drivers.cuStreamEndCapture, drivers.cuGraphInstantiateWithFlags,
-        drivers.cuGraphDestroy, drivers.cuGraphLaunch, drivers.cuGraphExecDestroy,
-        blas.cublasSetStream_v2, blas.cublasSetWorkspace_v2,
-        ctypes.pythonapi.PyGILState_Ensure, ctypes.pythonapi.PyGILState_Release,
-    ]  # fmt: skip
-    return tuple(ctypes.cast(one, ctypes.c_void_p).value or 0 for one in every)
-
-
-def _context() -> int:
-    """Of the driver, on this thread; torch's where it has none yet."""
-    found = ctypes.c_void_p()
-    check(driver().cuCtxGetCurrent(ctypes.byref(found)), "tell its context")
-    if not found.value:
-        check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(found), torch._C._cuda_getDevice()), "make its context")
-    return found.value or 0
