@@ -1,6 +1,7 @@
 """How whorl.keras layers behave in Keras: activations, configs, files, training, precision, engines, announcements."""
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from pathlib import Path
@@ -624,3 +625,20 @@ def test_a_hook_of_a_subclass_is_called(name: str, adds: type) -> None:
     layers[0].set_weights(layers[1].get_weights())
     ours, stock = (layer(x) for layer in layers)
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("two_ways", [False, True])
+def test_an_engine_of_the_processor_reads_x_as_it_lies(two_ways: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, seen = sys.modules["whorl.keras.sweep"], list[torch.Tensor]()
+    real = module.recurrent
+
+    def recurrent(form: str, call: Any, *rest: Any, **how: Any) -> Any:
+        seen.append(call.x)
+        return real(form, call, *rest, **how)
+
+    monkeypatch.setattr(module, "recurrent", recurrent)
+    layer = whorl.keras.LSTM(2, engine="cpu")
+    given = torch.from_numpy(x)
+    (whorl.keras.Bidirectional(layer) if two_ways else layer)(given, training=True).sum().backward()
+    assert seen
+    assert {one.data_ptr() for one in seen} == {given.data_ptr()}

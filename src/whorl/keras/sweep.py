@@ -132,9 +132,12 @@ def both_ways(
 
 
 def _by_time(x: Tensor) -> Tensor:
-    """[time, batch, inputs] of [batch, time, inputs]; with gradients copied here once, else in forward and backward."""
+    """[time, batch, inputs] of [batch, time, inputs].
+
+    On a GPU with gradients it is copied here once, else in forward and backward; engine `cpu` reads it as it lies.
+    """
     x = x.transpose(0, 1)
-    return x.contiguous() if torch.is_grad_enabled() else x
+    return x.contiguous() if torch.is_grad_enabled() and not x.is_cpu else x
 
 
 def swept(
