@@ -15,6 +15,7 @@ from whorl import compiler
 from whorl.cells import library
 from whorl.cells.wrappers import layer_norm
 from whorl.engines import ENGINES
+from whorl.engines.cpu import engine as of_cpu
 from whorl.engines.cuda import persistent, stepwise
 from whorl.engines.native import OneDNN
 from whorl.engines.reference import Reference
@@ -339,37 +340,43 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
         ("cpu", 2),
         ("onednn", 4),
     ]
-    inference = decide(replace(PLAIN, gradient=False))
+    inference = decide(replace(PLAIN, form=replace(LSTM, units=257), gradient=False))
     assert [refusal.engine for refusal in inference.refusals] == ["persistent", "cudnn", "stepwise", "cpu"]
     assert decide(ON["persistent"]).refusals == ()
     assert decide(ON["cudnn"], "reference").refusals == ()
 
 
-@pytest.mark.parametrize(
-    "dtype, batch, units, trained, inferred",
-    [
-        (torch.float32, 32, 129, "cpu", "onednn"), (torch.float32, 2, 1023, "cpu", "onednn"),
-        (torch.float32, 1, 1, "cpu", "cpu"), (torch.float32, 32, 1024, "cpu", "cpu"),
-        (torch.bfloat16, 1, 128, "cpu", "cpu"), (torch.bfloat16, 32, 1024, "cpu", "onednn"),
-        (torch.float32, 32, 128, "cpu", "cpu"), (torch.float32, 33, 128, "cpu", "onednn"),
-        (torch.bfloat16, 32, 128, "cpu", "onednn"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype, time, batch, units, inferred", [
+    (torch.float32, 30, 32, 257, "onednn"), (torch.float32, 30, 2, 1023, "onednn"), (torch.float32, 30, 1, 1, "cpu"),
+    (torch.float32, 30, 32, 1024, "cpu"), (torch.float32, 30, 1, 512, "cpu"), (torch.float32, 1, 300, 256, "cpu"),
+    (torch.float32, 999, 300, 32, "cpu"), (torch.float32, 999, 32, 31, "cpu"), (torch.float32, 20, 100, 31, "cpu"),
+    (torch.float32, 21, 100, 31, "onednn"), (torch.bfloat16, 30, 1, 128, "cpu"), (torch.bfloat16, 30, 32, 128, "cpu"),
+    (torch.bfloat16, 30, 32, 257, "onednn"), (torch.bfloat16, 30, 32, 1024, "onednn"),
+])  # fmt: skip
 def test_the_lstm_of_a_cpu_runs_on_the_engine_that_was_measured_to_be_faster(
-    dtype: torch.dtype, batch: int, units: int, trained: str, inferred: str
+    dtype: torch.dtype, time: int, batch: int, units: int, inferred: str
 ) -> None:
-    device = replace(CPU, bfloat16=True, compiler="c++")
+    device = replace(CPU, bfloat16=True, compiler="another c++")  # of another machine, without a matrix unit
     form = replace(LSTM, units=units)
-    asked = replace(PLAIN, form=form, dtype=dtype, time=30, batch=batch, device=device, gradient=True)
-    for gradient, engine in ((True, trained), (False, inferred)):
+    asked = replace(PLAIN, form=form, dtype=dtype, time=time, batch=batch, device=device, gradient=True)
+    for gradient, engine in ((True, "cpu"), (False, inferred)):
         made = decide(replace(asked, gradient=gradient))
         assert made.engine == engine
         assert engine == "cpu" or "inference of" in str(made.refusals[-1])
-    if units == 128 and batch > 1:
-        assert decide(replace(asked, gradient=False, time=29)).engine == "onednn"
     assert decide(asked, "cpu").engine == "cpu"
     assert decide(replace(asked, packed=True)).engine == "cpu"
     assert decide(replace(asked, device=replace(device, compiler=""))).engine == "onednn"
+
+
+@pytest.mark.parametrize("batch, inferred", [(8, "cpu"), (9, "onednn")])
+def test_where_both_multiply_by_the_matrix_unit_few_sequences_are_whorls(
+    batch: int, inferred: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_cpu, "_by_unit", lambda problem: True)
+    device = replace(CPU, bfloat16=True, compiler="another c++")
+    asked = replace(PLAIN, dtype=torch.bfloat16, time=30, batch=batch, device=device)
+    assert decide(replace(asked, gradient=False)).engine == inferred
+    assert decide(replace(asked, gradient=True)).engine == "cpu"
 
 
 def test_a_named_engine_runs_or_raises_with_every_reason() -> None:

@@ -52,21 +52,25 @@ class CPU(Engine):
         return found
 
     def slower(self, problem: Problem) -> list[str]:
-        """Where oneDNN has the LSTM too: most of inference at batch 2 and more of more than 128 units.
+        """Where oneDNN has the LSTM too: inference of more than 256 units, and of few at large batches.
 
-        torch's time over ours on an AMD EPYC of family 25 by two threads: training in float32 1.01 to 1.34, in bfloat16
+        torch's time over ours on an AMD EPYC of family 25: training in float32 by two threads 1.01 to 1.34, in bfloat16
         1.05 to 2.4, with 128 units at batch 128 0.94 to 1.15 (by one thread 1.0 to 1.7, but with 128 units at batch 32
-        and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96); inference at batch 1 1.15 to 1.5, in float32 with 1,024 units
-        1.13, of 30 and 100 steps at batches to 32 with 32 to 96 units 1.2 to 1.7, with 128 1.02 to 1.4 (to 1.5 where
-        the weights lie as Keras has them, which oneDNN turns at each call; by one thread at batch 32 0.91 and 0.95),
-        and elsewhere 0.92 to 1.09.  By an Intel Xeon's matrix unit, which both use, inference in bfloat16 at
-        batch 2 to 8 is 1.08 to 2.3 (32 to 1,024 units, one thread and two), at batch 16 0.97 to 1.34, at 32 and more
-        0.76 to 1.66.
+        and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96).  Inference, of 1 to 300 steps at batches of 2 to 256 by one
+        thread and two: in float32 with 32 to 256 units 1.0 to 6.6, by one thread 0.95 to 4.1 (with instructions of AVX2
+        alone 1.0 to 5.6), with fewer 1.03 to 12 at batches to 32 or of up to 2,000 rows in all, and 0.64 to 1.6 beyond;
+        with 320 to 512 units 0.85 to 1.24; in bfloat16 the same but 0.75 to 1.4 beyond.  At batch 1 1.15 to 1.5, in
+        float32 with 1,024 units and more 1.13 too.  By an Intel Xeon's matrix unit, which both use, inference in
+        bfloat16 at batch 2 to 8 is 1.08 to 2.3 (32 to 1,024 units, one thread and two), at batch 16 0.97 to 1.34, at 32
+        and more 0.76 to 1.66.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
-        few = units <= 128 and batch <= 32 and problem.time >= 30
-        faster = problem.gradient or batch == 1 or (not narrow and (few or units >= 1024))
-        faster = faster or (narrow and batch <= 8 and _by_unit(problem))
+        faster = problem.gradient or batch == 1 or (not narrow and units >= 1024)
+        if narrow and _by_unit(problem):
+            faster = faster or batch <= 8
+        else:
+            few = units >= 32 or batch <= 32 or batch * problem.time <= 2000
+            faster = faster or (units <= 256 and few)
         if faster or OneDNN().obstacles(problem):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"

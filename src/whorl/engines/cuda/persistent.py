@@ -42,6 +42,7 @@ from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
 from whorl.errors import UnsupportedError
 from whorl.problem import VIRTUAL, Call, Device, Outcome, Plan, Problem
+from whorl.weights import kinds
 
 
 class Persistent(Engine):
@@ -193,7 +194,9 @@ def _number(plan: Plan, made: Plain, call: Call, device: torch.device, by_python
             return _number(plan, own, like, there, by_python)
 
     where = asked.gpu(made.index, -1 if device.type == "cpu" else made.index)
-    return taped.add(plan, made.written(), where, [False] * len(call.weights), by_python, on)
+    form = plan.problem.form
+    weights = len(kinds(form)) * form.layers * form.directions
+    return taped.add(plan, made.written(), where, [False] * weights, by_python, on)
 
 
 def _way(plan: Plan, device: torch.device, call: Call) -> Layers | Projected:
