@@ -348,7 +348,7 @@ def test_a_plan_has_every_reason_against_each_faster_engine() -> None:
 
 @pytest.mark.parametrize("dtype, time, batch, units, inferred", [
     (torch.float32, 30, 32, 257, "onednn"), (torch.float32, 30, 2, 1023, "onednn"), (torch.float32, 30, 1, 1, "cpu"),
-    (torch.float32, 30, 32, 1024, "cpu"), (torch.float32, 30, 1, 512, "cpu"), (torch.float32, 1, 300, 256, "cpu"),
+    (torch.float32, 30, 32, 1024, "onednn"), (torch.float32, 30, 1, 512, "cpu"), (torch.float32, 1, 300, 256, "cpu"),
     (torch.float32, 999, 300, 32, "cpu"), (torch.float32, 999, 32, 31, "cpu"), (torch.float32, 20, 100, 31, "cpu"),
     (torch.float32, 21, 100, 31, "onednn"), (torch.bfloat16, 30, 1, 128, "cpu"), (torch.bfloat16, 30, 32, 128, "cpu"),
     (torch.bfloat16, 30, 32, 257, "onednn"), (torch.bfloat16, 30, 32, 1024, "onednn"),
@@ -368,13 +368,17 @@ def test_the_lstm_of_a_cpu_runs_on_the_engine_that_was_measured_to_be_faster(
     assert decide(replace(asked, device=replace(device, compiler=""))).engine == "onednn"
 
 
-@pytest.mark.parametrize("batch, inferred", [(8, "cpu"), (9, "onednn")])
-def test_where_both_multiply_by_the_matrix_unit_few_sequences_are_whorls(
-    batch: int, inferred: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype, batch, units, inferred", [
+    (torch.bfloat16, 8, 1024, "cpu"), (torch.bfloat16, 9, 128, "onednn"), (torch.float32, 32, 1024, "cpu"),
+    (torch.float32, 32, 1023, "onednn"),
+])  # fmt: skip
+def test_the_same_where_a_matrix_unit_multiplies(
+    dtype: torch.dtype, batch: int, units: int, inferred: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_cpu, "_by_unit", lambda problem: True)
     device = replace(CPU, bfloat16=True, compiler="another c++")
-    asked = replace(PLAIN, dtype=torch.bfloat16, time=30, batch=batch, device=device)
+    form = replace(LSTM, units=units)
+    asked = replace(PLAIN, form=form, dtype=dtype, time=30, batch=batch, device=device)
     assert decide(replace(asked, gradient=False)).engine == inferred
     assert decide(replace(asked, gradient=True)).engine == "cpu"
 

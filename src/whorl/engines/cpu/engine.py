@@ -59,19 +59,20 @@ class CPU(Engine):
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96).  Inference, of 1 to 300 steps at batches of 2 to 256 by one
         thread and two: in float32 with 32 to 256 units 1.0 to 6.6, by one thread 0.95 to 4.1 (with instructions of AVX2
         alone 1.0 to 5.6), with fewer 1.03 to 12 at batches to 32 or of up to 2,000 rows in all, and 0.64 to 1.6 beyond;
-        with 320 to 512 units 0.85 to 1.24; in bfloat16 the same but 0.75 to 1.4 beyond.  At batch 1 1.15 to 1.5, in
-        float32 with 1,024 units and more 1.13 too.  By an Intel Xeon's matrix unit, which both use, inference in
-        bfloat16 at batch 2 to 8 is 1.08 to 2.3 (32 to 1,024 units, one thread and two), at batch 16 0.97 to 1.34, at 32
-        and more 0.76 to 1.66.
+        with 320 to 2,048 units 0.71 to 1.24; in bfloat16 the same but 0.75 to 1.4 beyond.  At batch 1 1.15 to 1.5.
+
+        By an Intel Xeon's matrix unit, which in float32 whorl alone uses, inference with 1,024 units at batch 32 is
+        1.1.  In bfloat16, where both do, it is 1.08 to 2.3 at batch 2 to 8 (32 to 1,024 units, one thread and two),
+        0.97 to 1.34 at batch 16, 0.76 to 1.66 at 32 and more.
         """
         units, batch, narrow = problem.form.units, problem.batch, problem.dtype == torch.bfloat16
-        faster = problem.gradient or batch == 1 or (not narrow and units >= 1024)
         if narrow and _by_unit(problem):
-            faster = faster or batch <= 8
+            faster = batch <= 8
+        elif units <= 256:
+            faster = units >= 32 or batch <= 32 or batch * problem.time <= 2000
         else:
-            few = units >= 32 or batch <= 32 or batch * problem.time <= 2000
-            faster = faster or (units <= 256 and few)
-        if faster or OneDNN().obstacles(problem):
+            faster = units >= 1024 and _by_unit(problem)
+        if faster or problem.gradient or batch == 1 or OneDNN().obstacles(problem):
             return []
         what = f"{units} units at batch {batch} in {str(problem.dtype).removeprefix('torch.')}"
         return [f"inference of {what} is faster on oneDNN"]
