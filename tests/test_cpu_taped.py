@@ -342,11 +342,37 @@ def test_without_memory_python_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(plain, "sizes", lambda *given: without)
         patch.setattr(taped, "_numbers", {})
+        patch.setattr(tapes, "_numbers", {})
         patch.setattr(plain, "_run", run)
         with pytest.raises(MemoryError, match="asked for 64 bytes"):
             recurrent(layer._form, Call(X, (), layer._weights()), "cpu")[0].sum().backward()
     assert asked == [lacking]
     assert all(map(torch.equal, trained(layer, X), want))
+
+
+def test_a_layer_that_moves_to_meta_gives_shapes(counted: list[int], layer: torch.nn.Module) -> None:
+    for engine in ("cpu", "auto"):
+        layer.engine = engine
+        layer(X), layer(X)
+        assert layer._before is not None
+        moved = layer.to("meta")
+        moved.engine = "auto"
+        before = len(counted)
+        y, (h, c) = moved(X.to("meta"))
+        assert (y.shape, h.shape, c.shape) == ((5, 3, 9), (1, 3, 9), (1, 3, 9))
+        assert y.is_meta
+        assert len(counted) == before
+        layer = whorl.LSTM(7, 9)
+
+
+def test_a_plan_that_is_made_anew_has_its_number(counted: list[int], layer: torch.nn.Module) -> None:
+    """Else what stays for ever would grow where more problems come in turns than are remembered."""
+    for _ in range(3):
+        plain.sizes.cache_clear()
+        layer._before = None
+        trained(layer, X)
+    assert len(counted) == 3
+    assert len({*counted}) == 1
 
 
 def test_threads_call_at_once(counted: list[int], layer: torch.nn.Module) -> None:

@@ -439,9 +439,9 @@ class _Before(NamedTuple):
 
 
 def _switches(x: Tensor) -> tuple[Any, ...]:
-    """torch's, of recurrent layers, and the current GPU or the threads of the processor."""
+    """torch's, of recurrent layers, the kind of device, and the current GPU or the threads of the processor."""
     kind = kind_of(x)
-    return *switches(kind, x.dtype), torch._C._cuda_getDevice() if kind == "cuda" else torch.get_num_threads()
+    return kind, *switches(kind, x.dtype), torch._C._cuda_getDevice() if kind == "cuda" else torch.get_num_threads()
 
 
 def _vector(name: str) -> str:

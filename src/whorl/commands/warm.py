@@ -8,6 +8,7 @@ import torch
 
 from whorl.cells import library
 from whorl.engines import taped
+from whorl.engines.cuda import asked
 from whorl.engines.cuda.persistent import warm
 from whorl.engines.cuda.tiling import Chip
 from whorl.errors import InputError, KernelError
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(name)
     print(f"{len(names)} kernels for {gpu.name} are in {settings.cache}")
     if torch.version.cuda is not None:
-        fault = taped.finish()
+        fault = taped.finish() or asked.fault()
         print(f"calls go through Python: {fault}" if fault else "calls are compiled")
     return 0
 

@@ -23,6 +23,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -615,16 +616,15 @@ Row by_python(const Plan& plan, const std::string& slow, const Row& grads, const
   return made;
 }
 
-// For ever: nodes of autograd refer to them, and may outlive all else.
+// For ever: nodes of autograd refer to them, and may outlive all else.  They are read without a lock, which another thread
+// may hold when a process forks.
 std::mutex adding;
-std::vector<c10::intrusive_ptr<Plan>>& plans() {
-  static auto* const made = new std::vector<c10::intrusive_ptr<Plan>>;
-  return *made;
-}
+constexpr int64_t MOST_PLANS = 1 << 20;
+std::atomic<Plan*> plans[MOST_PLANS];
 
 c10::intrusive_ptr<Plan> plan_of(int64_t number) {
-  const std::lock_guard<std::mutex> lock(adding);
-  return plans().at(number);
+  TORCH_CHECK(number >= 0 && number < MOST_PLANS && plans[number].load(), "there is no plan ", number);
+  return c10::intrusive_ptr<Plan>::reclaim_copy(plans[number].load());
 }
 
 struct Recurrent : torch::autograd::Function<Recurrent> {
@@ -725,9 +725,11 @@ int64_t add(at::IntArrayRef functions, at::IntArrayRef numbers, at::IntArrayRef 
   made->outputs = outputs.vec(), made->others = others.vec(), made->turned = turned.vec();
   for (size_t i = 0; i < gradients.size(); i += 4)
     made->gradients.push_back({gradients[i], gradients[i + 1], gradients[i + 2], gradients[i + 3]});
+  static int64_t count = 0;
   const std::lock_guard<std::mutex> lock(adding);
-  made->number = (int64_t)plans().size();
-  plans().push_back(made);
+  TORCH_CHECK(count < MOST_PLANS, "there are ", count, " plans already: set WHORL_CALLS to python");
+  made->number = count++;
+  plans[made->number] = c10::intrusive_ptr<Plan>(made).release();
   return made->number;
 }
 
@@ -774,6 +776,7 @@ Row run_like(int64_t number, c10::string_view slow, const Tensor& x, TensorList 
     return tensor.scalar_type() == plan->dtype && tensor.device() == x.device();
   };
   if (x.sizes() != at::IntArrayRef(plan->shape) || x.get_device() != plan->where || !is_like(x)) return {};
+  if (plan->where < 0 && !x.is_cpu()) return {};  // of others than GPUs the number is -1 too
   if ((int64_t)states.size() != plan->states || !plan->others.empty() || (int64_t)marks.size() != plan->marks)
     return {};
   bool gradient = x.requires_grad();

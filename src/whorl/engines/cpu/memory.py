@@ -50,6 +50,11 @@ def _steps(shape: Sequence[int]) -> list[int]:
     return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
+def let_go() -> None:
+    """Give what lies idle back to the system: whoever borrowed it does so no more."""
+    _idle.clear()
+
+
 def no_memory(size: int, purpose: str) -> MemoryError:
     """What is raised where the system gives no memory of so many bytes."""
     return MemoryError(

@@ -9,6 +9,7 @@ from torch import Tensor
 from whorl.engines import taped
 from whorl.engines.base import Continue, Grads
 from whorl.engines.cpu import plain
+from whorl.engines.cpu.memory import let_go
 from whorl.engines.cpu.sweep import turned
 from whorl.engines.tape import Tape, parts, slots, written_to
 from whorl.problem import Call, Marks, Plan
@@ -32,9 +33,18 @@ def number(plan: Plan, call: Call, by_python: Continue) -> int:
         return -1
     ways, numbers = tuple(map(turned, call.weights)), made.known.numbers
     if ways not in numbers:
-        where = taped.Where(threads=made.threads)
-        numbers[ways] = taped.add(plan, _written(made, call, ways), where, ways, by_python, lambda device: -1, made)
+        key = plan, made.threads, made.noise, made.kernel.cell, ways
+        if key not in _numbers:
+            where, written = taped.Where(threads=made.threads), _written(made, call, ways)
+            _numbers[key] = taped.add(plan, written, where, ways, by_python, lambda device: -1, made)
+            let_go()
+        numbers[ways] = _numbers[key]
     return numbers[ways]
+
+
+_numbers: dict[tuple[Plan, int, int, int, tuple[bool, ...]], int] = {}
+"""For ever, where `Sizes` are made anew: by plan, threads, noise in the recurrent product, the compiled cell, and how
+weights lie."""
 
 
 def _written(made: plain.Sizes, call: Call, ways: Sequence[bool]) -> taped.Written:

@@ -32,19 +32,33 @@ def fault() -> str:
     """Why torch does not have what is asked, in a sentence; "" where it does."""
     try:
         functions()
-    except (CompileError, KernelError) as error:
+    except CompileError as error:
         return " ".join(str(error).split())
     return ""
 
 
-@cache
 def functions() -> tuple[int, ...]:
     """The addresses of the functions that C++ calls, in its order.
 
     Raises:
-        CompileError: torch does not have one.
-        KernelError: the driver or cuBLAS cannot be loaded.
+        CompileError: torch does not have one, or the driver or cuBLAS cannot be loaded.
     """
+    found = _found()
+    if isinstance(found, str):
+        raise CompileError(found)
+    return found
+
+
+@cache
+def _found() -> tuple[int, ...] | str:
+    """They, or why there are none."""
+    try:
+        return _asked_of_libraries()
+    except (CompileError, KernelError) as error:
+        return str(error)
+
+
+def _asked_of_libraries() -> tuple[int, ...]:
     path = Path(torch.__file__).parent / "lib" / ("torch_cuda.dll" if sys.platform == "win32" else "libtorch_cuda.so")
     try:
         torchs = ctypes.CDLL(str(path))

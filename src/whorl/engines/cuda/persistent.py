@@ -148,7 +148,8 @@ class Persistent(Engine):
                 lines[-1] += "; its weights become float16 in a kernel of its own before it"
             beside = described(whole, chip, kind)
             lines[-1] += f"; {beside}" * bool(beside)
-        if (is_plain(whole) or is_marked(whole)) and (fault := taped.fault() or asked.fault()):
+        fault = taped.fault() or (asked.fault() if torch.version.cuda else "")
+        if fault and (is_plain(whole) or is_marked(whole)):
             lines.append(f"calls go through Python: {fault}")
         return lines
 
