@@ -343,7 +343,7 @@ def test_what_onednn_infers_an_operation_of_xla_differentiates(
     wrapped: Any, sequences: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the plans say: onednn is faster at these sizes, engine `cpu` with a gradient."""
-    layer = wrapped(whorl.keras.LSTM(2, return_sequences=sequences))
+    layer = wrapped(whorl.keras.LSTM(257, return_sequences=sequences))
     layer.build(x.shape)
     assert "onednn" in str(layer.explain(x, training=False))
     weights, others = ([v.value for v in some] for some in (layer.trainable_variables, layer.non_trainable_variables))
