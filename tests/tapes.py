@@ -1,5 +1,6 @@
 """Calls by tapes in an emulation: counted, and compared to the bit with calls through Python."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,46 @@ def both_ways(call: Callable[[], list[Tensor]], counted: list[int], monkeypatch:
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         assert torch.equal(one, other)
+
+
+def gradients_of_gradients(
+    layer: torch.nn.Module, like: Tensor, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of Python, and announced."""
+
+    def twice() -> list[Tensor]:
+        x = like.clone().requires_grad_()
+        (to_x,) = torch.autograd.grad(layer(x)[0].float().square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(to_x.float().square().sum(), [x, *layer.parameters()]))
+
+    with pytest.raises(whorl.SlowError, match="double backward"), whorl.settings(slow="error"):
+        twice()
+    with whorl.settings(slow="allow"):  # of a block, which is known in backward
+        both_ways(twice, counted, monkeypatch)
+
+
+def seen_by_hooks(layer: torch.nn.Module, x: Tensor, counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of saved tensors see what forward keeps, by both ways."""
+    seen: list[Tensor] = []
+
+    def call() -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t):
+            return trained(layer, x)
+
+    both_ways(call, counted, monkeypatch)
+    assert sum(tensor.dtype == torch.uint8 for tensor in seen) == 2
+
+
+def by_threads(layer: torch.nn.Module, x: Tensor) -> None:
+    """Threads that call at once get the same."""
+    want, found = trained(layer, x), list[list[Tensor]]()
+    threads = [threading.Thread(target=lambda: found.append(trained(layer, x))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert all(torch.equal(one, other) for each in found for one, other in zip(each, want, strict=True))
 
 
 def trained(

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 import whorl
 from comparison import weighted
 from engine_cases import CELLS, WRAPPED, Case, in_dtype
-from tapes import both_ways, counting, trained
+from tapes import both_ways, by_threads, counting, gradients_of_gradients, seen_by_hooks, trained
 from thinned import thinned
 from whorl import compiler
 from whorl.engines import taped
@@ -253,34 +252,19 @@ def test_a_graph_that_is_kept_gives_the_same_twice(counted: list[int], layer: to
 def test_gradients_of_gradients_are_those_of_python(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
 ) -> None:
-    def twice() -> list[Tensor]:
-        x = X.clone().requires_grad_()
-        (to_x,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
-        return list(torch.autograd.grad(to_x.square().sum(), [x, *layer.parameters()]))
-
-    with pytest.raises(whorl.SlowError, match="double backward"), whorl.settings(slow="error"):
-        twice()
-    with whorl.settings(slow="allow"):  # of a block, which is known in backward
-        both_ways(twice, counted, monkeypatch)
+    gradients_of_gradients(layer, X, counted, monkeypatch)
 
 
 def test_checkpoints_and_hooks_of_saved_tensors(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
 ) -> None:
-    seen: list[Tensor] = []
-
     def checkpointed() -> list[Tensor]:
         x = X.clone().requires_grad_()
         y = torch.utils.checkpoint.checkpoint(lambda x: layer(x)[0], x, use_reentrant=False)
         return list(torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]))
 
-    def hooked() -> list[Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t):
-            return trained(layer, X)
-
     both_ways(checkpointed, counted, monkeypatch)
-    both_ways(hooked, counted, monkeypatch)
-    assert sum(tensor.dtype == torch.uint8 for tensor in seen) == 2
+    seen_by_hooks(layer, X, counted, monkeypatch)
 
 
 def test_another_number_of_threads_is_another_plan(counted: list[int], layer: torch.nn.Module) -> None:
@@ -376,14 +360,7 @@ def test_a_plan_that_is_made_anew_has_its_number(counted: list[int], layer: torc
 
 
 def test_threads_call_at_once(counted: list[int], layer: torch.nn.Module) -> None:
-    want, found = trained(layer, X), list[list[Tensor]]()
-    threads = [threading.Thread(target=lambda: found.append(trained(layer, X))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(one, other) for each in found for one, other in zip(each, want, strict=True))
+    by_threads(layer, X)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

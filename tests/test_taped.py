@@ -21,7 +21,7 @@ from torch import Tensor
 import emulation
 import whorl
 from emulation import emulated
-from tapes import X, both_ways, counted, layer, on_a_gpu, trained
+from tapes import X, both_ways, by_threads, counted, gradients_of_gradients, layer, on_a_gpu, seen_by_hooks, trained
 from thinned import thinned
 from whorl.engines import host, tape, taped
 from whorl.engines.cuda import asked, grid, layers, prepare, spreading, store
@@ -173,15 +173,7 @@ def test_gradients_of_gradients_are_those_of_python(
     torch.manual_seed(4)
     layer = make(16, 16, dtype=torch.bfloat16, engine="persistent")
 
-    def twice() -> list[Tensor]:
-        x = X.clone().requires_grad_()
-        (to_x,) = torch.autograd.grad(layer(x)[0].float().square().sum(), x, create_graph=True)
-        return list(torch.autograd.grad(to_x.float().square().sum(), [x, *layer.parameters()]))
-
-    with pytest.raises(whorl.SlowError, match="double backward"), whorl.settings(slow="error"):
-        twice()
-    with whorl.settings(slow="allow"):  # of a block, which is known in backward
-        both_ways(twice, counted, monkeypatch)
+    gradients_of_gradients(layer, X, counted, monkeypatch)
 
 
 def test_many_gradients_in_one_tensor_are_those_of_python(
@@ -200,14 +192,7 @@ def test_many_gradients_in_one_tensor_are_those_of_python(
 def test_hooks_of_saved_tensors_see_what_forward_keeps(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, layer: torch.nn.Module
 ) -> None:
-    seen: list[Tensor] = []
-
-    def call() -> list[Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t):
-            return trained(layer, X)
-
-    both_ways(call, counted, monkeypatch)
-    assert sum(tensor.dtype == torch.uint8 for tensor in seen) == 2
+    seen_by_hooks(layer, X, counted, monkeypatch)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -249,14 +234,7 @@ def test_a_refused_launch_says_which(
 
 
 def test_threads_call_at_once(counted: list[int], layer: torch.nn.Module) -> None:
-    want, found = trained(layer, X), list[list[Tensor]]()
-    threads = [threading.Thread(target=lambda: found.append(trained(layer, X))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert all(torch.equal(one, other) for each in found for one, other in zip(each, want, strict=True))
+    by_threads(layer, X)
 
 
 @pytest.mark.parametrize("later", ["hook", "data"])

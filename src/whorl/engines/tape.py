@@ -143,8 +143,7 @@ class Named:
         self._slot.tape.entries.append([CLEAR, self.number])
 
     def __mul__(self, other: "Named") -> "Named":
-        steps = [math.prod(self.shape[axis + 1 :]) for axis in range(self.dim())]
-        made = self._slot.tape.empty(self.shape, steps, self.dtype)
+        made = self._slot.tape.empty(self.shape, None, self.dtype)
         self._slot.tape.times(self, other, made)
         return made
 
@@ -189,13 +188,18 @@ class Tape:
         made._turned = turned
         return made
 
-    def empty(self, shape: Sequence[int], steps: Sequence[int], dtype: torch.dtype, borrowed: bool = False) -> Any:
-        """A name for new memory, as `memory.empty` of CUDA takes its arguments.
+    def empty(
+        self, shape: Sequence[int], steps: Sequence[int] | None, dtype: torch.dtype, borrowed: bool = False
+    ) -> Any:  # fmt: skip
+        """A name for new memory.
 
         Args:
+            steps: as `torch.empty_strided` has them; None in one piece.
             borrowed: of the host, and no caller sees it.
         """
         slot = self._slot(shape, dtype, given=False)
+        if steps is None:
+            steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         self.entries.append([BORROW if borrowed else ALLOCATE, slot.number, scalar(dtype), len(shape), *shape, *steps])
         return Named(slot, 0, shape, dtype)
 

@@ -2,7 +2,7 @@
 // engine `cpu` and of torch's memory, asked from here, and the operation of autograd around it.
 //
 // A tape is read once.  A call allocates what it says, puts the addresses of the call's tensors into arguments, and
-// calls, launches or replays (replayed.cpp).  Whatever needs more than that - copies of weights, gradients of gradients,
+// calls, launches or replays (replayed.cpp), on memory of torch's or its own (lent.cpp).  Whatever needs more than that - copies of weights, gradients of gradients,
 // gradients in batches - is left to Python: a call by giving back nothing, a backward by an operation that Python
 // implements.
 
@@ -17,20 +17,14 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <deque>
 #include <map>
 #include <mutex>
 
 namespace whorl {
 
-using at::Tensor;
 using at::TensorList;
 using Row = std::vector<Tensor>;
 using torch::autograd::AutogradContext;
@@ -57,14 +51,6 @@ struct Part {  // of a slot: its first element and how many, 0 of all, or its fi
 };
 
 using Steps = std::array<int64_t, 2>;  // of a tensor's steps and sequences, from one to the next; 0 of one in one piece
-
-// The system gives no memory: Python asks again, and says so.
-struct Lacking : std::exception {
-  std::string words;
-  explicit Lacking(int64_t bytes)
-      : words("engine 'cpu' asked for " + std::to_string(bytes) + " bytes of memory and the system gave none") {}
-  const char* what() const noexcept override { return words.c_str(); }
-};
 
 struct Pointer {  // of an argument
   int64_t at;
@@ -246,79 +232,6 @@ struct Tape {
   }
 };
 
-// Memory of the host as memory.py of engine `cpu` has it: what is large in large pages, and what no caller sees used again.
-constexpr size_t PAGE = 1 << 21, LARGE = 2 * PAGE, MOST_IDLE = 1 << 28;
-
-void advise(void* begin, size_t size) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const size_t from = ((size_t)begin + PAGE - 1) / PAGE * PAGE, to = ((size_t)begin + size) / PAGE * PAGE;
-  if (to > from) madvise((void*)from, to - from, MADV_HUGEPAGE);
-#endif
-}
-
-Tensor allocated(const Entry& entry, at::Device where) {
-  Tensor made = at::empty_strided(entry.shape, entry.steps, at::TensorOptions(entry.dtype).device(where));
-  if (where.is_cpu() && made.nbytes() >= LARGE) advise(made.data_ptr(), made.nbytes());
-  return made;
-}
-
-#if defined(__linux__)
-// Regions that lie idle, those that have longest first.  Where another thread is at it, or was when the process forked,
-// one goes without.
-class Idle {
-  std::mutex busy;
-  std::deque<std::pair<void*, size_t>> regions;
-  size_t bytes = 0;
-
- public:
-  static Idle& all() {
-    static auto* const made = new Idle;
-    return *made;
-  }
-  std::pair<void*, size_t> take(size_t size) {
-    if (const std::unique_lock<std::mutex> lock(busy, std::try_to_lock); lock) {
-      const auto fits = [&](const auto& one) { return size <= one.second && one.second <= size + size / 4 + 2 * PAGE; };
-      const auto found = std::find_if(regions.begin(), regions.end(), fits);
-      if (found != regions.end()) {
-        const auto taken = *found;
-        regions.erase(found);
-        bytes -= taken.second;
-        return taken;
-      }
-    }
-    const size_t whole = (size + PAGE - 1) / PAGE * PAGE + PAGE;
-    void* const made = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (made == MAP_FAILED) throw Lacking((int64_t)whole);
-    advise(made, whole);
-    return {made, whole};
-  }
-  void give_back(std::pair<void*, size_t> region) {
-    const std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
-    if (!lock) {
-      munmap(region.first, region.second);
-      return;
-    }
-    regions.push_back(region);
-    for (bytes += region.second; bytes > MOST_IDLE; regions.pop_front()) {
-      bytes -= regions.front().second;
-      munmap(regions.front().first, regions.front().second);
-    }
-  }
-};
-#endif
-
-Tensor borrowed(const Entry& entry) {
-#if defined(__linux__)
-  const size_t size = (size_t)c10::multiply_integers(entry.shape) * c10::elementSize(entry.dtype);
-  if (size >= LARGE) {
-    const auto region = Idle::all().take(size);
-    const auto back = [region](void*) { Idle::all().give_back(region); };
-    return at::from_blob(region.first, entry.shape, entry.steps, back, at::TensorOptions(entry.dtype));
-  }
-#endif
-  return allocated(entry, at::kCPU);
-}
-
 // The functions of the driver, of cuBLAS and of torch that a pass calls, as Python found them.
 struct Functions {
   int (*launch)(const Config*, void*, void**, void**);
@@ -448,11 +361,10 @@ struct Plan : torch::CustomClassHolder {
       words[pointer.at] = first == 0 ? 0 : first + pointer.place.offset;
     }
     for (const auto& [at, slot] : entry.apart)
-      for (int64_t axis = 0; axis < 2 && slot < (int64_t)steps.size(); ++axis) words[at + 1 + axis] = steps[slot][axis];
+      for (int64_t axis = 0; axis < 2; ++axis) words[at + 1 + axis] = steps[slot][axis];
     for (const auto& [at, slot] : entry.items) words[at] = *(const uint64_t*)address[slot];
     const auto function = (int64_t(*)(void*, const void*, int64_t))entry.function;
-    if (const int64_t lacking = function(entry.first, words.data(), entry.threads); lacking != 0)
-      throw Lacking(lacking);
+    if (function(entry.first, words.data(), entry.threads) != 0) throw Lacking();
   }
 
   // Does what a tape says, and gives what its slots hold at the end.
@@ -474,8 +386,8 @@ struct Plan : torch::CustomClassHolder {
       const auto options = at::TensorOptions(entry.dtype).device(where);
       const uint64_t there = brought.empty() ? 0 : brought[entry.slot];
       held[entry.slot] = there                   ? at::from_blob((void*)there, entry.shape, entry.steps, options)
-                         : entry.kind == BORROW ? borrowed(entry)
-                                                : allocated(entry, where);
+                         : entry.kind == BORROW ? borrowed(entry.shape, entry.steps, options)
+                                                : allocated(entry.shape, entry.steps, options);
       address[entry.slot] = (uint64_t)held[entry.slot].data_ptr();
     };
     void *stream = nullptr, *handle = nullptr, *current = nullptr;
@@ -627,6 +539,20 @@ c10::intrusive_ptr<Plan> plan_of(int64_t number) {
   return c10::intrusive_ptr<Plan>::reclaim_copy(plans[number].load());
 }
 
+// What forward kept: the marks, the call's tensors, the output and the room.
+struct Kept {
+  TensorList marks, states, weights, others;
+  const Tensor &x, &y, &room;
+  Kept(const Plan& plan, TensorList row)
+      : marks(row.slice(0, plan.marks)),
+        states(row.slice(plan.marks + 1, plan.states)),
+        weights(row.slice(plan.marks + 1 + plan.states, plan.turned.size())),
+        others(row.slice(row.size() - 2 - plan.others.size(), plan.others.size())),
+        x(row[plan.marks]),
+        y(row[row.size() - 2]),
+        room(row[row.size() - 1]) {}
+};
+
 struct Recurrent : torch::autograd::Function<Recurrent> {
   static Row forward(AutogradContext* context, const c10::intrusive_ptr<Plan>& plan, c10::string_view slow,
                      const Tensor& x, TensorList states, TensorList weights, TensorList others, TensorList marks) {
@@ -648,10 +574,7 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
     const auto held = plan_of(context->saved_data["plan"].toInt());
     const Plan& plan = *held;
     const Row row = context->get_saved_variables();
-    const TensorList kept(row);
-    const size_t count = plan.gradients.size() - 1 - plan.states;  // of weights; then where each begins
-    const size_t x = plan.marks, states = x + 1, weights = states + plan.states, others = weights + count;
-    const size_t y = others + plan.others.size();
+    const Kept kept(plan, row);
     Row made(2 + plan.gradients.size() + plan.others.size() + plan.marks);  // plan, setting, others, marks have none
     bool some = false, odd = false;
     for (const Tensor& grad : grads) {
@@ -665,39 +588,37 @@ struct Recurrent : torch::autograd::Function<Recurrent> {
       return made;
     };
     // what hooks of saved tensors give back may lie otherwise
-    if (odd || at::GradMode::is_enabled() || !readable(plan, row[x], kept.slice(weights, count))) return left();
+    if (odd || at::GradMode::is_enabled() || !readable(plan, kept.x, kept.weights)) return left();
     try {
-      return by_tape(plan, grads, row);
+      const Row found = by_tape(plan, grads, kept);
+      std::copy(found.begin(), found.end(), made.begin() + 2);
+      return made;
     } catch (const Lacking&) {
       return left();
     }
   }
 
-  static Row by_tape(const Plan& plan, const Row& grads, const Row& row) {
-    const TensorList kept(row);
-    const size_t count = plan.gradients.size() - 1 - plan.states;
-    const size_t x = plan.marks, states = x + 1, weights = states + plan.states, others = weights + count;
-    const size_t y = others + plan.others.size();
-    Row made(2 + plan.gradients.size() + plan.others.size() + plan.marks);
+  // The gradient of x, of the states and of the weights.
+  static Row by_tape(const Plan& plan, const Row& grads, const Kept& kept) {
     at::AutoDispatchBelowADInplaceOrView below;
     Given given{plan.backward};
-    given.add_call(plan, row[x], kept.slice(states, plan.states), kept.slice(weights, count),
-                   kept.slice(others, plan.others.size()), kept.slice(0, plan.marks));
-    given.add(as_read(row[y], plan.dtype));
-    given.add(as_read(row[y + 1], at::kByte));
+    given.add_call(plan, kept.x, kept.states, kept.weights, kept.others, kept.marks);
+    given.add(as_read(kept.y, plan.dtype));
+    given.add(as_read(kept.room, at::kByte));
     for (const Tensor& grad : grads) {
       if (grad.defined())
         given.add_rows(grad, plan.dtype);
       else
         given.add_place(nullptr);
     }
-    const Row found = plan.run(plan.backward, given.address, given.steps, row[x].device());
-    for (size_t i = 0; i < plan.gradients.size(); ++i)
+    const Row found = plan.run(plan.backward, given.address, given.steps, kept.x.device());
+    Row made(plan.gradients.size());
+    for (size_t i = 0; i < made.size(); ++i)
       if (const Part& part = plan.gradients[i]; part.slot >= 0) {
         const Tensor& whole = found[part.slot];
-        made[2 + i] = part.columns ? whole.narrow(-1, 0, part.columns)
-                      : part.count ? whole.narrow(0, part.first, part.count)
-                                   : whole;
+        made[i] = part.columns ? whole.narrow(-1, 0, part.columns)
+                  : part.count ? whole.narrow(0, part.first, part.count)
+                               : whole;
       }
     return made;
   }

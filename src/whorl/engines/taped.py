@@ -28,7 +28,7 @@ from whorl.problem import Call, Plan
 from whorl.settings import settings
 from whorl.weights import kinds
 
-_TEXTS = [Path(__file__).with_name(name) for name in ("replayed.cpp", "taped.cpp")]
+_TEXTS = [Path(__file__).with_name(name) for name in ("replayed.cpp", "lent.cpp", "taped.cpp")]
 _WHAT = "the calls of kernels"
 _OF_CUDA = 22
 """Functions that C++ calls to run on a GPU."""

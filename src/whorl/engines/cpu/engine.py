@@ -57,9 +57,10 @@ class CPU(Engine):
         torch's time over ours on an AMD EPYC of family 25: training in float32 by two threads 1.01 to 1.34, in bfloat16
         1.05 to 2.4, with 128 units at batch 128 0.94 to 1.15 (by one thread 1.0 to 1.7, but with 128 units at batch 32
         and 128 0.96 to 0.98, in bfloat16 0.87 to 0.96).  Inference, of 1 to 300 steps at batches of 2 to 256 by one
-        thread and two: in float32 with 32 to 256 units 1.0 to 6.6, by one thread 0.95 to 4.1 (with instructions of AVX2
-        alone 1.0 to 5.6), with fewer 1.03 to 12 at batches to 32 or of up to 2,000 rows in all, and 0.64 to 1.6 beyond;
-        with 320 to 2,048 units 0.71 to 1.24; in bfloat16 the same but 0.75 to 1.4 beyond.  At batch 1 1.15 to 1.5.
+        thread and two: in float32 with 32 to 256 units 1.0 to 6.6 (of 256, in one of two runs, from 0.75 on), by one
+        thread 0.95 to 4.1 (with instructions of AVX2 alone 1.0 to 5.6), with fewer 1.03 to 12 at batches to 32 or of up
+        to 2,000 rows in all, and 0.64 to 1.6 beyond; with 320 to 2,048 units 0.71 to 1.24; in bfloat16 the same but
+        0.75 to 1.4 beyond.  At batch 1 1.15 to 1.5.
 
         By an Intel Xeon's matrix unit, which in float32 whorl alone uses, inference with 1,024 units at batch 32 is
         1.1.  In bfloat16, where both do, it is 1.08 to 2.3 at batch 2 to 8 (32 to 1,024 units, one thread and two),

@@ -10,7 +10,7 @@ import mmap
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from math import prod
 
@@ -28,7 +28,7 @@ _MOST_IDLE = 1 << 28
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """torch.empty for what the caller gets, in large pages where the system has them for who asks."""
     if writing.tape is not None:
-        return writing.tape.empty(shape, _steps(shape), dtype)
+        return writing.tape.empty(shape, None, dtype)
     made = torch.empty(shape, dtype=dtype, device="cpu")
     size = prod(shape) * dtype.itemsize
     if size >= _LARGE:
@@ -39,15 +39,11 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 def borrowed(*shape: int, dtype: torch.dtype) -> Tensor:
     """torch.empty for what no caller sees: large ones in memory that was used before, where there is some."""
     if writing.tape is not None:
-        return writing.tape.empty(shape, _steps(shape), dtype, borrowed=True)
+        return writing.tape.empty(shape, None, dtype, borrowed=True)
     size = prod(shape) * dtype.itemsize
     if size < _LARGE:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(_lease(size), dtype=dtype, count=prod(shape)).view(shape)
-
-
-def _steps(shape: Sequence[int]) -> list[int]:
-    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def let_go() -> None:
