@@ -5,18 +5,21 @@
     python benchmarks/cpu_least.py fit --torch PYTHON            fit and evaluate of Keras, beside Keras on torch
     python benchmarks/cpu_least.py norm --out FILE               and the results as JSON
 
-The least time is that of the products of the step and nothing else, and of a layer that computes nothing: an operation
-of autograd with the same parameters, whose gradients are memory that nobody wrote; of `fit` and `evaluate` an epoch of
-the model without its recurrent layer (keras_fit.py).  Each product is timed in the shape in which it can be made, those
-of the steps one after the other, by each of several ways: torch.mm, MKL and oneDNN with weights that they have packed
-before, and whorl's own loops.  All products together are also timed as whorl makes them, in a layer whose cell does
-nothing but add its gates.  Of each the least of some counts, of all ways the fastest, and of the layer that computes
-nothing the least too: so the least time is one that no step here takes.  The rival's and whorl's are medians of some,
-after a check of the numbers.  `at most` is the rival's time over the least of the same turn, and as the other ratios
-the median of all turns: what the machine does for a while meets all.
+The least time is that of the products of the step, of the sigmoids and tanhs of its gates and states, and of a layer
+that computes nothing: an operation of autograd with the same parameters, whose gradients are memory that nobody wrote;
+of `fit` and `evaluate` an epoch of the model without its recurrent layer (keras_fit.py).  Each product is timed in the
+shape in which it can be made, those of the steps one after the other, by each of several ways: torch.mm, MKL and oneDNN
+with weights that they have packed before, and whorl's own loops.  All products together are also timed as whorl makes
+them, in a layer whose cell does nothing but add its gates.  The functions are those of a loop with nothing else, right
+to two units in the last place, whose numbers come from the first cache and go there; each thread has its share of them.
+Of each the least of some counts, of all ways the fastest, and of the layer that computes nothing the least too: so the
+least time is one that no step here takes.  The rival's and whorl's are medians of some, after a check of the numbers.
+`at most` is the rival's time over the least of the same turn, and as the other ratios the median of all turns: what the
+machine does for a while meets all.
 """
 
 import argparse
+import ctypes
 import datetime
 import json
 import math
@@ -41,8 +44,8 @@ from torch import Tensor, nn
 
 import whorl
 from whorl import compiler
-from whorl.engines import taped
-from whorl.engines.cpu import plain
+from whorl.engines import host, taped
+from whorl.engines.cpu import generate, plain
 from whorl.engines.cpu.masks import NONE
 from whorl.engines.cpu.sweep import Products
 from whorl.problem import Call
@@ -54,10 +57,12 @@ SOME, SETTLING = 10, 3
 """Steps of each in a turn, of which the first do not count: they find threads asleep and the others' caches."""
 FIT = [
     ("plain", 64, "evaluate", 3.0), ("plain", 128, "evaluate", 3.0), ("masked", 128, "fit", 10.0),
-    ("recurrent_dropout", 128, "fit", 10.0),
+    ("recurrent_dropout", 128, "fit", 10.0), ("Bidirectional, masked", 128, "fit", 10.0),
 ]  # fmt: skip
 """Case of keras_fit.py, units, what is timed, and how many times as fast it is asked to be."""
 GATES = {"LSTM": 4, "GRU": 3}
+FUNCTIONS = {4: ("sigmoid",) * 3 + ("std::tanh",) * 2, 3: ("sigmoid",) * 2 + ("std::tanh",)}
+"""Of a unit at a step, by the gates of LSTM and GRU."""
 
 
 class Sizes(NamedTuple):
@@ -70,9 +75,11 @@ class Sizes(NamedTuple):
     steps: int = STEPS
     wanted: str = "train"
     """ "train": a step with the gradient of x, "fit": without, "evaluate": forward alone."""
+    directions: int = 1
 
     @property
     def columns(self) -> int:
+        """Of one direction."""
         return self.gates * self.units
 
 
@@ -84,9 +91,10 @@ Ways = dict[str, dict[str, Callable[[], object]]]
 
 def ways(sizes: Sizes, threads: int) -> Ways:
     """Every product of a train step; those of the steps, of which the first has none, as often as they are made."""
-    rows, times, columns = sizes.steps * sizes.batch, sizes.steps - 1, sizes.columns
-    weight_ih, weight_hh = torch.randn(columns, sizes.inputs), torch.randn(columns, sizes.units)
-    x, h, dx = torch.randn(rows, sizes.inputs), torch.randn(rows, sizes.units), torch.randn(rows, columns)
+    rows, columns, both = sizes.steps * sizes.batch, sizes.columns, sizes.directions
+    times = both * (sizes.steps - 1)
+    weight_ih, weight_hh = torch.randn(both * columns, sizes.inputs), torch.randn(columns, sizes.units)
+    x, h, dx = torch.randn(rows, sizes.inputs), torch.randn(rows, sizes.units), torch.randn(rows, both * columns)
     own = Products(own_layer(sizes, threads)[0].kernel, torch.float32, threads, sizes.batch)
     back_ih, back_hh = weight_ih.t().contiguous(), weight_hh.t().contiguous()
     made = {
@@ -94,12 +102,13 @@ def ways(sizes: Sizes, threads: int) -> Ways:
         "forward": multiplied(h[: sizes.batch], weight_hh, times),
     }
     if sizes.wanted != "evaluate":
-        made["backward"] = multiplied(dx[: sizes.batch], back_hh, times)
-        for name, b in (("gradient of weight_ih", x), ("gradient of weight_hh", h[sizes.batch :])):
-            a, out = dx[-len(b) :], torch.empty(columns, b.shape[1])
-            made[name] = {
-                "whorl": lambda a=a, b=b, out=out: own.outer(a, b, out, add=False),
-                "mm": lambda a=a, b=b, out=out: torch.mm(a.t(), b, out=out),
+        dr = dx[:, :columns].contiguous()
+        made["backward"] = multiplied(dr[: sizes.batch], back_hh, times)
+        for name, a, b, count in (("weight_ih", dx, x, 1), ("weight_hh", dr[sizes.batch :], h[sizes.batch :], both)):
+            out = torch.empty(a.shape[1], b.shape[1])
+            made[f"gradient of {name}"] = {
+                "whorl": repeated(lambda a=a, b=b, out=out: own.outer(a, b, out, add=False), count),
+                "mm": repeated(lambda a=a, b=b, out=out: torch.mm(a.t(), b, out=out), count),
             }
     if sizes.wanted == "train":
         made["gradient of x"] = {"whorl": lambda: own.rows(dx, back_ih), **multiplied(dx, back_ih, 1)}
@@ -120,11 +129,11 @@ def multiplied(x: Tensor, weight: Tensor, times: int) -> dict[str, Callable[[], 
     for name, call in found.items():
         made = call()
         assert torch.allclose(out if name == "mm" else made, x @ turned, atol=1e-3), f"{name} multiplies something else"  # type: ignore[arg-type]
+    return {name: repeated(call, times) for name, call in found.items()}
 
-    def repeated(call: Callable[[], object]) -> Callable[[], object]:
-        return lambda: [call() for _ in range(times)]
 
-    return {name: repeated(call) for name, call in found.items()}
+def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
+    return lambda: [call() for _ in range(times)]
 
 
 def own_layer(sizes: Sizes, threads: int) -> tuple[plain.Sizes, Call]:
@@ -143,7 +152,7 @@ def own_layer(sizes: Sizes, threads: int) -> tuple[plain.Sizes, Call]:
 
 
 def own_products(sizes: Sizes, threads: int) -> Callable[[], float]:
-    """Seconds of all products in whorl's kernels, forward and backward, without Python."""
+    """Seconds of all products in whorl's kernels, forward and backward, without Python; of each direction by itself."""
     made, call = own_layer(sizes, threads)
     taken = [0.0]
 
@@ -165,9 +174,31 @@ def own_products(sizes: Sizes, threads: int) -> Callable[[], float]:
         outcome = plain.forward(made, call)
         if sizes.wanted != "evaluate":
             plain.backward(made, call, outcome.y, outcome.saved, [grad, *[None] * len(outcome.finals)])
-        return taken[0]
+        return sizes.directions * taken[0]
 
     return run
+
+
+def share_of_functions(sizes: Sizes, threads: int) -> Callable[[], float]:
+    """Seconds of a thread's share of the sigmoids and tanhs: from two lengths, as a call and its loop begin too."""
+    names = FUNCTIONS[sizes.gates]
+    of_unit = " + ".join(f"kernel::{name}(x[{place} * n + u])" for place, name in enumerate(names))
+    loop = f"EACH_ALONE\n  for (int64_t u = 0; u < n; ++u) y[u] = {of_unit};"
+    loop = f'extern "C" void functions(int64_t n, const float* x, float* y) {{\n  {loop}\n}}\n'
+    cell = whorl.LSTM(1, 1).plan(torch.zeros(1, 1, 1)).problem.form.cell
+    made = host.load("a loop of functions", f"{generate.source(cell).text}\n{loop}", "-DWHORL_DTYPE=32")
+    short, long = 256, 768
+    x, y = torch.randn(len(names), long), torch.empty(long)
+
+    def least(count: int) -> float:
+        given = ctypes.c_int64(count), ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr())
+        return min(seconds(lambda: made.functions(*given)) for _ in range(200))
+
+    made.functions(ctypes.c_int64(long), ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()))
+    wanted = sum(getattr(row, name.removeprefix("std::"))() for name, row in zip(names, x, strict=True))
+    assert torch.allclose(y, wanted, atol=1e-5), "the loop computes something else"
+    units = sizes.steps * sizes.batch * sizes.units * sizes.directions
+    return lambda: (least(long) - least(short)) / (long - short) * units / threads
 
 
 # --- a layer that computes nothing ------------------------------------------------------------------------------------
@@ -270,7 +301,8 @@ def fit(python: str) -> Iterator[Case]:
             for epochs in asking.values():
                 epochs()  # compiles what it compiles
             steps = 3 * shape.steps // 4 if "masked" in case else shape.steps
-            sizes = Sizes(4, shape.batch, units, shape.features, steps, do)
+            directions = 2 if case.startswith("Bidirectional") else 1
+            sizes = Sizes(4, shape.batch, units, shape.features, steps, do, directions)
             rivals = {"torch": asking["keras"]}
             yield Case(f"{do} {case}, {units} units", sizes, asked, asking["whorl"], asking["nothing"], rivals)
 
@@ -278,6 +310,7 @@ def fit(python: str) -> Iterator[Case]:
 def measure(case: Case, turns: int, threads: int, peak: Peak) -> dict[str, Any]:
     """Microseconds of each."""
     sizes, tried, own = case.sizes, ways(case.sizes, threads), own_products(case.sizes, threads)
+    functions = share_of_functions(case.sizes, threads)
     for call in (case.whorl, case.nothing, *case.rivals.values(), own):
         call()
     rows, fastest, rate = [], [], 0.0
@@ -296,27 +329,26 @@ def measure(case: Case, turns: int, threads: int, peak: Peak) -> dict[str, Any]:
             times[name] = (case.rivals[name] if name in case.rivals else getattr(case, name))()
         rival = min(statistics.median(times[name]) for name in case.rivals)
         products = min(apart, *(own() for _ in range(3)))
-        rows.append((rival, statistics.median(times["whorl"]), products, min(times["nothing"])))
-    work = gflop(sizes.gates, sizes.batch, sizes.steps, sizes.inputs, sizes.units)
+        rows.append((rival, statistics.median(times["whorl"]), products, functions(), min(times["nothing"])))
+    work = sizes.directions * gflop(sizes.gates, sizes.batch, sizes.steps, sizes.inputs, sizes.units)
     work *= {"train": 1, "fit": (work - of_x(sizes)) / work, "evaluate": 1 / 3}[sizes.wanted]
-    us = dict(
-        zip(("rival", "whorl", "products", "nothing"), map(statistics.median, zip(*rows, strict=True)), strict=True)
-    )
+    names = "rival", "whorl", "products", "functions", "nothing"
+    us = dict(zip(names, map(statistics.median, zip(*rows, strict=True)), strict=True))
     return {
         "case": case.name,
         "us": {name: round(1e6 * taken, 1) for name, taken in us.items()},
         "gflop": round(work, 3),
         "gflops": {"products": round(work / us["products"], 1), "peak": round(rate, 1)},
         "ways": {name: statistics.mode(one[name] for one in fastest) for name in tried},
-        "rival / whorl": round(statistics.median(rival / ours for rival, ours, _, _ in rows), 2),
-        "at most": round(statistics.median(rival / (made + rest) for rival, _, made, rest in rows), 2),
+        "rival / whorl": round(statistics.median(rival / ours for rival, ours, *_ in rows), 2),
+        "at most": round(statistics.median(rival / sum(least) for rival, _, *least in rows), 2),
         "asked": case.asked,
     }
 
 
 def of_x(sizes: Sizes) -> float:
     """GFLOP of the gradient of x."""
-    return 2e-9 * sizes.batch * sizes.steps * sizes.inputs * sizes.columns
+    return 2e-9 * sizes.batch * sizes.steps * sizes.inputs * sizes.columns * sizes.directions
 
 
 @contextmanager
@@ -355,7 +387,7 @@ def main() -> None:
             rows.append(row := measure(case, given.turns, given.threads, peak))
             us = ", ".join(f"{name} {taken:.0f}" for name, taken in row["us"].items())
             print(f"{row['case']}: {us} us; {row['rival / whorl']}, at most {row['at most']}", flush=True)
-    for name in ("rival / whorl", "at most"):
+    for name in ("rival / whorl", "at most") if rows else ():
         print(f"{name}: geometric mean {math.exp(statistics.mean(math.log(row[name]) for row in rows)):.2f}")
     if given.out:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()

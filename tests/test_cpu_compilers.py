@@ -9,6 +9,7 @@ import errno
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -145,6 +146,23 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cal
     monkeypatch.undo()
     for cached in caches:
         cached.cache_clear()
+
+
+@pytest.mark.skipif(not X86, reason="the instructions are those of x86-64")
+@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64-v4"])
+def test_a_tile_reads_each_weight_once(flags: str, tmp_path: Path) -> None:
+    """Products of 2 to 6 rows have no weight as an operand from memory, which would be read once a row."""
+    text, path = generate.sweep(), tmp_path / "sweep.s"
+    (tmp_path / "sweep.cpp").write_text(text, encoding="utf-8")
+    line = [*shlex.split(_gcc()), *AS_BUILT.split(), "-O3", flags, "-DWHORL_DTYPE=32", "-w", "-S", "-o", str(path)]
+    run([*line, str(tmp_path / "sweep.cpp")])
+    # the name of kernel::tile<ROWS, VECTORS>, by the C++ ABI of Linux and macOS, from its label to its end
+    tiles = re.findall(r"^_?_ZN6kernelL4tileILi([2-6])ELi[24]E.*?:$(.*?)\.cfi_endproc", path.read_text(), re.M | re.S)
+    assert {int(rows) for rows, _ in tiles} == {2, 3, 4, 5, 6}
+    for rows, lines in tiles:
+        products = re.findall(r"vfmadd\d+ps.*", lines)
+        assert products
+        assert not [each for each in products if "(" in each and "{1to" not in each], f"{rows} rows"
 
 
 def _first(*commands: str) -> str:

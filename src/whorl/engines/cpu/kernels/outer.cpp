@@ -138,6 +138,7 @@ static void outer_tile(
 #if PAIRS
     __m512bh w[N];
     each<N>([&](auto j) ALWAYS { w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES); });
+    each<N>([&](auto j) ALWAYS { in_register(w[j]); });
     each<M>([&](auto i) ALWAYS {
       const __m512bh x = (__m512bh)_mm512_set1_epi32(int32_t(a[i]));
       each<N>([&](auto j) ALWAYS { sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]); });
@@ -145,6 +146,7 @@ static void outer_tile(
 #else
     vector w[N];
     each<N>([&](auto j) ALWAYS { w[j] = *(const loose*)(weights + j * LANES); });
+    each<N>([&](auto j) ALWAYS { in_register(w[j]); });
     each<M>([&](auto i) ALWAYS {
       const vector x = a[i] - vector{};
       each<N>([&](auto j) ALWAYS { sum[i][j] = fused(x, w[j], sum[i][j]); });
