@@ -50,7 +50,7 @@ from whorl.engines.cpu.masks import NONE
 from whorl.engines.cpu.sweep import Products
 from whorl.problem import Call
 
-NORM = [(1, 64), (1, 128), (8, 32), (8, 64), (8, 128), (32, 32), (32, 64), (32, 128)]
+NORM = [(1, 64), (1, 128), (8, 32), (8, 64), (8, 128), (32, 32), (32, 64), (32, 128), (32, 512), (128, 128)]
 """Batch and units."""
 STEPS = 30
 SOME, SETTLING = 10, 3
