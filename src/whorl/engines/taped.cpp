@@ -2,9 +2,9 @@
 // engine `cpu` and of torch's memory, asked from here, and the operation of autograd around it.
 //
 // A tape is read once.  A call allocates what it says, puts the addresses of the call's tensors into arguments, and
-// calls, launches or replays (replayed.cpp), on memory of torch's or its own (lent.cpp).  Whatever needs more than that - copies of weights, gradients of gradients,
-// gradients in batches - is left to Python: a call by giving back nothing, a backward by an operation that Python
-// implements.
+// calls, launches or replays (replayed.cpp), on memory of torch's or its own (lent.cpp).  Whatever needs more than that -
+// copies of weights, gradients of gradients, gradients in batches - is left to Python: a call by giving back nothing, a
+// backward by an operation that Python implements.
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>

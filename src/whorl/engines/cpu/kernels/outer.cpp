@@ -135,18 +135,14 @@ static void outer_tile(
   const packed_t* weights = b.data + place * steps;
   for (int64_t k = 0; k < steps; ++k, weights += N * LANES, a += Outer::WIDE, ahead.at += ahead.apart) {
     __builtin_prefetch(ahead.at, 0, 2);
+    weight w[N];
+    each<N>([&](auto j) ALWAYS { w[j] = read_once(weights + j * LANES); });
 #if PAIRS
-    __m512bh w[N];
-    each<N>([&](auto j) ALWAYS { w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES); });
-    each<N>([&](auto j) ALWAYS { in_register(w[j]); });
     each<M>([&](auto i) ALWAYS {
       const __m512bh x = (__m512bh)_mm512_set1_epi32(int32_t(a[i]));
       each<N>([&](auto j) ALWAYS { sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]); });
     });
 #else
-    vector w[N];
-    each<N>([&](auto j) ALWAYS { w[j] = *(const loose*)(weights + j * LANES); });
-    each<N>([&](auto j) ALWAYS { in_register(w[j]); });
     each<M>([&](auto i) ALWAYS {
       const vector x = a[i] - vector{};
       each<N>([&](auto j) ALWAYS { sum[i][j] = fused(x, w[j], sum[i][j]); });

@@ -56,22 +56,6 @@ INLINE vector fused(vector a, vector b, vector sum) {
 #endif
 }
 
-// A weight that several rows are multiplied with, once read.  GCC reads it anew for each of up to four rows, as an operand
-// from memory, and so many reads of whole vectors take longer than the products: 128 by 512 weights, of 2, 3 and 4 rows, took
-// 3.5, 5.2 and 5.7 to 6.9 us there and take 2.4, 3.4 and 4.5 (an AMD EPYC with AVX-512, one thread).
-template <typename T>
-INLINE void in_register(T& value) {
-#if defined(__AVX512F__)
-  __asm__("" : "+v"(value));
-#elif defined(__x86_64__)
-  __asm__("" : "+x"(value));
-#elif defined(__ARM_NEON)
-  __asm__("" : "+w"(value));
-#else
-  (void)value;
-#endif
-}
-
 #if WHORL_DTYPE == 16 && defined(__AVX512BF16__)
 #define PAIRS 1  // two k at a time: an operand is a pair of bfloat16, and so is a weight
 typedef uint32_t packed_t;
@@ -81,6 +65,31 @@ constexpr int64_t STEP = 2;
 typedef real packed_t;
 constexpr int64_t STEP = 1;
 #endif
+
+// Weights that several rows are multiplied with, into a register.  GCC reads them anew for each of up to four rows, as an
+// operand from memory, and so many reads of whole vectors take longer than the products: 128 by 512 weights in a loop of
+// its own, of 2, 3 and 4 rows, take 3.5, 5.2 and 5.6 to 6.9 us so, and 2.4, 3.4 and 4.5 from registers (an AMD EPYC with
+// AVX-512, one thread).
+#if PAIRS
+typedef __m512bh weight;
+#else
+typedef vector weight;
+#endif
+INLINE weight read_once(const packed_t* from) {
+#if PAIRS
+  weight read = (weight)_mm512_loadu_si512(from);
+#else
+  weight read = *(const loose*)from;
+#endif
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(read));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(read));
+#elif defined(__ARM_NEON)
+  __asm__("" : "+w"(read));
+#endif
+  return read;
+}
 
 // A row that is read or written soon, into the second cache, beside a step that computes: rows may lie too far apart for
 // the processor to guess.
@@ -296,10 +305,9 @@ static void tile(const Packed& b, int64_t panel, const store* const* a, real* co
   Fetch::Pieces ahead = fetch ? fetch->take(weights) : Fetch().take(weights);
   for (int64_t k = 0; k < steps; ++k, weights += N * LANES) {
     for (Fetch::Piece& piece : ahead.piece) __builtin_prefetch(piece.at, 0, 2), piece.at += piece.step;
+    weight w[N];
+    each<N>([&](auto j) ALWAYS { w[j] = read_once(weights + j * LANES); });
 #if PAIRS
-    __m512bh w[N];
-    each<N>([&](auto j) ALWAYS { w[j] = (__m512bh)_mm512_loadu_si512(weights + j * LANES); });
-    each<N>([&](auto j) ALWAYS { in_register(w[j]); });
     each<M>([&](auto i) ALWAYS {
       int32_t both;
       __builtin_memcpy(&both, row[i] + 2 * k, 4);
@@ -307,9 +315,6 @@ static void tile(const Packed& b, int64_t panel, const store* const* a, real* co
       each<N>([&](auto j) ALWAYS { sum[i][j] = (vector)_mm512_dpbf16_ps((__m512)sum[i][j], x, w[j]); });
     });
 #else
-    vector w[N];
-    each<N>([&](auto j) ALWAYS { w[j] = *(const loose*)(weights + j * LANES); });
-    each<N>([&](auto j) ALWAYS { in_register(w[j]); });
     each<M>([&](auto i) ALWAYS {
       const vector x = widened(row[i][k]) - vector{};
       each<N>([&](auto j) ALWAYS { sum[i][j] = fused(x, w[j], sum[i][j]); });
