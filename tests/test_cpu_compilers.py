@@ -157,7 +157,7 @@ def test_a_tile_reads_each_weight_once(flags: str, tmp_path: Path) -> None:
     line = ["g++", *AS_BUILT.split(), "-O3", flags, "-DWHORL_DTYPE=32", "-w", "-S", "-o", str(path)]
     run([*line, str(tmp_path / "sweep.cpp")])
     # of kernel::tile<ROWS, VECTORS>, from its label to its end
-    tiles = re.findall(r"^_ZN6kernelL4tileILi([2-6])ELi[24]E.*?:$(.*?)\.cfi_endproc", path.read_text(), re.M | re.S)
+    tiles = re.findall(r"^_ZN6kernelL4tileILi([2-6])ELi[2-4]E.*?:$(.*?)\.cfi_endproc", path.read_text(), re.M | re.S)
     assert {int(rows) for rows, _ in tiles} == {2, 3, 4, 5, 6}
     for rows, lines in tiles:
         products = re.findall(r"vfmadd\d+ps.*", lines)

@@ -19,6 +19,9 @@ struct Operand {
   int64_t from_column(int64_t begin) const { return first > begin ? first : begin; }
   int64_t to_column(int64_t end) const { return last < end ? last : end; }
   bool meets(int64_t begin, int64_t end) const { return from_column(begin) < to_column(end); }
+  // Its rows are multiplied where they lie, which saves a tenth of the time with 64 columns and nothing from 512 on; else
+  // they are packed.
+  bool lies_ready() const { return STEP == 1 && sizeof(store) == sizeof(packed_t) && !factor && !step && m % LANES == 0; }
 
   const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
 };
@@ -45,8 +48,9 @@ struct Outer {
   static int64_t low(const Operand& to, int64_t begin) { return within(to.from - begin) / STEP * STEP; }
   static int64_t within(int64_t row) { return row < 0 ? 0 : row < DEEP ? row : DEEP; }
   static Packed block(const Operand& to, int64_t begin) {
-    const int64_t first = low(to, begin), last = within(to.to - begin);
-    return {to.m, last > first ? last - first : 0, to.packed + (begin + first) / STEP * up(to.m, LANES), nullptr};
+    const int64_t first = low(to, begin), last = within(to.to - begin), k = last > first ? last - first : 0;
+    if (to.lies_ready()) return {to.m, k, (packed_t*)to.row(begin + first - to.from), nullptr};
+    return {to.m, k, to.packed + (begin + first) / STEP * up(to.m, LANES), nullptr};
   }
   // Of all that these columns of a meet.
   int64_t panels(int64_t first, int64_t last) const {
@@ -126,14 +130,20 @@ struct Ahead {
   }
 };
 
+// What is left of a row behind its whole panels.
+APART static void put_part(real* to, const real* made, int64_t count, bool add) {
+  EACH_ALONE
+  for (int64_t lane = 0; lane < count; ++lane) to[lane] = (add ? to[lane] : real(0)) + made[lane];
+}
+
 template <int M, int N>
 static void outer_tile(
     const Operand& to, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add, Ahead ahead) {
   vector sum[M][N];
   each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] = vector{}; });
-  const int64_t place = b.column(panel), steps = b.steps();
-  const packed_t* weights = b.data + place * steps;
-  for (int64_t k = 0; k < steps; ++k, weights += N * LANES, a += Outer::WIDE, ahead.at += ahead.apart) {
+  const int64_t place = b.column(panel), steps = b.steps(), apart = to.lies_ready() ? to.ldb : N * LANES;
+  const packed_t* weights = to.lies_ready() ? b.data + place : b.data + place * steps;
+  for (int64_t k = 0; k < steps; ++k, weights += apart, a += Outer::WIDE, ahead.at += ahead.apart) {
     __builtin_prefetch(ahead.at, 0, 2);
     weight w[N];
     each<N>([&](auto j) ALWAYS { w[j] = read_once(weights + j * LANES); });
@@ -151,13 +161,13 @@ static void outer_tile(
   }
   const int64_t m = to.m, left = m - place;
   real* const out = to.out + column * m + place;
-  if (N > 1 || left >= LANES) {
+  if (left >= N * LANES) {
     if (add) each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] += *(loose*)(out + i * m + j * LANES); });
     each_of<M, N>([&](auto i, auto j) ALWAYS { *(loose*)(out + i * m + j * LANES) = sum[i][j]; });
   } else {  // the next row begins where this one ends
-    each<M>([&](auto i) ALWAYS {
-      for (int64_t lane = 0; lane < left; ++lane) out[i * m + lane] = (add ? out[i * m + lane] : real(0)) + sum[i][0][lane];
-    });
+    real made[M][N * LANES];
+    each_of<M, N>([&](auto i, auto j) ALWAYS { *(loose*)(made[i] + j * LANES) = sum[i][j]; });
+    for (int64_t i = 0; i < M; ++i) put_part(out + i * m, made[i], left, add);
   }
 }
 
@@ -184,6 +194,7 @@ static void pack_outer(void* data, int thread, int threads) {
   int64_t turn = 0;
   for (int side = 0; side < o.count; ++side) {
     const Operand& from = o.operands[side];
+    if (from.lies_ready()) continue;
     for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP, ++turn) {
       if (turn % threads != thread) continue;
       const Packed block = Outer::block(from, begin);
@@ -223,16 +234,13 @@ static void outer_block(
     const int64_t every = block.panels(), past = panels + Outer::PANELS - before, low = Outer::low(to, begin);
     const int64_t from_column = to.from_column(column), to_column = to.to_column(end);
     const int64_t begun = to.to > to.from ? to.from / Outer::DEEP * Outer::DEEP : 0;  // with the block that writes first
-    for (int64_t panel = panels > before ? panels - before : 0; panel < every && panel < past; ++panel) {
-      if (begin < begun || (begin > begun && !block.k) || from_column >= to_column) continue;
-      const bool add = o.add || begin > begun;
+    const int64_t first_panel = panels > before ? panels - before : 0;
+    const bool none = begin < begun || (begin > begun && !block.k) || from_column >= to_column;
+    block.each_panel(first_panel, none ? 0 : every < past ? every : past, [&](auto vectors, int64_t panel) {
       const packed_t* from = a + low / STEP * Outer::WIDE + (from_column - column);
-      if (panel < block.wide())
-        outer_panel<VECTORS>(to, block, from, panel, from_column, to_column, add, ahead, o.lda);
-      else
-        outer_panel<1>(to, block, from, panel, from_column, to_column, add, ahead, o.lda);
+      outer_panel<vectors>(to, block, from, panel, from_column, to_column, o.add || begin > begun, ahead, o.lda);
       ahead.apart = 0;  // all of it is fetched
-    }
+    });
     before += every;
   }
 }
@@ -259,7 +267,9 @@ static void outer_of_panels(Outer o, int threads) {
     memset(o.operands[side].out, 0, size_t(o.n * o.operands[side].m) * sizeof(real));
   if (!o.rows) return;
   const int64_t steps = up(o.rows, Outer::DEEP) / STEP;
-  auto bytes = [&](const Operand& to) { return up(up(to.m, LANES) * steps * int64_t(sizeof(packed_t)), 64); };
+  auto bytes = [&](const Operand& to) {
+    return to.lies_ready() ? 0 : up(up(to.m, LANES) * steps * int64_t(sizeof(packed_t)), 64);
+  };
   int64_t every = 0, work = 0;
   bool factors = false;
   for (int side = 0; side < o.count; ++side) {
@@ -274,7 +284,7 @@ static void outer_of_panels(Outer o, int threads) {
   o.nothing = scratch.zeros<store>(o.most()), o.columns = scratch.take<packed_t>(now * Outer::COLUMNS);
   o.scaled = factors ? scratch.take<store>(now * Outer::DEEP * o.most()) : nullptr;
   o.pieces = now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
-  parallel(now, pack_outer, &o);
+  if (every) parallel(now, pack_outer, &o);
   parallel(now, outer_columns, &o);
 }
 

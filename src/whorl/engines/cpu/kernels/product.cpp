@@ -1,8 +1,8 @@
 // Products of a few rows with weights that were packed once.
 //
-// c[i][n] = bias[n] + sum over k of a[i][k] b[k][n].  The weights lie in panels: PANEL columns side by side, then the
-// next k; what is left of the columns in panels of one vector, filled up with zeros.  A tile of ROWS x PANEL sums stays
-// in registers.  Each sum runs over k in order, one fused step each, in every tile: a row's result does not depend on the
+// c[i][n] = bias[n] + sum over k of a[i][k] b[k][n].  The weights lie in panels: up to VECTORS vectors of columns side by
+// side, then the next k; panels are as equal as can be, as those of one vector are slow, and the last vector is filled up
+// with zeros.  A tile of ROWS rows and a panel has its sums in registers.  Each sum runs over k in order, one fused step each, in every tile: a row's result does not depend on the
 // rows beside it, nor on who computes which panel.  Where there is no fused step, and each rounds twice, sums of RUN steps
 // are summed: as exact as fused steps, over 65.
 //
@@ -98,18 +98,45 @@ INLINE void fetch(const T* row, int64_t size) {
   for (int64_t u = 0; u < size; u += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + u, WRITTEN, 2);
 }
 
+#define ALWAYS __attribute__((always_inline))
+// body(i) for i from 0 to before COUNT, each a constant of its own.  GCC leaves the sums of a tile in memory where a loop
+// over them is unrolled late, and brings them there and back before and after the loop over k.
+template <int I>
+struct Number {
+  constexpr operator int() const { return I; }
+};
+template <int COUNT, int I = 0, typename Body>
+INLINE void each(const Body& body) {
+  if constexpr (I < COUNT) {
+    body(Number<I>());
+    each<COUNT, I + 1>(body);
+  }
+}
+template <int M, int N, typename Body>
+INLINE void each_of(const Body& body) {
+  each<M * N>([&](auto place) ALWAYS { body(Number<place / N>(), Number<place % N>()); });
+}
+
 // One matrix, packed: k rows (filled up to a multiple of STEP), n columns.
 struct Packed {
   int64_t n, k;
   packed_t* data;
   real* bias;  // [up(n, LANES)]
   bool in_parts = false;  // as parts.cpp lays it
+  bool shared = false;    // by a team, whose members take panels: there are more of few vectors
 
   int64_t steps() const { return up(k, STEP) / STEP; }
-  int64_t wide() const { return n / PANEL; }
-  int64_t panels() const { return wide() + (n % PANEL + LANES - 1) / LANES; }
-  int64_t column(int64_t panel) const {
-    return panel < wide() ? panel * PANEL : wide() * PANEL + (panel - wide()) * LANES;
+  int64_t vectors() const { return (n + LANES - 1) / LANES; }
+  int64_t panels() const { return vectors() / VECTORS + (shared ? vectors() % VECTORS : vectors() % VECTORS > 0); }
+  int64_t column(int64_t panel) const { return vectors() * panel / panels() * LANES; }
+  int64_t width(int64_t panel) const { return column(panel + 1) - column(panel); }
+  // body(N, panel) of a panel of N vectors.
+  template <typename Body>
+  void each_panel(int64_t first, int64_t last, const Body& body) const {
+    for (int64_t panel = first; panel < last; ++panel)
+      each<VECTORS>([&](auto less) {
+        if (width(panel) == (less + 1) * LANES) body(Number<less + 1>(), panel);
+      });
   }
   int64_t bytes() const {
     return in_parts ? up(n, 16) * up(k, 32) * 2 * PARTS + 64 : up(n, LANES) * steps() * int64_t(sizeof(packed_t));
@@ -177,8 +204,7 @@ static void pack_panel(const Packed& to, Row row, int64_t begin) {
 
 template <typename Row>
 static void pack_rows(const Packed& to, Row row, int64_t first, int64_t last) {
-  for (int64_t panel = first; panel < last; ++panel)
-    panel < to.wide() ? pack_panel<PANEL>(to, row, to.column(panel)) : pack_panel<LANES>(to, row, to.column(panel));
+  to.each_panel(first, last, [&](auto vectors, int64_t panel) { pack_panel<vectors * LANES>(to, row, to.column(panel)); });
 }
 
 // Columns are rows of `weight` [n, ld] (`across` false: columns are columns of [k, ld]).
@@ -186,7 +212,7 @@ static void pack_panels(const Packed& to, const store* weight, int64_t ld, bool 
   if (!across) return pack_rows(to, [=](int64_t k) { return weight + k * ld; }, first, last);
   const store zero = {};
   for (int64_t panel = first; panel < last; ++panel) {
-    const int64_t width = panel < to.wide() ? PANEL : LANES, begin = to.column(panel);
+    const int64_t width = to.width(panel), begin = to.column(panel);
     packed_t* base = to.data + begin * to.steps();
     const int64_t full = to.n - begin < width ? to.n - begin : width;
     for (int64_t k0 = 0; k0 < to.steps(); k0 += 16) {
@@ -272,25 +298,6 @@ struct Fetch {
   }
 };
 
-#define ALWAYS __attribute__((always_inline))
-// body(i) for i from 0 to before COUNT, each a constant of its own.  GCC leaves the sums of a tile in memory where a loop
-// over them is unrolled late, and brings them there and back before and after the loop over k.
-template <int I>
-struct Number {
-  constexpr operator int() const { return I; }
-};
-template <int COUNT, int I = 0, typename Body>
-INLINE void each(const Body& body) {
-  if constexpr (I < COUNT) {
-    body(Number<I>());
-    each<COUNT, I + 1>(body);
-  }
-}
-template <int M, int N, typename Body>
-INLINE void each_of(const Body& body) {
-  each<M * N>([&](auto place) ALWAYS { body(Number<place / N>(), Number<place % N>()); });
-}
-
 template <int M, int N>
 static void tile(const Packed& b, int64_t panel, const store* const* a, real* const* c, bool add, Fetch* fetch) {
   vector sum[M][N], total[M][N];
@@ -351,11 +358,7 @@ static void product_of_panels(
     const Packed& b, int64_t rows, const store* const* a, real* const* c, bool add, int64_t first, int64_t last,
     Fetch* fetch) {
   if (fetch) fetch->begin((last - first) * ((rows + ROWS - 1) / ROWS), b.steps());
-  for (int64_t panel = first; panel < last; ++panel)
-    if (panel < b.wide())
-      panel_of_rows<VECTORS>(b, panel, rows, a, c, add, fetch);
-    else
-      panel_of_rows<1>(b, panel, rows, a, c, add, fetch);
+  b.each_panel(first, last, [&](auto vectors, int64_t panel) { panel_of_rows<vectors>(b, panel, rows, a, c, add, fetch); });
 }
 
 }  // namespace kernel

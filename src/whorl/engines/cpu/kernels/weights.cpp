@@ -58,7 +58,7 @@ static Weights make_weights(const Sweep& k, bool across, Scratch& scratch) {
   }
   int64_t bytes = 0;
   auto measure = [&](Packed& to, int64_t n, int64_t reduced) {
-    to = unpacked(n, reduced, k.batch);
+    to = unpacked(n, reduced, k.batch), to.shared = k.team > 1;
     bytes += up(to.bytes(), 64) + up(up(n, LANES) * int64_t(sizeof(real)), 64);
   };
   for (int index = 0; index < w.count; ++index) {
