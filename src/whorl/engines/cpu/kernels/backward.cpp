@@ -22,11 +22,12 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
   const int64_t row_saved = cell.saved * k.units + cell.saved_means;
   const int lists = cell.vectors + cell.extras + cell.products;
   // What the segments of some rows that lie one after the other read and write.
-  auto soon = [&](Fetch& wanted, int64_t c, int64_t rows) {
-    wanted.want(k.dx + c * cell.gates * k.units, rows * cell.gates * k.units);
-    if (!cell.dr_is_dx) wanted.want(k.dr + c * cell.recurrent * k.units, rows * cell.recurrent * k.units);
-    if (k.x) wanted.want(k.x + c * k.x_stride, rows * k.x_stride);
-    wanted.want(k.saved + c * row_saved, rows * row_saved);
+  auto soon = [&](Fetch& wanted, Group::Counted of) {
+    const int64_t x_wide = cell.gates * k.units, r_wide = cell.recurrent * k.units;
+    wanted.want(wanted.written, k.dx + of.first * x_wide, of.count * x_wide);
+    if (!cell.dr_is_dx) wanted.want(wanted.written, k.dr + of.first * r_wide, of.count * r_wide);
+    if (k.x) wanted.want(wanted.read, k.x + of.first * k.x_stride, of.count * k.x_stride);
+    wanted.want(wanted.read, k.saved + of.first * row_saved, of.count * row_saved);
   };
   const int64_t beside = g.beside_backward();
   const bool together = g.together();
@@ -59,8 +60,8 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       Row& row = own.row[j];
       if (!fetched) {  // of a whole group, before its segments begin
         Fetch wanted;
-        soon(wanted, c, 1);
-        wanted.all();
+        soon(wanted, {c, 1});
+        wanted.some(wanted.lines());
       }
       g.draw_zoneout(r, t, kept);
       for (int s = 0; s < cell.states; ++s) {
@@ -164,7 +165,7 @@ static void backward_group(const Group& g, Memory own_memory, Memory memory) {
       }
       if (STEP > 1) g.team.wait();
       if (!fetched && together && step > 0)
-        soon(wanted, g.outer(k.reverse ? t + 1 : t - 1, g.rows[0]), g.count), fetched = true;
+        soon(wanted, g.counted(k.reverse ? t + 1 : t - 1)), fetched = true;
       g.multiply(w.packed[m], n, own.a, own.c, begun && !apart, &wanted);
       if (apart) {
         g.team.wait();

@@ -90,8 +90,8 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       row.saved = k.saved ? k.saved + c * row_saved : own.nowhere;
       if (k.saved && !(together && cell.recurrent)) {
         Fetch wanted;
-        wanted.want(row.saved, row_saved);
-        wanted.all();
+        wanted.want(wanted.written, row.saved, row_saved);
+        wanted.some(wanted.lines());
       }
       row.means = own.means + j * cell.forward.means;
       row.v = k.vectors;
@@ -114,11 +114,13 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
     }
     Fetch wanted;  // what later steps read and where their projection goes, and where this step keeps what backward reads
     if (const int64_t later = step + (ahead ? ahead : 1); together && later < k.time) {
-      const int64_t o = g.outer(k.reverse ? k.time - 1 - later : later, g.rows[0]);
-      if (k.x) wanted.want(k.x + o * k.x_stride, g.count * k.x_stride);
-      if (ahead && !k.input_step) wanted.want(k.input + o * k.inputs, g.count * k.inputs);
+      const int64_t at = k.reverse ? k.time - 1 - later : later;
+      const Group::Counted next = g.counted(at);
+      if (k.x) wanted.want(wanted.read, k.x + next.first * k.x_stride, next.count * k.x_stride);
+      if (ahead && !k.input_step)
+        wanted.want(wanted.read, k.input + g.outer(at, g.rows[0]) * k.inputs, g.count * k.inputs);
     }
-    if (together && k.saved) wanted.want(own.row[0].saved, n * row_saved);
+    if (together && k.saved) wanted.want(wanted.read, own.row[0].saved, n * row_saved);
     g.team.wait();
     for (int m = 0; m < w.count; ++m) {
       if (!w.leaf[m]) continue;

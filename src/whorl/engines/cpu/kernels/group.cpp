@@ -80,8 +80,26 @@ struct Group {
     const int64_t from = shares(b) * team.member / team.members, to = shares(b) * (team.member + 1) / team.members;
     product(b, rows, a, c, add, from, to, fetch);
   }
-  // Whether the rows of a step lie one after the other, wherever steps keep something.
-  bool together() const { return !k.place && !k.starts && rows[count - 1] - rows[0] == count - 1; }
+  // Whether the rows of a step that count lie one after the other, wherever steps keep something.
+  bool together() const {
+    bool found = !k.starts;
+    for (int64_t i = 1; i < count; ++i) found = found && rows[i] == rows[i - 1] + 1;
+    return found;
+  }
+  // The first of them, compact, and how many they are.
+  struct Counted {
+    int64_t first, count;
+  };
+  Counted counted(int64_t t) const {
+    Counted found = {0, 0};
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t o = outer(t, rows[i]);
+      if (t >= length(rows[i]) || !counts(o)) continue;
+      if (!found.count) found.first = compact(o);
+      ++found.count;
+    }
+    return found;
+  }
   // How many rows the loops of a step take together: from a sum to a mean is a long way, which they go beside each other,
   // and what one row waits for from a cache that is far another does not.  Backward each row has more, with the gradients
   // of vectors: of an LSTM with layer norm a train step (32, 30, 128) takes 0.97 of the time with two and 0.97 of that with

@@ -2,9 +2,9 @@
 //
 // c[i][n] = bias[n] + sum over k of a[i][k] b[k][n].  The weights lie in panels: up to VECTORS vectors of columns side by
 // side, then the next k; panels are as equal as can be, as those of one vector are slow, and the last vector is filled up
-// with zeros.  A tile of ROWS rows and a panel has its sums in registers.  Each sum runs over k in order, one fused step each, in every tile: a row's result does not depend on the
-// rows beside it, nor on who computes which panel.  Where there is no fused step, and each rounds twice, sums of RUN steps
-// are summed: as exact as fused steps, over 65.
+// with zeros.  A tile of ROWS rows and a panel has its sums in registers.  Each sum runs over k in order, one fused step
+// each, in every tile: a row's result does not depend on the rows beside it, nor on who computes which panel.  Where there
+// is no fused step, and each rounds twice, sums of RUN steps are summed: as exact as fused steps, over 65.
 //
 // On the processors measured (AMD EPYC of family 25, AVX-512) this runs at 104 to 117 GFLOP/s a core for 16 rows, where
 // the sgemm of torch's MKL takes 65 to 81, packed or not; KERNELS and sizes in benchmarks/cpu.py.
@@ -234,66 +234,84 @@ static void pack_panels(const Packed& to, const store* weight, int64_t ld, bool 
   }
 }
 
-// Memory that is read soon, fetched into the second cache beside the sums of a product, a line of each of some pieces at
-// each step: by its last tiles, as weights that are larger than that cache would drive it out again.
+// Memory that is used soon, fetched into the second cache beside the sums of a product, a line of each of two pieces at
+// each step.  What is read is fetched by its last tiles, as weights that are larger than that cache would drive it out
+// again.  What is written is fetched to be written, by all tiles alike: other threads have read it since, and to take it
+// from their caches takes long.
 struct Fetch {
-  static constexpr int64_t MOST = 8, LINE = 64;
-  static constexpr int BESIDE = 2;  // pieces of a tile: with one, layer norm of (32, 30, 64) got half of what it reads
-  struct Range {
-    const char* at;
-    int64_t lines;
-  } ranges[MOST];
-  int64_t count = 0, tiles = 0, steps = 0, pieces = 0;
-
-  // What is wanted last is fetched first, and where not all can be it alone.
-  template <typename T>
-  void want(const T* at, int64_t size) {
-    if (at && size > 0) ranges[count++] = {(const char*)at, (size * int64_t(sizeof(T)) + LINE - 1) / LINE};
-  }
-  void all() const {
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t line = 0; line < ranges[i].lines; ++line) __builtin_prefetch(ranges[i].at + line * LINE, 1);
-  }
-  int64_t lines() const {
-    int64_t every = 0;
-    for (int64_t i = 0; i < count; ++i) every += ranges[i].lines;
-    return every;
-  }
-  // So many lines of those that are left.
-  void some(int64_t lines) {
-    for (; lines > 0 && count > 0; --lines) {
-      Range& range = ranges[count - 1];
-      __builtin_prefetch(range.at, 0, 2), range.at += LINE;
-      if (--range.lines <= 0) --count;
-    }
-  }
-  // A product of so many tiles, each of so many steps.
-  void begin(int64_t of_tiles, int64_t of_steps) {
-    tiles = of_tiles, steps = of_steps, pieces = 0;
-    for (int64_t i = 0; i < count; ++i) pieces += (ranges[i].lines + steps - 1) / steps;
-  }
+  static constexpr int64_t MOST = 4, LINE = 64;
   // Bytes one after the other, so many of them at each step of a tile, no more than a line; of none the same again.
   struct Piece {
     const char* at;
     int64_t step;
   };
-  struct Pieces {
-    Piece piece[BESIDE];
+  struct Range {
+    const char* at;
+    int64_t lines;
   };
-  // What a tile fetches that begins; `none` is where it fetches for lack of something.
-  Pieces take(const void* none) {
-    int64_t now = pieces < tiles ? 0 : pieces - tiles + 1;
-    --tiles;
-    Pieces made;
-    for (Piece& piece : made.piece) {
-      piece = {(const char*)none, 0};
-      if (now-- <= 0 || !count) continue;
+  struct List {
+    Range ranges[MOST];
+    int64_t count = 0, pieces = 0;
+
+    void begin(int64_t steps) {
+      pieces = 0;
+      for (int64_t i = 0; i < count; ++i) pieces += (ranges[i].lines + steps - 1) / steps;
+    }
+    // With so many tiles behind the one that begins.
+    bool is_due(int64_t tiles) const { return count && pieces > tiles; }
+    int64_t lines() const {
+      int64_t every = 0;
+      for (int64_t i = 0; i < count; ++i) every += ranges[i].lines;
+      return every;
+    }
+    const char* line() {
       Range& range = ranges[count - 1];
-      const int64_t lines = range.lines < steps ? range.lines : steps;
-      piece = {range.at, (lines * LINE + steps - 1) / steps};
+      const char* at = range.at;
+      range.at += LINE;
+      if (--range.lines <= 0) --count;
+      return at;
+    }
+    Piece piece(int64_t most, int64_t steps) {
+      Range& range = ranges[count - 1];
+      const int64_t lines = range.lines < most ? range.lines : most;
+      const Piece made = {range.at, (lines * LINE + steps - 1) / steps};
       range.at += lines * LINE, range.lines -= lines, --pieces;
       if (!range.lines) --count;
+      return made;
     }
+  } read, written;
+  int64_t tiles = 0, steps = 0;
+
+  // What is wanted last is fetched first, and where not all can be it alone.
+  template <typename T>
+  static void want(List& list, const T* at, int64_t size) {
+    if (at && size > 0) list.ranges[list.count++] = {(const char*)at, (size * int64_t(sizeof(T)) + LINE - 1) / LINE};
+  }
+  int64_t lines() const { return read.lines() + written.lines(); }
+  // So many lines of those that are left.
+  void some(int64_t lines) {
+    for (; lines > 0 && written.count > 0; --lines) __builtin_prefetch(written.line(), 1, 2);
+    for (; lines > 0 && read.count > 0; --lines) __builtin_prefetch(read.line(), 0, 2);
+  }
+  // A product of so many tiles, each of so many steps.
+  void begin(int64_t of_tiles, int64_t of_steps) {
+    tiles = of_tiles, steps = of_steps;
+    read.begin(steps), written.begin(steps);
+  }
+  // What a tile fetches that begins: a piece that is read, and one that is written or where there is none another to read.
+  // `none` and `own`, which no other thread has, are where it fetches for lack of something.
+  struct Pieces {
+    Piece read, second;
+  };
+  Pieces take(const void* none, const void* own) {
+    --tiles;
+    Pieces made = {{(const char*)none, 0}, {(const char*)own, 0}};
+    if (read.is_due(tiles)) made.read = read.piece(steps, steps);
+    if (written.count) {
+      const int64_t share = (written.lines() + tiles) / (tiles + 1);
+      made.second = written.piece(share < steps ? share : steps, steps);
+    } else if (read.is_due(tiles))
+      made.second = read.piece(steps, steps);
     return made;
   }
 };
@@ -309,9 +327,10 @@ static void tile(const Packed& b, int64_t panel, const store* const* a, real* co
   const packed_t* weights = b.data + column * steps;
   const store* row[M];
   each<M>([&](auto i) ALWAYS { row[i] = a[i]; });
-  Fetch::Pieces ahead = fetch ? fetch->take(weights) : Fetch().take(weights);
+  Fetch::Pieces ahead = fetch ? fetch->take(weights, c[0]) : Fetch().take(weights, c[0]);
   for (int64_t k = 0; k < steps; ++k, weights += N * LANES) {
-    for (Fetch::Piece& piece : ahead.piece) __builtin_prefetch(piece.at, 0, 2), piece.at += piece.step;
+    __builtin_prefetch(ahead.read.at, 0, 2), ahead.read.at += ahead.read.step;
+    __builtin_prefetch(ahead.second.at, 1, 2), ahead.second.at += ahead.second.step;
     weight w[N];
     each<N>([&](auto j) ALWAYS { w[j] = read_once(weights + j * LANES); });
 #if PAIRS

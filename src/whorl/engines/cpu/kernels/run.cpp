@@ -19,9 +19,8 @@ static void run_groups(void* data, int thread, int threads) {
   if (team > 1 && slot >= k.groups) return;
   Team mine = {&run.barriers[slot], team, thread % team};
   if (team == 1) mine.barrier->size = 1;
-  for (;;) {
-    const int64_t group = team > 1 ? slot : __atomic_fetch_add(&run.next, 1, __ATOMIC_RELAXED);
-    if (group >= k.groups) return;
+  // A thread's first group is the same in every call: what it writes lies in its cache, and not in another's.
+  for (int64_t group = slot; group < k.groups; group = threads + __atomic_fetch_add(&run.next, 1, __ATOMIC_RELAXED)) {
     const int64_t begin = k.ends[group];
     run.group(Group(k, *run.w, k.order + begin, k.ends[group + 1] - begin, mine), {run.own + thread * run.own_bytes},
               {run.memory + slot * run.bytes});
