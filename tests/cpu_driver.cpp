@@ -201,13 +201,14 @@ uint64_t sweep(const Cell& cell, const Case& form, Threads way) {
 uint64_t plain(const Cell& cell, bool reverse, bool initial, bool within, bool marks, int64_t noise, Threads way) {
   seed = 17;
   Sweep k = {};
-  k.cell = &cell, k.time = 5, k.batch = 6, k.units = k.width = 37, k.inputs = 6, k.reverse = reverse;
-  k.threads = way.threads, k.team = way.team, k.groups = way.threads / way.team, k.largest = 6;
+  k.cell = &cell, k.time = 31, k.batch = 8, k.units = k.width = 37, k.inputs = 6, k.reverse = reverse;  // two shares
+  k.threads = way.threads, k.team = way.team, k.groups = way.threads / way.team, k.largest = 8;
   const int64_t rows = k.time * k.batch, all = k.batch * k.units, x_wide = cell.gates * k.units;
   const int64_t wide = cell.recurrent * k.units, columns = up(k.inputs, 64);
   int64_t *order = make<int64_t>(k.batch), *ends = make<int64_t>(k.groups + 1);
   for (int64_t r = 0; r < k.batch; ++r) order[r] = r;
-  for (int64_t group = 0; group <= k.groups; ++group) ends[group] = k.batch * group / k.groups;
+  for (int64_t group = 0; group < k.groups; ++group)  // as rows.py has it: the first are the larger ones
+    ends[group + 1] = ends[group] + (k.batch - group + k.groups - 1) / k.groups;
   k.order = order, k.ends = ends, k.y_stride = k.dy_stride = k.units, k.x_stride = up(x_wide, 64);
   Plain p = {};
   p.input = draw<store>(rows * k.inputs), p.ih = draw<store>(x_wide * k.inputs), p.hh = draw<store>(wide * k.units);

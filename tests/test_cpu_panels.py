@@ -69,3 +69,34 @@ def test_a_team_and_one_thread_give_the_same(units: int) -> None:
         torch.set_num_threads(threads)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("marks", ["", "mask", "lengths", "hardly any"])
+@pytest.mark.parametrize("batch", [8, 37])
+def test_shares_of_a_batch_are_the_same_for_any_number_of_threads(batch: int, marks: str, layer_norm: bool) -> None:
+    """Each has sums of its own, of which some may be of no rows; all together are those of float64."""
+    time, threads = 30, torch.get_num_threads()
+    layer = whorl.LSTM(5, 17, engine="cpu", layer_norm=layer_norm)
+    exact = whorl.LSTM(5, 17, engine="reference", layer_norm=layer_norm, dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(time, batch, 5)
+    masks = {"mask": torch.rand(time, batch) < 0.6, "hardly any": torch.arange(batch) == torch.full((time, 1), 3)}
+    given = {"mask": masks[marks]} if marks in masks else {}
+    given |= {"lengths": torch.arange(batch) % time} if marks == "lengths" else {}
+
+    def gradients(layer: whorl.LSTM, x: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        return [*torch.autograd.grad(layer(leaf, **given)[0].square().sum(), [leaf, *layer.parameters()])]
+
+    found = []
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            found.append(gradients(layer, x))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    for one, truth in zip(found[0], gradients(exact, x.double()), strict=True):
+        assert error(one, truth) <= 2e-5

@@ -157,7 +157,9 @@ LENGTHENED: dict[str, Case] = {
 def test_lengths_and_resets_give_to_the_bit_what_they_give_in_the_way_of_all_calls(
     cell: str, masked: bool, reset: str, lengths: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for gradients summed in another order: of vectors, and of the recurrent weights where every step counts."""
+    """But for gradients summed in another order: of vectors, of all weights where a batch has shares, and of the
+    recurrent ones where every step counts.
+    """
     graph = (CELLS | WRAPPED | {"spread alone": spread_alone.graph})[cell]
     for case in LENGTHENED.values():
         form, call = replace(case, marks=("mask",) * masked + (reset,) * bool(reset)).build(graph)
@@ -177,6 +179,8 @@ def test_lengths_and_resets_give_to_the_bit_what_they_give_in_the_way_of_all_cal
             others = results(form, call, "cpu", False)
         parts = [kind for _ in range(form.layers * form.directions) for kind in kinds(form)]
         summed = {f"weights {index}" for index, kind in enumerate(parts) if "vector" in kind}
+        if batch >= 8 and time * batch >= 240:  # shares of the sequences have sums of their own
+            summed |= {f"weights {index}" for index in range(len(parts))}
         if counts.all() and not reset:  # the other way has them from outputs, and from initial states apart
             summed |= {f"weights {index}" for index, kind in enumerate(parts) if kind in ("weight_hh", "bias_hh")}
         bound = 4 * torch.finfo(dtype).eps

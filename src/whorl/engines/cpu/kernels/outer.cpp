@@ -14,6 +14,9 @@ struct Operand {
   int64_t step;  // from the first row of a batch of b to that of the next; 0: as the rows of one
   packed_t* packed;
   int64_t first, last;  // the columns of a that it meets, and the rows of `out`
+  // Of one share of the rows: which they are, of those from `origin` on; null: all.
+  const int64_t* of = nullptr;
+  int64_t origin = 0;
 
   // Of the columns from `begin` to before `end` those that it meets: from, to before, and whether there are any.
   int64_t from_column(int64_t begin) const { return first > begin ? first : begin; }
@@ -23,6 +26,8 @@ struct Operand {
   // they are packed.
   bool lies_ready() const { return STEP == 1 && sizeof(store) == sizeof(packed_t) && !factor && !step && m % LANES == 0; }
 
+  // Of its i-th row.
+  int64_t place(int64_t i) const { return of ? of[from + i] - origin : i; }
   const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
 };
 
@@ -36,6 +41,7 @@ struct Outer {
   int count;
   Operand operands[1 + MOST_GATES];
   int64_t next, pieces;
+  const int64_t* of;     // the rows of a
   const store* nothing;  // as long as the longest m: zeros
   packed_t* columns;     // of each thread: of the columns of a those that it multiplies
   store* scaled;         // and of the rows of b, times their factor, those that it packs; null: there is none
@@ -49,7 +55,7 @@ struct Outer {
   static int64_t within(int64_t row) { return row < 0 ? 0 : row < DEEP ? row : DEEP; }
   static Packed block(const Operand& to, int64_t begin) {
     const int64_t first = low(to, begin), last = within(to.to - begin), k = last > first ? last - first : 0;
-    if (to.lies_ready()) return {to.m, k, (packed_t*)to.row(begin + first - to.from), nullptr};
+    if (to.lies_ready()) return {to.m, k, (packed_t*)to.b - to.origin * to.ldb, nullptr};
     return {to.m, k, to.packed + (begin + first) / STEP * up(to.m, LANES), nullptr};
   }
   // Of all that these columns of a meet.
@@ -92,8 +98,8 @@ static void pack_columns(
   const store nothing[Outer::WIDE] = {};
   eight part[Outer::WIDE / 8] = {};
   for (int64_t k = 0; k < rows; k += STEP, to += Outer::WIDE) {
-    const store* from = o.a + (begin + k) * o.lda + column;
-    const store* second = STEP == 2 && k + 1 < rows ? from + o.lda : nothing;
+    const store* from = o.a + o.of[begin + k] * o.lda + column;
+    const store* second = STEP == 2 && k + 1 < rows ? o.a + o.of[begin + k + 1] * o.lda + column : nothing;
     for (int64_t i = 0; i < Outer::WIDE / 8; ++i) {
       pair_eight(to + 8 * i, from + 8 * i, second + 8 * i);
       part[i] += widened_eight(from + 8 * i);
@@ -109,8 +115,8 @@ static void pack_last_columns(
   real part[Outer::WIDE] = {};
   for (int64_t k = 0; k < rows; k += STEP, to += Outer::WIDE)
     for (int64_t i = 0; i < count; ++i) {
-      const store* from = o.a + (begin + k) * o.lda + column + i;
-      const store second = STEP == 2 && k + 1 < rows ? from[o.lda] : store{};
+      const store* from = o.a + o.of[begin + k] * o.lda + column + i;
+      const store second = STEP == 2 && k + 1 < rows ? o.a[o.of[begin + k + 1] * o.lda + column + i] : store{};
       to[i] = pair(*from, second);
       part[i] += widened(*from);
       if (STEP == 2) part[i] += widened(second);
@@ -121,14 +127,24 @@ static void pack_last_columns(
 // What is fetched beside the sums, one line a step: a part of what is packed next, which comes from far.
 struct Ahead {
   const store* at;
-  int64_t apart;  // from step to step; 0: nothing
+  const int64_t* of;  // its rows
+  int64_t lda;        // 0: nothing
 
   // Of `WIDE` columns from `at` on, each step of a tile fetches of STEP rows in one of them one line.
-  Ahead part(int64_t tile, int64_t lda) const {
+  Ahead part(int64_t tile) const {
     const int64_t line = tile / STEP * (64 / int64_t(sizeof(store)));
-    return {at + tile % STEP * lda + (line < Outer::WIDE ? line : Outer::WIDE - 1), apart};
+    return {at + (line < Outer::WIDE ? line : Outer::WIDE - 1), of + tile % STEP, lda};
   }
 };
+
+// The steps of a block that is packed.
+struct Steps {
+  int64_t of[Outer::DEEP];
+  constexpr Steps() : of() {
+    for (int64_t k = 0; k < Outer::DEEP; ++k) of[k] = k;
+  }
+};
+static constexpr Steps STEPS;
 
 // What is left of a row behind its whole panels.
 APART static void put_part(real* to, const real* made, int64_t count, bool add) {
@@ -138,13 +154,16 @@ APART static void put_part(real* to, const real* made, int64_t count, bool add) 
 
 template <int M, int N>
 static void outer_tile(
-    const Operand& to, const Packed& b, const packed_t* a, int64_t panel, int64_t column, bool add, Ahead ahead) {
+    const Operand& to, const Packed& b, const int64_t* rows, const packed_t* a, int64_t panel, int64_t column, bool add,
+    Ahead ahead) {
   vector sum[M][N];
   each_of<M, N>([&](auto i, auto j) ALWAYS { sum[i][j] = vector{}; });
   const int64_t place = b.column(panel), steps = b.steps(), apart = to.lies_ready() ? to.ldb : N * LANES;
-  const packed_t* weights = to.lies_ready() ? b.data + place : b.data + place * steps;
-  for (int64_t k = 0; k < steps; ++k, weights += apart, a += Outer::WIDE, ahead.at += ahead.apart) {
-    __builtin_prefetch(ahead.at, 0, 2);
+  const packed_t* const begin = to.lies_ready() ? b.data + place : b.data + place * steps;
+  if (!to.lies_ready()) rows = STEPS.of;
+  for (int64_t k = 0; k < steps; ++k, a += Outer::WIDE) {
+    __builtin_prefetch(ahead.at + ahead.of[k * STEP] * ahead.lda, 0, 2);
+    const packed_t* weights = begin + rows[k] * apart;
     weight w[N];
     each<N>([&](auto j) ALWAYS { w[j] = read_once(weights + j * LANES); });
 #if PAIRS
@@ -173,52 +192,79 @@ static void outer_tile(
 
 template <int N>
 static void outer_panel(
-    const Operand& to, const Packed& b, const packed_t* a, int64_t panel, int64_t column, int64_t end, bool add,
-    Ahead next, int64_t lda) {
+    const Operand& to, const Packed& b, const int64_t* rows, const packed_t* a, int64_t panel, int64_t column, int64_t end,
+    bool add, Ahead next) {
   for (int64_t tile = 0; column < end; ++tile, column += ROWS, a += ROWS) {
-    const Ahead ahead = next.part(tile, lda);
+    const Ahead ahead = next.part(tile);
     switch (end - column) {
-      case 1: outer_tile<1, N>(to, b, a, panel, column, add, ahead); break;
-      case 2: outer_tile<2, N>(to, b, a, panel, column, add, ahead); break;
-      case 3: outer_tile<3, N>(to, b, a, panel, column, add, ahead); break;
-      case 4: outer_tile<4, N>(to, b, a, panel, column, add, ahead); break;
-      case 5: outer_tile<5, N>(to, b, a, panel, column, add, ahead); break;
-      default: outer_tile<ROWS, N>(to, b, a, panel, column, add, ahead);
+      case 1: outer_tile<1, N>(to, b, rows, a, panel, column, add, ahead); break;
+      case 2: outer_tile<2, N>(to, b, rows, a, panel, column, add, ahead); break;
+      case 3: outer_tile<3, N>(to, b, rows, a, panel, column, add, ahead); break;
+      case 4: outer_tile<4, N>(to, b, rows, a, panel, column, add, ahead); break;
+      case 5: outer_tile<5, N>(to, b, rows, a, panel, column, add, ahead); break;
+      default: outer_tile<ROWS, N>(to, b, rows, a, panel, column, add, ahead);
     }
   }
 }
 
-static void pack_outer(void* data, int thread, int threads) {
-  const Outer& o = *(Outer*)data;
+static void pack_share(const Outer& o, const Shares& shares, int64_t share, int thread, int threads) {
   store* const scaled = o.scaled ? o.scaled + thread * Outer::DEEP * o.most() : nullptr;
   int64_t turn = 0;
   for (int side = 0; side < o.count; ++side) {
     const Operand& from = o.operands[side];
     if (from.lies_ready()) continue;
     for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP, ++turn) {
-      if (turn % threads != thread) continue;
+      if (shares.owner(share, turn, threads) != thread) continue;
       const Packed block = Outer::block(from, begin);
       const int64_t first = begin + Outer::low(from, begin) - from.from;  // -1 where a step begins before the rows
       for (int64_t i = first < 0 ? 1 : 0; from.factor && i < block.k; ++i) {
-        const int64_t r = first + i;
+        const int64_t r = from.place(first + i);
         const store* plain = from.row(r);
         const real* factor = from.factor + (from.sequence ? from.sequence[r] : r % from.batch) * from.m;
         EACH_ALONE
         for (int64_t u = 0; u < from.m; ++u) put(scaled + i * from.m + u, widened(plain[u]) * factor[u]);
       }
       auto row = [&](int64_t i) {
-        return first + i < 0 ? o.nothing : from.factor ? scaled + i * from.m : from.row(first + i);
+        return first + i < 0 ? o.nothing : from.factor ? scaled + i * from.m : from.row(from.place(first + i));
       };
       pack_rows(block, row, 0, block.panels());
     }
   }
 }
 
+struct Outers {
+  const Shares* shares;
+  Outer* of;  // each share
+  Outer* all;
+
+  // Of each operand the sums of all shares, one after the other, and of the columns of a.
+  void add(int64_t thread, int64_t threads) const {
+    auto add = [&](auto to, int64_t size) {
+      const int64_t first = size * thread / threads, last = size * (thread + 1) / threads;
+      for (int64_t share = 1; share < shares->count; ++share) {
+        real *sum = to(*all), *from = to(of[share]);
+        EACH_ALONE
+        for (int64_t i = first; i < last; ++i) sum[i] += from[i];
+      }
+    };
+    for (int side = 0; side < all->count; ++side) {
+      const Operand& whole = all->operands[side];
+      add([&](Outer& o) { return o.operands[side].out + whole.first * whole.m; }, (whole.last - whole.first) * whole.m);
+    }
+    if (all->sums) add([](Outer& o) { return o.sums; }, all->n);
+  }
+};
+
+static void pack_outer(void* data, int thread, int threads) {
+  const Outers& job = *(Outers*)data;
+  job.shares->each(thread, threads, [&](int64_t share) { pack_share(job.of[share], *job.shares, share, thread, threads); });
+}
+
 // What one block of rows adds to a few columns of `a`, of the piece from `first` to before `last`, and a few panels of
 // what the piece meets; `next` is where the next one's `a` begins.
 static void outer_block(
     const Outer& o, int64_t begin, int64_t panels, int64_t first, int64_t last, int64_t column, int64_t end,
-    packed_t* a, const store* next) {
+    packed_t* a, Ahead ahead) {
   const int64_t rows = o.rows - begin < Outer::DEEP ? o.rows - begin : Outer::DEEP;
   real* sums = o.sums && panels == 0 ? o.sums + column : nullptr;
   if (column + Outer::WIDE <= o.n)  // those of the next piece too, where a piece ends
@@ -226,7 +272,6 @@ static void outer_block(
   else
     pack_last_columns(o, begin, rows, column, end - column, a, sums);
   int64_t before = 0;
-  Ahead ahead = {next, o.lda * STEP};
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
     if (!to.meets(first, last)) continue;
@@ -238,16 +283,15 @@ static void outer_block(
     const bool none = begin < begun || (begin > begun && !block.k) || from_column >= to_column;
     block.each_panel(first_panel, none ? 0 : every < past ? every : past, [&](auto vectors, int64_t panel) {
       const packed_t* from = a + low / STEP * Outer::WIDE + (from_column - column);
-      outer_panel<vectors>(to, block, from, panel, from_column, to_column, o.add || begin > begun, ahead, o.lda);
-      ahead.apart = 0;  // all of it is fetched
+      outer_panel<vectors>(
+          to, block, o.of + begin + low, from, panel, from_column, to_column, o.add || begin > begun, ahead);
+      ahead.lda = 0;  // all of it is fetched
     });
     before += every;
   }
 }
 
-static void outer_columns(void* data, int thread, int) {
-  Outer& o = *(Outer*)data;
-  packed_t* const a = o.columns + thread * Outer::COLUMNS;
+static void multiply_share(Outer& o, packed_t* a) {
   for (;;) {
     const int64_t piece = __atomic_fetch_add(&o.next, 1, __ATOMIC_RELAXED);
     if (piece >= o.pieces) break;
@@ -256,36 +300,67 @@ static void outer_columns(void* data, int thread, int) {
       for (int64_t begin = 0; begin < o.rows; begin += Outer::DEEP)
         for (int64_t column = first; column < last; column += Outer::WIDE) {
           const int64_t end = column + Outer::WIDE < last ? column + Outer::WIDE : last;
-          const store* next = end < last ? o.a + begin * o.lda + end : o.a + (begin + Outer::DEEP) * o.lda + first;
+          const int64_t after = begin + Outer::DEEP < o.rows ? begin + Outer::DEEP : 0;
+          const Ahead next = {o.a + (end < last ? end : first), o.of + (end < last ? begin : after), o.lda};
           outer_block(o, begin, panels, first, last, column, end, a, next);
         }
   }
 }
 
-static void outer_of_panels(Outer o, int threads) {
-  for (int side = 0; side < o.count && !o.rows && !o.add; ++side)
-    memset(o.operands[side].out, 0, size_t(o.n * o.operands[side].m) * sizeof(real));
+static void outer_columns(void* data, int thread, int threads) {
+  const Outers& job = *(Outers*)data;
+  packed_t* const a = job.all->columns + thread * Outer::COLUMNS;
+  job.shares->each(thread, threads, [&](int64_t share) { multiply_share(job.of[share], a); });
+}
+
+static void add_shares(void* data, int thread, int threads) { ((Outers*)data)->add(thread, threads); }
+
+static void outer_of_panels(Outer o, const Shares& shares, int threads) {
+  for (int side = 0; side < o.count && !o.rows && !o.add; ++side) {
+    const Operand& to = o.operands[side];
+    memset(to.out + to.first * to.m, 0, size_t((to.last - to.first) * to.m) * sizeof(real));
+  }
   if (!o.rows) return;
-  const int64_t steps = up(o.rows, Outer::DEEP) / STEP;
-  auto bytes = [&](const Operand& to) {
-    return to.lies_ready() ? 0 : up(up(to.m, LANES) * steps * int64_t(sizeof(packed_t)), 64);
-  };
-  int64_t every = 0, work = 0;
+  Scratch scratch;
+  int64_t work = 0;
   bool factors = false;
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
-    every += bytes(to), work += o.rows * (to.last - to.first) * to.m, factors = factors || to.factor;
+    work += o.rows * (to.last - to.first) * to.m, factors = factors || to.factor;
   }
-  Scratch scratch;
-  char* next = scratch.take<char>(every);
-  for (int side = 0; side < o.count; ++side)
-    o.operands[side].packed = (packed_t*)next, next += bytes(o.operands[side]);
   const int now = work < 200000 ? 1 : threads;
   o.nothing = scratch.zeros<store>(o.most()), o.columns = scratch.take<packed_t>(now * Outer::COLUMNS);
   o.scaled = factors ? scratch.take<store>(now * Outer::DEEP * o.most()) : nullptr;
-  o.pieces = now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
-  if (every) parallel(now, pack_outer, &o);
-  parallel(now, outer_columns, &o);
+  // a tile fetches ahead of rows as if a block had all
+  int64_t* of = scratch.zeros<int64_t>(o.rows + Outer::DEEP + 1);
+  for (int64_t q = 0; q < o.rows; ++q) of[q] = shares.row(q);
+  Outer parts[Shares::MOST];
+  for (int64_t share = 0; share < shares.count; ++share) {
+    Outer& part = parts[share];
+    part = o, part.of = of + shares.begin(share), part.rows = shares.ends[share] - shares.begin(share);
+    part.pieces = shares.count > 1 ? (o.n + Outer::PIECE - 1) / Outer::PIECE
+                                   : now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
+    if (share) part.add = false, part.sums = o.sums ? scratch.zeros<real>(o.n) : nullptr;
+    const int64_t steps = up(part.rows, Outer::DEEP) / STEP;
+    for (int side = 0; side < o.count; ++side) {
+      Operand& to = part.operands[side];
+      auto before = [&](int64_t row) {
+        int64_t none = 0, all = part.rows;
+        while (none < all) part.of[(none + all) / 2] < row ? none = (none + all) / 2 + 1 : all = (none + all) / 2;
+        return none;
+      };
+      to.of = part.of, to.origin = to.from, to.from = before(to.from), to.to = before(to.to);
+      if (share) to.out = scratch.take<real>((to.last - to.first) * to.m) - to.first * to.m;
+      to.packed = to.lies_ready() ? nullptr : scratch.take<packed_t>(up(to.m, LANES) * steps);
+      if (!part.rows) memset(to.out + to.first * to.m, 0, size_t((to.last - to.first) * to.m) * sizeof(real));
+    }
+  }
+  Outers job = {&shares, parts, &parts[0]};
+  bool packs = false;
+  for (int side = 0; side < o.count; ++side) packs = packs || !o.operands[side].lies_ready();
+  if (packs) parallel(now, pack_outer, &job);
+  parallel(now, outer_columns, &job);
+  if (shares.count > 1) parallel(now, add_shares, &job);
 }
 
 }  // namespace kernel

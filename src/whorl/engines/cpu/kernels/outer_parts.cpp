@@ -251,8 +251,9 @@ static bool outer_in_parts(Outer&, int) { return false; }
 
 #endif
 
-static void outer(Outer o, int threads) {
-  if (!outer_in_parts(o, threads)) outer_of_panels(o, threads);
+// The rows are those of `shares`; null: all.
+static void outer(Outer o, int threads, const Shares* shares = nullptr) {
+  if (!outer_in_parts(o, threads)) outer_of_panels(o, shares ? *shares : Shares::of_one(o.rows), threads);
 }
 
 }  // namespace kernel

@@ -86,7 +86,7 @@ static void plain_forward(const Sweep& sizes, const Plain& p, int threads) {
   if (!p.within) {
     const store* input = places.place ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
     const int64_t wide = k.cell->gates * k.units;
-    project({p.x, input, p.ih, p.bias_ih, places.rows, k.inputs, wide, k.x_stride, k.batch, !p.ih_turned, 0, {}}, threads);
+    project({p.x, input, p.ih, p.bias_ih, places.rows, k.inputs, wide, k.x_stride, k.batch, !p.ih_turned, {}, {}, {}, nullptr}, threads);
     k.input = nullptr;
   }
   run_all(k, false);
@@ -137,9 +137,10 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   k.noise = p.noise ? p.noise : held_masks(k, scratch);
   run_all(k, true);
 
+  const Shares shares = Shares::of_batch(places, (x_wide * k.inputs + wide * k.width) * int64_t(sizeof(real)), scratch);
   if (p.to_input) {
     real* made = k.place ? scratch.take<real>(rows * inputs) : p.to_input;
-    project({made, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, k.batch, p.ih_turned != 0, 0, {}}, threads);
+    project({made, p.dx, p.ih, nullptr, rows, x_wide, k.inputs, inputs, k.batch, p.ih_turned != 0, {}, {}, {}, nullptr}, threads, &shares);
     if (k.place) {
       set_or_zero(p.to_input, nullptr, k.time * k.batch * inputs);
       places.spread(p.to_input, {k.batch * inputs, inputs}, made, inputs, inputs);
@@ -166,7 +167,7 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   }
   auto outer_with = [&](Outer o, int sides) {
     for (int gate = 0; gate < sides; ++gate) o.operands[o.count++] = gates[gate];
-    outer(o, threads);
+    outer(o, threads, o.rows == rows ? &shares : nullptr);
   };
   const store* dr = cell.dr_is_dx ? p.dx : p.dr;
   real* sums = cell.dr_is_dx ? nullptr : p.to_bias_hh;

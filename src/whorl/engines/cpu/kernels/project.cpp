@@ -9,7 +9,8 @@ struct Projection {
   const real* bias;
   int64_t rows, inputs, outputs, stride, batch;
   bool across;  // w is [outputs, inputs]; else [inputs, outputs]
-  int64_t next;
+  Shares shares;
+  int64_t next[Shares::MOST];
   Packed packed;
   store* padded;  // of each thread a block of rows, filled up to pairs; null: rows are read as they lie
 
@@ -23,31 +24,36 @@ static void pack_projection(void* data, int thread, int threads) {
   pack(p.packed, p.w, p.across ? p.inputs : p.outputs, p.across, every * thread / threads, every * (thread + 1) / threads);
 }
 
-static void project_rows(void* data, int thread, int) {
+static void project_rows(void* data, int thread, int threads) {
   Projection& p = *(Projection*)data;
   constexpr int64_t block = Projection::BLOCK;
   const int64_t deep = p.deep();
   store* const padded = p.padded ? p.padded + thread * block * deep : nullptr;
-  for (;;) {
-    const int64_t begin = __atomic_fetch_add(&p.next, block, __ATOMIC_RELAXED);
-    if (begin >= p.rows) break;
-    const int64_t count = p.rows - begin < block ? p.rows - begin : block;
-    const store* a[block];
-    real* c[block];
-    for (int64_t i = 0; i < count; ++i) {
-      a[i] = p.x + (begin + i) * p.inputs, c[i] = p.y + (begin + i) * p.stride;
-      if (!padded) continue;
-      store* row = padded + i * deep;
-      memcpy(row, a[i], size_t(p.inputs) * sizeof(store));
-      put(row + p.inputs, real(0));
-      a[i] = row;
+  p.shares.each(thread, threads, [&](int64_t share) {
+    const int64_t first = p.shares.begin(share), last = p.shares.ends[share];
+    for (;;) {
+      const int64_t begin = first + __atomic_fetch_add(&p.next[share], block, __ATOMIC_RELAXED);
+      if (begin >= last) break;
+      const int64_t count = last - begin < block ? last - begin : block;
+      const store* a[block];
+      real* c[block];
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = p.shares.row(begin + i);
+        a[i] = p.x + r * p.inputs, c[i] = p.y + r * p.stride;
+        if (!padded) continue;
+        store* row = padded + i * deep;
+        memcpy(row, a[i], size_t(p.inputs) * sizeof(store));
+        put(row + p.inputs, real(0));
+        a[i] = row;
+      }
+      product(p.packed, count, a, c, false, 0, shares(p.packed));
     }
-    product(p.packed, count, a, c, false, 0, shares(p.packed));
-  }
+  });
 }
 
-static void project(Projection p, int threads) {
+static void project(Projection p, int threads, const Shares* shares_of = nullptr) {
   Scratch scratch;
+  p.shares = shares_of ? *shares_of : Shares::of_one(p.rows);
   p.packed = unpacked(p.outputs, p.inputs, p.batch);
   const int64_t bytes = up(p.packed.bytes(), 64), bias = up(p.outputs, LANES);
   const int64_t before = bytes + up(bias * int64_t(sizeof(real)), 64);

@@ -90,7 +90,7 @@ int64_t whorl_project(
     kernel::real* y, const kernel::store* x, const kernel::store* w, const kernel::real* bias, int64_t rows,
     int64_t inputs, int64_t outputs, int64_t stride, int64_t batch, int64_t across, int64_t threads) {
   return kernel::missing([&] {
-    kernel::project({y, x, w, bias, rows, inputs, outputs, stride, batch, across != 0, 0, {}}, int(threads));
+    kernel::project({y, x, w, bias, rows, inputs, outputs, stride, batch, across != 0, {}, {}, {}, nullptr}, int(threads));
   });
 }
 
