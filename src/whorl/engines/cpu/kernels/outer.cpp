@@ -26,6 +26,9 @@ struct Operand {
   // they are packed.
   bool lies_ready() const { return STEP == 1 && sizeof(store) == sizeof(packed_t) && !factor && !step && m % LANES == 0; }
 
+  // Of `out` what it makes.
+  real* begin() const { return out + first * m; }
+  int64_t size() const { return (last - first) * m; }
   // Of its i-th row.
   int64_t place(int64_t i) const { return of ? of[from + i] - origin : i; }
   const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
@@ -232,26 +235,24 @@ static void pack_share(const Outer& o, const Shares& shares, int64_t share, int 
   }
 }
 
+// A sum over all rows, of which each share has its own.
 struct Outers {
   const Shares* shares;
-  Outer* of;  // each share
-  Outer* all;
+  Outer* of;  // of each share; the first is where all are added
 
-  // Of each operand the sums of all shares, one after the other, and of the columns of a.
+  // Those of all operands, and of the columns of a: one share after the other.
   void add(int64_t thread, int64_t threads) const {
     auto add = [&](auto to, int64_t size) {
       const int64_t first = size * thread / threads, last = size * (thread + 1) / threads;
       for (int64_t share = 1; share < shares->count; ++share) {
-        real *sum = to(*all), *from = to(of[share]);
+        real *sum = to(of[0]), *from = to(of[share]);
         EACH_ALONE
         for (int64_t i = first; i < last; ++i) sum[i] += from[i];
       }
     };
-    for (int side = 0; side < all->count; ++side) {
-      const Operand& whole = all->operands[side];
-      add([&](Outer& o) { return o.operands[side].out + whole.first * whole.m; }, (whole.last - whole.first) * whole.m);
-    }
-    if (all->sums) add([](Outer& o) { return o.sums; }, all->n);
+    for (int side = 0; side < of->count; ++side)
+      add([&](Outer& o) { return o.operands[side].begin(); }, of->operands[side].size());
+    if (of->sums) add([](Outer& o) { return o.sums; }, of->n);
   }
 };
 
@@ -309,55 +310,53 @@ static void multiply_share(Outer& o, packed_t* a) {
 
 static void outer_columns(void* data, int thread, int threads) {
   const Outers& job = *(Outers*)data;
-  packed_t* const a = job.all->columns + thread * Outer::COLUMNS;
+  packed_t* const a = job.of->columns + thread * Outer::COLUMNS;
   job.shares->each(thread, threads, [&](int64_t share) { multiply_share(job.of[share], a); });
 }
 
 static void add_shares(void* data, int thread, int threads) { ((Outers*)data)->add(thread, threads); }
 
-static void outer_of_panels(Outer o, const Shares& shares, int threads) {
-  for (int side = 0; side < o.count && !o.rows && !o.add; ++side) {
-    const Operand& to = o.operands[side];
-    memset(to.out + to.first * to.m, 0, size_t((to.last - to.first) * to.m) * sizeof(real));
+// The share of `o` whose rows are the next in `o.of`; but for the first it has sums of its own.
+static Outer share_of(const Outer& o, int64_t rows, bool first, Scratch& scratch) {
+  Outer made = o;
+  made.rows = rows;
+  if (!first) made.add = false, made.sums = o.sums ? scratch.zeros<real>(o.n) : nullptr;
+  auto before = [&](int64_t row) {
+    int64_t none = 0, all = rows;
+    while (none < all) made.of[(none + all) / 2] < row ? none = (none + all) / 2 + 1 : all = (none + all) / 2;
+    return none;
+  };
+  for (int side = 0; side < o.count; ++side) {
+    Operand& to = made.operands[side];
+    to.of = made.of, to.origin = to.from, to.from = before(to.from), to.to = before(to.to);
+    if (!first) to.out = scratch.take<real>(to.size()) - to.first * to.m;
+    if (!to.lies_ready()) to.packed = scratch.take<packed_t>(up(to.m, LANES) * (up(rows, Outer::DEEP) / STEP));
+    if (!rows && !made.add) memset(to.begin(), 0, size_t(to.size()) * sizeof(real));
   }
-  if (!o.rows) return;
+  return made;
+}
+
+static void outer_of_panels(Outer o, const Shares& shares, int threads) {
   Scratch scratch;
   int64_t work = 0;
-  bool factors = false;
+  bool factors = false, packs = false;
   for (int side = 0; side < o.count; ++side) {
     const Operand& to = o.operands[side];
-    work += o.rows * (to.last - to.first) * to.m, factors = factors || to.factor;
+    work += o.rows * to.size(), factors = factors || to.factor, packs = packs || !to.lies_ready();
   }
   const int now = work < 200000 ? 1 : threads;
   o.nothing = scratch.zeros<store>(o.most()), o.columns = scratch.take<packed_t>(now * Outer::COLUMNS);
   o.scaled = factors ? scratch.take<store>(now * Outer::DEEP * o.most()) : nullptr;
-  // a tile fetches ahead of rows as if a block had all
-  int64_t* of = scratch.zeros<int64_t>(o.rows + Outer::DEEP + 1);
-  for (int64_t q = 0; q < o.rows; ++q) of[q] = shares.row(q);
+  const int64_t sharing = shares.count > 1 ? 1 : now;
+  o.pieces = sharing * ((o.n + sharing * Outer::PIECE - 1) / (sharing * Outer::PIECE));
+  int64_t* of = scratch.zeros<int64_t>(o.rows + Outer::DEEP + 1);  // tiles fetch ahead as if each block had all of its rows
+  for (int64_t place = 0; place < o.rows; ++place) of[place] = shares.row(place);
   Outer parts[Shares::MOST];
   for (int64_t share = 0; share < shares.count; ++share) {
-    Outer& part = parts[share];
-    part = o, part.of = of + shares.begin(share), part.rows = shares.ends[share] - shares.begin(share);
-    part.pieces = shares.count > 1 ? (o.n + Outer::PIECE - 1) / Outer::PIECE
-                                   : now * ((o.n + now * Outer::PIECE - 1) / (now * Outer::PIECE));
-    if (share) part.add = false, part.sums = o.sums ? scratch.zeros<real>(o.n) : nullptr;
-    const int64_t steps = up(part.rows, Outer::DEEP) / STEP;
-    for (int side = 0; side < o.count; ++side) {
-      Operand& to = part.operands[side];
-      auto before = [&](int64_t row) {
-        int64_t none = 0, all = part.rows;
-        while (none < all) part.of[(none + all) / 2] < row ? none = (none + all) / 2 + 1 : all = (none + all) / 2;
-        return none;
-      };
-      to.of = part.of, to.origin = to.from, to.from = before(to.from), to.to = before(to.to);
-      if (share) to.out = scratch.take<real>((to.last - to.first) * to.m) - to.first * to.m;
-      to.packed = to.lies_ready() ? nullptr : scratch.take<packed_t>(up(to.m, LANES) * steps);
-      if (!part.rows) memset(to.out + to.first * to.m, 0, size_t((to.last - to.first) * to.m) * sizeof(real));
-    }
+    const int64_t begin = shares.begin(share);
+    o.of = of + begin, parts[share] = share_of(o, shares.ends[share] - begin, share == 0, scratch);
   }
-  Outers job = {&shares, parts, &parts[0]};
-  bool packs = false;
-  for (int side = 0; side < o.count; ++side) packs = packs || !o.operands[side].lies_ready();
+  Outers job = {&shares, parts};
   if (packs) parallel(now, pack_outer, &job);
   parallel(now, outer_columns, &job);
   if (shares.count > 1) parallel(now, add_shares, &job);
