@@ -7,8 +7,9 @@ struct Run {
   const Weights* w;
   void (*group)(const Group&, Memory, Memory);
   char *memory, *own;
-  int64_t bytes, own_bytes, next;
+  int64_t bytes, own_bytes;
   Barrier* barriers;
+  int32_t* begun;  // of each group
 };
 
 static void run_groups(void* data, int thread, int threads) {
@@ -19,9 +20,10 @@ static void run_groups(void* data, int thread, int threads) {
   if (team > 1 && slot >= k.groups) return;
   Team mine = {&run.barriers[slot], team, thread % team};
   if (team == 1) mine.barrier->size = 1;
-  // A thread's first group is the same in every call: what it writes lies in its cache, and not in another's.
-  for (int64_t group = slot; group < k.groups; group = threads + __atomic_fetch_add(&run.next, 1, __ATOMIC_RELAXED)) {
-    const int64_t begin = k.ends[group];
+  // A thread's first group is the same in every call, where no other had to begin it: what it writes lies in its cache.
+  for (int64_t turn = 0; turn < k.groups; ++turn) {
+    const int64_t group = (slot + turn) % k.groups, begin = k.ends[group];
+    if (team == 1 && __atomic_exchange_n(&run.begun[group], 1, __ATOMIC_RELAXED)) continue;
     run.group(Group(k, *run.w, k.order + begin, k.ends[group + 1] - begin, mine), {run.own + thread * run.own_bytes},
               {run.memory + slot * run.bytes});
     if (team > 1) return;
@@ -56,7 +58,7 @@ static void run_all(const Sweep& k, bool backward) {
   const int64_t teams = k.threads / k.team;
   run.memory = scratch.take<char>(run.bytes * k.threads);
   run.own = scratch.take<char>(run.own_bytes * k.threads);
-  run.barriers = scratch.zeros<Barrier>(k.threads);
+  run.barriers = scratch.zeros<Barrier>(k.threads), run.begun = scratch.zeros<int32_t>(k.groups);
   for (int64_t slot = 0; slot < k.threads; ++slot) run.barriers[slot].size = int32_t(slot < teams ? k.team : 1);
   parallel(int(k.threads), run_groups, &run);
 }
