@@ -14,7 +14,7 @@ struct Operand {
   int64_t step;  // from the first row of a batch of b to that of the next; 0: as the rows of one
   packed_t* packed;
   int64_t first, last;  // the columns of a that it meets, and the rows of `out`
-  // Of one share of the rows: which they are, of those from `origin` on; null: all.
+  // Set for a share of the rows: which they are, and the first row that b has one for.
   const int64_t* of = nullptr;
   int64_t origin = 0;
 
@@ -30,7 +30,7 @@ struct Operand {
   real* begin() const { return out + first * m; }
   int64_t size() const { return (last - first) * m; }
   // Of its i-th row.
-  int64_t place(int64_t i) const { return of ? of[from + i] - origin : i; }
+  int64_t place(int64_t i) const { return of[from + i] - origin; }
   const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
 };
 

@@ -28,7 +28,7 @@ constexpr int VECTORS = 4;
 constexpr int64_t BYTES = 16;
 constexpr int VECTORS = 2;
 #endif
-constexpr int64_t LANES = BYTES / int64_t(sizeof(real)), PANEL = VECTORS * LANES;
+constexpr int64_t LANES = BYTES / int64_t(sizeof(real));
 constexpr int ROWS = 6;
 typedef real vector __attribute__((vector_size(BYTES)));
 typedef real loose __attribute__((vector_size(BYTES), aligned(sizeof(real)), may_alias));
