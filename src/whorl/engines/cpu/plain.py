@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whorl.engines.base import Grads, from_bytes
 from whorl.engines.cpu.generate import source
-from whorl.engines.cpu.masks import DRAWN, NONE, describe, describe_zoneout, given_kind, kind_of
+from whorl.engines.cpu.masks import BY_GATE, DRAWN, HELD, NONE, describe, describe_zoneout, given_kind, kind_of
 from whorl.engines.cpu.memory import borrowed, empty
 from whorl.engines.cpu.rows import Rows
 from whorl.engines.cpu.sweep import (
@@ -122,10 +122,11 @@ def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
             if reads_x or not within[-1]:
                 sweep.x_stride = filled_up(len(cell.gates) * form.units)
             describe(sweep, form, (layer, direction), noise)
+            sweep.keep_plain = noise == BY_GATE  # masks have no gradient here, which alone needs what entered before them
             describe_zoneout(sweep, form, drawn)
             fields.append(one)
     kept, entered = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize, None
-    if noise == DRAWN or marked:
+    if noise in (HELD, DRAWN) or marked:
         entered = _up(kept)
         kept = entered + rows.outer * form.units * problem.dtype.itemsize
     count, read = len(fields), reads_x * rows.outer * filled_up(len(cell.gates) * form.units) * wide.itemsize
@@ -157,7 +158,7 @@ def forward(made: Sizes, call: Call) -> Outcome:
     for layer in range(form.layers):
         entering, (x, *apart_x) = x, _entering(x, made.within[layer * form.directions])
         last = layer == form.layers - 1
-        wanted = problem.outputs or problem.gradient or not last
+        wanted = problem.outputs or (problem.gradient and made.entered is None) or not last
         if room is not None and not last:
             y = _inner(made, room, layer)
         else:

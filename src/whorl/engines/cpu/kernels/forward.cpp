@@ -41,6 +41,10 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
   real* kept[MOST_STATES];
   for (int s = 0; s < MOST_STATES; ++s) kept[s] = own.drawn + s * larger;
   const bool direct = WHORL_DTYPE != 16 && k.noise_kind == 0;
+  const bool into_kept = !direct && k.entered && !k.keep_plain && kinds == 1 && k.width == deep;  // the product reads it there
+  auto entering_of = [&](int64_t j, int kind, int64_t c) {
+    return into_kept ? k.entered + c * k.width : entering + (j * kinds + kind) * deep;
+  };
   const int64_t row_saved = cell.saved * k.units + cell.saved_means, beside = g.beside();
   const bool together = g.together();
   for (int64_t i = 0; i < g.count; ++i) own.last[i] = -1;
@@ -105,8 +109,8 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       const real* h = row.before[0];
       if (!direct)
         for (int kind = 0; kind < kinds; ++kind)
-          g.enter(entering + (j * kinds + kind) * deep, k.width, h, g.noise(r, o, t, kind, own.drawn), g.wfirst,
-                  g.wlast);
+          g.enter(entering_of(j, kind, c), k.width, h, g.noise(r, o, t, kind, own.drawn), g.wfirst, g.wlast);
+      if (into_kept) continue;
       if (k.entered && !k.keep_plain && !direct)
         g.keep(k.entered + c * k.width, entering + j * deep, g.wfirst, g.wlast);
       else if (k.entered)
@@ -126,7 +130,7 @@ static void forward_group(const Group& g, Memory own_memory, Memory memory) {
       if (!w.leaf[m]) continue;
       for (int64_t j = 0; j < n; ++j) {
         own.a[j] = direct ? (const store*)own.row[j].before[0]
-                          : entering + (j * kinds + (kinds > 1 ? w.first[m] : 0)) * deep;
+                          : entering_of(j, kinds > 1 ? w.first[m] : 0, g.compact(own.outer[j]));
         own.c[j] = (real*)own.row[j].r + w.r_offset[w.first[m]];
       }
       g.multiply(w.packed[m], n, own.a, own.c, false, &wanted);

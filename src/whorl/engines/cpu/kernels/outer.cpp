@@ -14,6 +14,7 @@ struct Operand {
   int64_t step;  // from the first row of a batch of b to that of the next; 0: as the rows of one
   packed_t* packed;
   int64_t first, last;  // the columns of a that it meets, and the rows of `out`
+  const int64_t* at = nullptr;  // of each row where in b it begins; null: as `step` and `ldb` say
   // Set for a share of the rows: which they are, and the first row that b has one for.
   const int64_t* of = nullptr;
   int64_t origin = 0;
@@ -24,14 +25,16 @@ struct Operand {
   bool meets(int64_t begin, int64_t end) const { return from_column(begin) < to_column(end); }
   // Its rows are multiplied where they lie, which saves a tenth of the time with 64 columns and nothing from 512 on; else
   // they are packed.
-  bool lies_ready() const { return STEP == 1 && sizeof(store) == sizeof(packed_t) && !factor && !step && m % LANES == 0; }
+  bool lies_ready() const {
+    return STEP == 1 && sizeof(store) == sizeof(packed_t) && !factor && !step && !at && m % LANES == 0;
+  }
 
   // Of `out` what it makes.
   real* begin() const { return out + first * m; }
   int64_t size() const { return (last - first) * m; }
   // Of its i-th row.
   int64_t place(int64_t i) const { return of[from + i] - origin; }
-  const store* row(int64_t r) const { return b + (step ? r / batch * step + r % batch * ldb : r * ldb); }
+  const store* row(int64_t r) const { return b + (at ? at[r] : step ? r / batch * step + r % batch * ldb : r * ldb); }
 };
 
 // Rows are taken by blocks: each block's sum is made in registers and then added, so that rounding grows with the number

@@ -68,6 +68,12 @@ struct Places {
     });
     return made;
   }
+  // Of each of them where it begins there.
+  const int64_t* at(Apart apart, Scratch& scratch) const {
+    int64_t* made = scratch.take<int64_t>(rows);
+    each([&](int64_t c, int64_t t, int64_t r) { made[c] = t * apart.step + r * apart.row; });
+    return made;
+  }
   // Back, of rows `stride` apart; where none counts nothing is written.
   template <typename T>
   void spread(T* to, Apart apart, const T* from, int64_t stride, int64_t width) const {

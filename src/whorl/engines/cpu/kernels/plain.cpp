@@ -148,16 +148,16 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
   }
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
   const bool in_rows = k.place || !p.input_step;
-  const store* x = k.place ? places.gathered(p.input, p.input_apart(k), k.inputs, scratch) : p.input;
-  const Operand input = {p.to_ih, x, k.inputs, in_rows ? k.inputs : p.input_row, 0, rows, nullptr, nullptr, k.batch,
-                         in_rows ? 0 : p.input_step, nullptr, 0, x_wide};
+  Operand input = {p.to_ih, p.input, k.inputs, in_rows ? k.inputs : p.input_row, 0, rows, nullptr, nullptr, k.batch,
+                   in_rows ? 0 : p.input_step, nullptr, 0, x_wide};
+  if (k.place) input.at = places.at(p.input_apart(k), scratch);
   // Of the recurrent weights: one operand, or with a factor for each gate one that the gate's columns meet.  What entered,
   // but for its factor, is the output of the step before, and at first the initial state.
   Operand gates[MOST_GATES];
   const int count = k.noise_kind == 2 ? cell.recurrent : 1;
   for (int gate = 0; gate < count; ++gate) {
     const int64_t columns = wide / count, first = gate * columns, from = k.reverse ? 0 : k.batch;
-    const real* factor = k.noise ? k.noise + gate * each : nullptr;
+    const real* factor = k.noise && k.keep_plain ? k.noise + gate * each : nullptr;
     const store* y = k.reverse ? p.y + k.batch * k.y_stride : p.y;
     const Operand outputs = {p.to_hh, y, k.width, k.y_stride, from, from + later, factor, nullptr, k.batch, 0, nullptr, first,
                              first + columns};
