@@ -57,9 +57,11 @@ SOME, SETTLING = 10, 3
 """Steps of each in a turn, of which the first do not count: they find threads asleep and the others' caches."""
 FIT = [
     ("plain", 64, "evaluate", 3.0), ("plain", 128, "evaluate", 3.0), ("masked", 128, "fit", 10.0),
-    ("recurrent_dropout", 128, "fit", 10.0), ("Bidirectional, masked", 128, "fit", 10.0),
+    ("recurrent_dropout", 128, "fit", 10.0), ("Bidirectional, masked", 128, "fit", 10.0), ("relu", 128, "evaluate", 3.0),
+    ("relu", 128, "predict", 3.0),
 ]  # fmt: skip
 """Case of keras_fit.py, units, what is timed, and how many times as fast it is asked to be."""
+INFERENCE = "evaluate", "predict"
 GATES = {"LSTM": 4, "GRU": 3}
 FUNCTIONS = {4: ("sigmoid",) * 3 + ("std::tanh",) * 2, 3: ("sigmoid",) * 2 + ("std::tanh",)}
 """Of a unit at a step, by the gates of LSTM and GRU."""
@@ -74,8 +76,10 @@ class Sizes(NamedTuple):
     inputs: int
     steps: int = STEPS
     wanted: str = "train"
-    """ "train": a step with the gradient of x, "fit": without, "evaluate": forward alone."""
+    """ "train": a step with the gradient of x, "fit": without, "evaluate" and "predict": forward alone."""
     directions: int = 1
+    tanh: bool = True
+    """False where the cell has another function in its place, which takes next to nothing."""
 
     @property
     def columns(self) -> int:
@@ -101,7 +105,7 @@ def ways(sizes: Sizes, threads: int) -> Ways:
         "input": {"whorl": lambda: own.rows(x, weight_ih), **multiplied(x, weight_ih, 1)},
         "forward": multiplied(h[: sizes.batch], weight_hh, times),
     }
-    if sizes.wanted != "evaluate":
+    if sizes.wanted not in INFERENCE:
         dr = dx[:, :columns].contiguous()
         made["backward"] = multiplied(dr[: sizes.batch], back_hh, times)
         for name, a, b, count in (("weight_ih", dx, x, 1), ("weight_hh", dr[sizes.batch :], h[sizes.batch :], both)):
@@ -145,7 +149,7 @@ def own_layer(sizes: Sizes, threads: int) -> tuple[plain.Sizes, Call]:
     cell = whorl.cell(gates=" ".join("ifgo"[: sizes.gates]), states="h")(step)
     layer = whorl.Recurrent(cell, sizes.inputs, sizes.units, engine="cpu")
     x = torch.randn(sizes.steps, sizes.batch, sizes.inputs, requires_grad=sizes.wanted == "train")
-    with torch.set_grad_enabled(sizes.wanted != "evaluate"):
+    with torch.set_grad_enabled(sizes.wanted not in INFERENCE):
         made = plain.sizes(layer.plan(x).problem, threads, NONE)
     assert made is not None
     return made, Call(x.detach(), (), tuple(weight.detach() for weight in layer.parameters()))
@@ -172,7 +176,7 @@ def own_products(sizes: Sizes, threads: int) -> Callable[[], float]:
     def run() -> float:
         taken[0] = 0.0
         outcome = plain.forward(made, call)
-        if sizes.wanted != "evaluate":
+        if sizes.wanted not in INFERENCE:
             plain.backward(made, call, outcome.y, outcome.saved, [grad, *[None] * len(outcome.finals)])
         return sizes.directions * taken[0]
 
@@ -181,7 +185,7 @@ def own_products(sizes: Sizes, threads: int) -> Callable[[], float]:
 
 def share_of_functions(sizes: Sizes, threads: int) -> Callable[[], float]:
     """Seconds of a thread's share of the sigmoids and tanhs: from two lengths, as a call and its loop begin too."""
-    names = FUNCTIONS[sizes.gates]
+    names = [name for name in FUNCTIONS[sizes.gates] if sizes.tanh or name != "std::tanh"]
     of_unit = " + ".join(f"kernel::{name}(x[{place} * n + u])" for place, name in enumerate(names))
     loop = f"EACH_ALONE\n  for (int64_t u = 0; u < n; ++u) y[u] = {of_unit};"
     loop = f'extern "C" void functions(int64_t n, const float* x, float* y) {{\n  {loop}\n}}\n'
@@ -302,7 +306,7 @@ def fit(python: str) -> Iterator[Case]:
                 epochs()  # compiles what it compiles
             steps = 3 * shape.steps // 4 if "masked" in case else shape.steps
             directions = 2 if case.startswith("Bidirectional") else 1
-            sizes = Sizes(4, shape.batch, units, shape.features, steps, do, directions)
+            sizes = Sizes(4, shape.batch, units, shape.features, steps, do, directions, case != "relu")
             rivals = {"torch": asking["keras"]}
             yield Case(f"{do} {case}, {units} units", sizes, asked, asking["whorl"], asking["nothing"], rivals)
 
@@ -331,7 +335,7 @@ def measure(case: Case, turns: int, threads: int, peak: Peak) -> dict[str, Any]:
         products = min(apart, *(own() for _ in range(3)))
         rows.append((rival, statistics.median(times["whorl"]), products, functions(), min(times["nothing"])))
     work = sizes.directions * gflop(sizes.gates, sizes.batch, sizes.steps, sizes.inputs, sizes.units)
-    work *= {"train": 1, "fit": (work - of_x(sizes)) / work, "evaluate": 1 / 3}[sizes.wanted]
+    work *= {"train": 1, "fit": (work - of_x(sizes)) / work}.get(sizes.wanted, 1 / 3)
     names = "rival", "whorl", "products", "functions", "nothing"
     us = dict(zip(names, map(statistics.median, zip(*rows, strict=True)), strict=True))
     return {
