@@ -57,8 +57,8 @@ SOME, SETTLING = 10, 3
 """Steps of each in a turn, of which the first do not count: they find threads asleep and the others' caches."""
 FIT = [
     ("plain", 64, "evaluate", 3.0), ("plain", 128, "evaluate", 3.0), ("masked", 128, "fit", 10.0),
-    ("recurrent_dropout", 128, "fit", 10.0), ("Bidirectional, masked", 128, "fit", 10.0), ("relu", 128, "evaluate", 3.0),
-    ("relu", 128, "predict", 3.0),
+    ("recurrent_dropout", 128, "fit", 10.0), ("Bidirectional, masked", 128, "fit", 10.0),
+    ("relu", 128, "evaluate", 3.0), ("relu", 128, "predict", 3.0),
 ]  # fmt: skip
 """Case of keras_fit.py, units, what is timed, and how many times as fast it is asked to be."""
 INFERENCE = "evaluate", "predict"

@@ -122,7 +122,7 @@ def sizes(problem: Problem, threads: int, kind: int) -> Sizes | None:
             if reads_x or not within[-1]:
                 sweep.x_stride = filled_up(len(cell.gates) * form.units)
             describe(sweep, form, (layer, direction), noise)
-            sweep.keep_plain = noise == BY_GATE  # masks have no gradient here, which alone needs what entered before them
+            sweep.keep_plain = noise == BY_GATE  # masks, whose gradients read what they multiply, have none here
             describe_zoneout(sweep, form, drawn)
             fields.append(one)
     kept, entered = rows.outer * (made.saved * form.units + made.saved_means) * wide.itemsize, None
