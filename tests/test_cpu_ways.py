@@ -191,6 +191,23 @@ def test_lengths_and_resets_give_to_the_bit_what_they_give_in_the_way_of_all_cal
             assert torch.equal(one, others[f"output {index}"])
 
 
+@pytest.mark.parametrize("lengths", [name for name in LENGTHS if name])
+@pytest.mark.parametrize("cell", ["lstm", "layer norm"])
+def test_threads_that_are_dealt_sequences_change_no_bit(cell: str, lengths: str) -> None:
+    """A mask leaves some sequences so many steps more than others that threads do not take them as they lie."""
+    form, call = LENGTHENED["a panel and one"].build((CELLS | WRAPPED)[cell])
+    mask = torch.arange(len(call.x))[:, None] < LENGTHS[lengths](*call.x.shape[:2])
+    call, found, before = call._replace(marks=call.marks._replace(mask=mask)), [], torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        try:
+            found.append(results(form, call, "cpu", False))
+        finally:
+            torch.set_num_threads(before)
+    for name, one in found[0].items():
+        assert all(torch.equal(one, other[name]) for other in found[1:]), name
+
+
 def test_lengths_may_be_written_over_before_backward() -> None:
     layer, x, lengths = whorl.LSTM(3, 5, engine="cpu"), torch.randn(7, 4, 3), torch.tensor([3, 7, 0, 1])
     wanted = sweeps(layer, x, lengths=lengths.tolist())

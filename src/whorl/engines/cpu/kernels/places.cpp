@@ -18,6 +18,7 @@ struct Places {
   const int64_t* lengths = nullptr;   // the steps of each sequence, from 0 to time; null: all
   const int64_t* place = nullptr;     // by outer row: its compact row; null: the same
   const int64_t* sequence = nullptr;  // by compact row; null: row % batch
+  const int64_t* counted = nullptr;   // of each sequence how many of its steps count; null: all
 
   // `given` and `steps`, which lie `steps_apart` from each other, are null where all count.
   Places(int64_t time, int64_t batch, const uint8_t* given, Apart apart, Scratch& scratch, const int64_t* steps = nullptr,
@@ -26,7 +27,7 @@ struct Places {
     if (!given && !steps) return;
     uint8_t* by_time = scratch.take<uint8_t>(rows);
     int64_t *compact = scratch.take<int64_t>(rows), *of = scratch.take<int64_t>(rows), count = 0;
-    int64_t* held = steps ? scratch.take<int64_t>(batch) : nullptr;
+    int64_t *held = steps ? scratch.take<int64_t>(batch) : nullptr, *counts = scratch.zeros<int64_t>(batch);
     for (int64_t r = 0; r < batch && steps; ++r) {
       const int64_t length = steps[r * steps_apart];
       held[r] = length < 0 ? 0 : length < time ? length : time;
@@ -35,18 +36,28 @@ struct Places {
       for (int64_t r = 0; r < batch; ++r, ++o) {
         by_time[o] = (!steps || t < held[r]) && (!given || given[t * apart.step + r * apart.row]);
         compact[o] = count, of[count] = r;
-        count += by_time[o];
+        count += by_time[o], counts[r] += by_time[o];
       }
-    if (count < rows) rows = count, mask = by_time, lengths = held, place = compact, sequence = of;
+    if (count < rows) rows = count, mask = by_time, lengths = held, place = compact, sequence = of, counted = counts;
   }
-  // Sequences of which some are longer than others, in groups of the sizes that `ends` tells: dealt out from the longest,
-  // to and fro, so that all groups have as many steps as can be.
+  // Whether groups of the sizes that `ends` tells are so unlike that one has an eighth more steps than their mean.
+  bool is_uneven(const int64_t* ends, int64_t groups) const {
+    int64_t most = 0, all = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      int64_t own = 0;
+      for (int64_t r = ends[group]; r < ends[group + 1]; ++r) own += counted[r];
+      most = own > most ? own : most, all += own;
+    }
+    return 8 * groups * most > 9 * all;
+  }
+  // Sequences of which some are longer than others, in such groups: dealt out from the longest, to and fro, so that all
+  // have as many steps as can be.
   const int64_t* dealt(const int64_t* ends, int64_t groups, Scratch& scratch) const {
     int64_t *made = scratch.take<int64_t>(batch), *begin = scratch.zeros<int64_t>(time + 1);
     for (int64_t r = 0; r < batch; ++r)  // of each length the number of sequences that are longer
-      for (int64_t shorter = 0; shorter < lengths[r]; ++shorter) ++begin[shorter];
+      for (int64_t shorter = 0; shorter < counted[r]; ++shorter) ++begin[shorter];
     for (int64_t r = 0; r < batch; ++r) {
-      const int64_t rank = begin[lengths[r]]++, round = rank / groups, turn = rank % groups;
+      const int64_t rank = begin[counted[r]]++, round = rank / groups, turn = rank % groups;
       const bool back = round % 2 && (round + 1) * groups <= batch;
       made[ends[back ? groups - 1 - turn : turn] + round] = r;
     }

@@ -48,7 +48,7 @@ struct Plain {
   Places places(Sweep& k, Scratch& scratch) const {
     const Places made = {k.time, k.batch, mask, {mask_step, mask_row}, scratch, lengths, lengths_row};
     k.place = made.place, k.mask = mask ? made.mask : nullptr, k.lengths = made.lengths;
-    if (made.lengths) k.order = made.dealt(k.ends, k.groups, scratch);
+    if (made.counted && made.is_uneven(k.ends, k.groups)) k.order = made.dealt(k.ends, k.groups, scratch);
     if (!reset) return made;
     uint8_t* by_time = scratch.take<uint8_t>(k.time * k.batch);
     for (int64_t o = 0, t = 0; t < k.time; ++t)
