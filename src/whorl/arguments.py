@@ -177,8 +177,6 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
             "a list of int, or torch.as_tensor of them."
         )
     unseen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_virtual((value,))
-    if value.is_cuda and device.type == "cuda" and not unseen:
-        return value.to(device, torch.int64, non_blocking=True)  # kernels count from 0 to time: a clamp is one more
     if not value.is_cpu or not batch or unseen:
         return value.to(device, torch.int64, non_blocking=True).clamp(0, time)
     steps = value.tolist()  # one call of torch, where the least and the most of a tensor are four

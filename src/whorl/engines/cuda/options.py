@@ -30,7 +30,7 @@ from whorl.noise import INPUT, RECURRENT, WORDS, ZONEOUT, Given, by_gate, given,
 from whorl.problem import Call, Form, Problem
 
 # the arguments of kernels/draw.cu, draw_bits.cu, order.cu and masked.cu
-_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "3Q4q", "6Q4qd"
+_DRAW, _DRAW_BITS, _ORDER, _MASKED = "3Q6q2d", "3Q10q", "3Q3q", "6Q4qd"
 _THREADS = 256
 _MASKING = 8  # blocks of masked.cu that run at once on a multiprocessor, or so
 _DRAWING = 4  # blocks of draw_bits.cu that run at once on a multiprocessor, as it says itself
@@ -412,8 +412,8 @@ class Options:
                 back, _ = self._memory("order", 0, 0, (self.batch,), torch.int64)
                 also, its_parts = back.data_ptr(), shared.parts
             kernel(
-                self._stream, -(-self.batch // 8), 1, made.data_ptr(), also, self.lengths.data_ptr(), self.time,
-                self.batch, parts, its_parts,
+                self._stream, -(-self.batch // 8), 1, made.data_ptr(), also, self.lengths.data_ptr(), self.batch,
+                parts, its_parts,
             )  # fmt: skip
             self._orders[parts] = made
         return self._orders[parts]

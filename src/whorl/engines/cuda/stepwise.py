@@ -89,7 +89,7 @@ class _Rows:
             self.time, self.batch = x.shape[0], x.shape[1]
             self.outer = self.time * self.batch
             if marks.lengths is not None:
-                self.lengths = marks.lengths.clamp(0, self.time).contiguous()
+                self.lengths = marks.lengths.clamp(max=self.time).contiguous()
                 self.valid = torch.arange(self.time, device=x.device)[:, None] < self.lengths
             if marks.mask is not None:
                 self.valid = marks.mask if self.valid is None else self.valid & marks.mask

@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int b = 0; b < PER; ++b) {
       sequence[j][b] = place + b < last_place ? (int)sequence_at(a, place + b) : place + b;
-      ends[j][b] = LENGTHS && place + b < last_place ? steps_of(a, sequence[j][b], time) : time;
+      ends[j][b] = LENGTHS && place + b < last_place ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
     const long long row = sequence[j][0];
     const int its_first = PARTED ? reverse ? 0 : max(0, lasting_of(j) - 1) : first_step;

@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
-      ends[j] = LENGTHS && is_line(j) ? steps_of(a, sequence[j], time) : time;
+      ends[j] = LENGTHS && is_line(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
       const bool first = is_there(j), second = first && has_second;
       const int its_first = PARTED ? first_step_of(sub_of(j)) : first_step;
       const long long its_rows = PARTED ? rows_of(a, its_first) : rows, shift = its_rows - rows;
@@ -468,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (ORDER)
     for (int i = 0; i < (ROWS + 31) / 32; ++i) {
       const int line = first_place + lane + 32 * i;
-      line_ends[i] = warp == EXPECTING && line < last_place ? steps_of(a, sequence_at(a, line), time) : 0;
+      line_ends[i] = warp == EXPECTING && line < last_place ? min(time, (int)a.o.lengths[sequence_at(a, line)]) : 0;
     }
   // bytes that come for a step of a sub-tile: of the lines that are there, and scales of all
   const auto arriving = [&](int t, int sub) {

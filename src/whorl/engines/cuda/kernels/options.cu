@@ -81,13 +81,6 @@ __device__ __forceinline__ long long rows_of(const Arguments& a, int step) {
   return (long long)step * a.batch;
 }
 
-// The steps of a sequence, of which there are no more than `time`.  A caller's lengths may be any numbers.
-template <class Arguments>
-__device__ __forceinline__ int steps_of(const Arguments& a, long long sequence, int time) {
-  const long long length = a.o.lengths[sequence];
-  return length < 0 ? 0 : length < time ? (int)length : time;
-}
-
 // The steps of the longest sequence among the rows that blocks own together.
 template <class Arguments>
 __device__ __forceinline__ int longest(const Arguments& a, int first, int count = 8 * TILES) {

@@ -1,5 +1,4 @@
 // The places of sequences from the longest to the shortest, those of a length as they came: a warp finds one's place.
-// A caller's lengths may be any numbers: each is at least 0 and at most `time`.
 //
 // The places are those of `parts` clusters, which share the batch evenly: to each in turn the longest that is left, so
 // that all have fewer and fewer to compute.  Within a cluster, and of one part, they are from the longest to the shortest.
@@ -10,7 +9,7 @@
 struct Arguments {
   long long *to, *to_back;   // [batch]: the sequence in each place; of backward, or null
   const long long* lengths;  // [batch]
-  long long time, batch, parts, parts_back;
+  long long batch, parts, parts_back;
 };
 
 __device__ __forceinline__ long long place_of(unsigned place, long long batch, long long parts) {
@@ -25,14 +24,10 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__
   wait_for_the_launch_before();
   const long long mine = blockIdx.x * 8ll + threadIdx.x / 32;
   if (mine >= a.batch) return;
-  const auto length_of = [&](long long sequence) {
-    const long long given = a.lengths[sequence];
-    return given < 0 ? 0 : given < a.time ? given : a.time;
-  };
-  const long long length = length_of(mine);
+  const long long length = a.lengths[mine];
   unsigned place = 0;
   for (long long other = threadIdx.x % 32; other < a.batch; other += 32) {
-    const long long its = length_of(other);
+    const long long its = a.lengths[other];
     place += its > length || (its == length && other < mine);
   }
 #pragma unroll

@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int at = row0 + turn * COMPUTED + own_row + j * PASS;
       own.there = has_first && is_row(turn, j);
       own.sequence = is_row(turn, j) ? sequence_at(a, at) : at;
-      own.ends = LENGTHS && is_row(turn, j) ? steps_of(a, own.sequence, time) : time;
+      own.ends = LENGTHS && is_row(turn, j) ? min(time, (int)a.o.lengths[own.sequence]) : time;
     }
   const auto sequence_of = [&](int turn, int j) {
     return ORDER ? kept[turn][j].sequence : (long long)row0 + own_row + turn * COMPUTED + j * PASS;

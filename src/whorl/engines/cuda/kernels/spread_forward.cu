@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       const int place = row0 + sub * ROWS + own_row + j * PASS;
       item.there = is_there(sub, j);
       item.sequence = item.there ? sequence_at(a, place) : place;
-      item.ends = LENGTHS && item.there ? steps_of(a, item.sequence, time) : time;
+      item.ends = LENGTHS && item.there ? min(time, (int)a.o.lengths[item.sequence]) : time;
     }
   // the first sequence, and how many rows further on the others are
   const auto sequence_of = [&](int sub, int j) {

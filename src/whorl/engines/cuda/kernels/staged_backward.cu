@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int b = 0; b < PER; ++b) {
       sequence[j][b] = place + b < batch ? sequence_at(a, place + b) : place + b;
-      ends[j][b] = LENGTHS && place + b < batch ? steps_of(a, sequence[j][b], time) : time;
+      ends[j][b] = LENGTHS && place + b < batch ? min(time, (int)a.o.lengths[sequence[j][b]]) : time;
     }
     const long long row = sequence[j][0];
     gates_at[j] = a.gates[direction] + (begin + row) * GATES * UNITS + unit;

@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   GatePair x[OWN][GATES];
 #pragma unroll
   for (int j = 0; j < OWN; ++j) {
-    ends[j] = LENGTHS && is_there(j) ? steps_of(a, sequence[j], time) : time;
+    ends[j] = LENGTHS && is_there(j) ? min(time, (int)a.o.lengths[sequence[j]]) : time;
     const bool first = is_there(j), second = first && has_second;
     const long long start = ((long long)direction * batch + row + further(j)) * UNITS + unit;
 #pragma unroll
