@@ -52,8 +52,7 @@ A train step of one LSTM layer on engine `persistent`, as many inputs as units, 
 multiple of that; the GRU with its reset before the product is beside the plain GRU. {how} Of what is drawn, some 5 us at the beginning of each replay are two kernels of torch, which give
 a graph its generator's state.
 `python benchmarks/options.py costs`, replayed from a CUDA graph, in turns with the plain layer, medians, each after a check by the error rule in the same
-run. `lengths` are all full: sequences that are shorter cost less. A kernel of torch that cut them to as many steps as x has is gone since: 290 us became 287 with 256 units at batch 128, 279 and 274 with 512 at 32,
-653 and 647 with 512 at 128, with TF32 at most 2 less (one H200, 2026-11-27, in turns). In TF32 a layer
+run. `lengths` are all full: sequences that are shorter cost less. In TF32 a layer
 multiplies scaled float16, with options too ([what enters a product](persistent.md#numbers)), also where its states have no bound, as softplus leaves them ([how](persistent.md#scales-that-travel)).
 """
 

@@ -177,6 +177,7 @@ def _lengths(axes: Axes, value: Any, time: int, batch: int | str) -> Tensor:
             "a list of int, or torch.as_tensor of them."
         )
     unseen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_virtual((value,))
+    # memory of its own: kernels wait for what they count by it, which a caller's other stream may not write meanwhile
     if not value.is_cpu or not batch or unseen:
         return value.to(device, torch.int64, non_blocking=True).clamp(0, time)
     steps = value.tolist()  # one call of torch, where the least and the most of a tensor are four

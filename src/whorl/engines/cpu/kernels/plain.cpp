@@ -147,10 +147,8 @@ static void plain_backward(const Sweep& sizes, const Plain& p, int threads) {
     }
   }
   if (p.to_bias_ih) set_or_zero(p.to_bias_ih, nullptr, x_wide);
-  const bool in_rows = k.place || !p.input_step;
-  Operand input = {p.to_ih, p.input, k.inputs, in_rows ? k.inputs : p.input_row, 0, rows, nullptr, nullptr, k.batch,
-                   in_rows ? 0 : p.input_step, nullptr, 0, x_wide};
-  if (k.place) input.at = places.at(p.input_apart(k), scratch);
+  const Operand input = {p.to_ih, p.input, k.inputs, p.input_step ? p.input_row : k.inputs, 0, rows, nullptr, nullptr,
+                         k.batch, p.input_step, nullptr, 0, x_wide, k.place ? places.at(p.input_apart(k), scratch) : nullptr};
   // Of the recurrent weights: one operand, or with a factor for each gate one that the gate's columns meet.  What entered,
   // but for its factor, is the output of the step before, and at first the initial state.
   Operand gates[MOST_GATES];
