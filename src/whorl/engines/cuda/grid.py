@@ -271,7 +271,7 @@ class Grid:
     @property
     def sums(self) -> int:
         """Rows of the sums over the batch that backward leaves."""
-        return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.tiles * max(1, self.tile.splits)
+        return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.adding
 
     def __call__(self, stream: int, *values: int | float) -> None:
         """Launch on the current device with the fields of the kernel's argument that do not depend on the launch.

@@ -1,8 +1,9 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -181,6 +182,11 @@ def backward(
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
         own |= {"SUBS": tile.subs, "SPLITS": tile.splits}
+    once = steps(graph).once if isinstance(tile, Tile) and tile.each else None
+    if once is not None:
+        assert not carried, "it computes all steps"
+        assert not has_options(graph, features), "a tile of such a layer is another"
+        return _source("backward", graph, units, dtype, tile, own, once.made.text, features, carried)
     if staged(graph):
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
@@ -251,7 +257,7 @@ def _source(
         "typedef float real;",
         step,
     ]
-    way = "spread_" if isinstance(tile, Spread) else "staged_" if inside else ""
+    way = "spread_" if isinstance(tile, Spread) else "once_" if tile.each else "staged_" if inside else ""
     return kernel(f"{way}{kind}.cu", words)
 
 
@@ -278,8 +284,9 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
         numbers |= {"LANES": tile.slice // 2, "AWAY": 1, "PART": tile.slice, "COLLECTED": tile.collected}
     else:
         numbers |= {"LANES": 8, "AWAY": 4, "PART": 16}
-        numbers["MEAN_WORDS"] = mean_words(own, tile.slice, tile.cluster, tile.rows)
-        offsets = [mean_words(own, tile.slice, tile.cluster, tile.rows, stage) for stage in range(own.stages)]
+        where = own, tile.slice, tile.cluster, 8 * tile.tiles
+        numbers["MEAN_WORDS"] = sum_words(own, tile) if tile.each else mean_words(*where)
+        offsets = [mean_words(*where, stage) for stage in range(own.stages)]
     lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
     lines += [
         table("reduction_stage", (it.stage for it in reductions), "after which a mean is made"),
@@ -311,7 +318,19 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
         gates = range(len(graph.recurrent))
         of = (leaves.index(gate) if gate in leaves else -1 for gate in gates)
         lines.append(table("leaf_of", of, "which of these a recurrent gate has; -1: none"))
+    if isinstance(tile, Tile) and tile.each and made.once is not None:
+        once = made.once
+        lines += [
+            f"constexpr int TERMS = {once.terms}, CONSTANTS = {len(once.constants)}, EACH = {tile.each};",
+            _numbers("constant_term", once.constants, "the vector of a term that is the same for all units, by gate"),
+        ]
     return lines
+
+
+def _numbers(name: str, rows: Iterable[Iterable[float]], meaning: str) -> str:
+    """As `table`, of numbers."""
+    found = "".join(f"index == {i} ? {CUDA.number(one)} : " for i, one in enumerate(chain.from_iterable(rows)))
+    return f"__device__ constexpr float {name}(int index) {{ return {found}0.f; }}  // {meaning}"
 
 
 def _kinds(made: Steps, recurrent: int, tile: Tile | Spread) -> list[str]:
@@ -346,6 +365,12 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
     sources = cluster * part // 16
     packs = [own.packs(stage) for stage in range(own.stages if before is None else before)]
     return sum(4 * (rows + 4) * sources * count for count in packs)
+
+
+def sum_words(own: Pass, tile: Tile) -> int:
+    """The same in kernels/once_backward.cu."""
+    places = 1 << (max(4, len(own.reductions)) - 1).bit_length()
+    return tile.cluster * tile.slice // 16 * 2 * -(-tile.rows // 2) * places
 
 
 def _step(graph: Graph) -> str:

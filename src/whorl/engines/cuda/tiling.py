@@ -151,11 +151,18 @@ class Tile:
     """Sub-tiles that the rows are taken in, one after the other: the states of one travel while another is computed."""
     pointwise: int = 0
     """Forward: warps of each 16 units that compute the cell alone, while others multiply; 0: those do both."""
+    each: int = 0
+    """Backward: columns of a product that a sequence takes (kernels/once_backward.cu); 0: one, in the other kernels."""
 
     @property
     def rows(self) -> int:
         """The most sequences of a cluster."""
-        return 8 * self.tiles
+        return 8 // max(1, self.each) * self.tiles
+
+    @property
+    def adding(self) -> int:
+        """Backward: warps that have sums over the batch of the same units."""
+        return -(-self.rows // 2) if self.each else self.tiles * max(1, self.splits)
 
     @property
     def planes(self) -> int:
