@@ -353,6 +353,12 @@ inline void emulated_send(unsigned address, unsigned barrier, uint4 data) {
   b.bytes -= 16;
   host::settle(b);
 }
+inline void emulated_send_pair(unsigned address, unsigned barrier, uint2 data) {
+  memcpy(host::at(address), &data, 8);
+  host::Barrier& b = host::barrier_at(barrier);
+  b.bytes -= 8;
+  host::settle(b);
+}
 inline void emulated_take_more_registers() {}
 inline void emulated_take_fewer_registers() {}
 

@@ -4,9 +4,11 @@
 //          four packs after them keep two sources in different banks
 
 constexpr int SOURCES = CLUSTER * GROUPS, BESIDE = 8 * TILES + 4;
+// Of a stage with two numbers or one, forward, a pack is 8 bytes.
+__device__ constexpr int pack_bytes(int stage) { return FORWARD && numbers(stage) <= 2 ? 8 : 16; }
 // Bytes of the slots of one sequence, by its place among the cluster's, of the first pack of a source.
 __device__ __forceinline__ int slot_of(int stage, int source, int place) {
-  return (source * packs(stage) * BESIDE + place) * 16;
+  return (source * packs(stage) * BESIDE + place) * pack_bytes(stage);
 }
 
 // To the slots of every block, if the sequence is there.  `slot`: of it and this source, as bytes from the start of
@@ -25,11 +27,19 @@ __device__ __forceinline__ void send_means(
       const int target = lane / 4 + p * 8;
       if (there && target < CLUSTER) {
         const unsigned base = at_rank(shared_address(memory), target);
-        send(base + slot + pack * BESIDE * 16, base + barrier, words);
+        if (pack_bytes(stage) == 8)
+          send_pair(base + slot, base + barrier, {words.x, words.y});
+        else
+          send(base + slot + pack * BESIDE * 16, base + barrier, words);
       }
     }
 #else
-    if (lane / 4 == 0) *(uint4*)((char*)memory + slot + pack * BESIDE * 16) = words;
+    if (lane / 4 == 0) {
+      if (pack_bytes(stage) == 8)
+        *(uint2*)((char*)memory + slot) = {words.x, words.y};
+      else
+        *(uint4*)((char*)memory + slot + pack * BESIDE * 16) = words;
+    }
 #endif
   }
 }
@@ -44,14 +54,25 @@ __device__ __forceinline__ void receive(int stage, const float4* slots, int plac
     const int source = lane / 4 + i * 8;
     count[i] = source < SOURCES ? units_of(source) : 0;
 #pragma unroll
-    for (int pack = 0; pack < PACKS; ++pack)
-      packed[i][pack] = pack < packs(stage) && count[i] > 0 ? slots[(source * packs(stage) + pack) * BESIDE + place] : float4{};
+    for (int pack = 0; pack < PACKS; ++pack) {
+      packed[i][pack] = float4{};
+      if (pack >= packs(stage) || count[i] <= 0) continue;
+      if (pack_bytes(stage) == 8) {
+        const float2 two = ((const float2*)slots)[source * BESIDE + place];
+        packed[i][pack].x = two.x, packed[i][pack].y = two.y;
+      } else {
+        packed[i][pack] = slots[(source * packs(stage) + pack) * BESIDE + place];
+      }
+    }
   }
   const auto value = [&](int i, int at) {
     const float4 pack = packed[i][at / 4];
     return at % 4 == 0 ? pack.x : at % 4 == 1 ? pack.y : at % 4 == 2 ? pack.z : pack.w;
   };
   const auto amount_of = [&](int i, int each) { return amount(count[i], each); };
-  const auto first = [&](int at) { return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4]; };
+  const auto first = [&](int at) {
+    if (pack_bytes(stage) == 8) return ((const float*)slots)[place * 2 + at];
+    return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4];
+  };
   merge<EACH>(stage, LANES, amount_of, value, first, m);
 }

@@ -461,6 +461,14 @@ __device__ __forceinline__ void send(unsigned address, unsigned barrier, uint4 d
       : "memory");
 }
 
+// 8 bytes so
+__device__ __forceinline__ void send_pair(unsigned address, unsigned barrier, uint2 data) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
+      "r"(data.x), "r"(data.y), "r"(barrier)
+      : "memory");
+}
+
 // registers of a thread from here on: all four warps of a warpgroup say so; there are more only once others have fewer
 template <int COUNT> __device__ __forceinline__ void take_more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -49,7 +49,13 @@ static_assert(4 * (WEIGHT_WORDS + OPERAND_WORDS + COPIES * MEAN_WORDS + VECTOR_W
 // Bytes of one sequence that a barrier waits for: 0 the first state, from 1 on the means of each stage, then the operand
 // of each round.
 __device__ constexpr int arriving(int exchange) {
-  return CLUSTER * (exchange == 0 || exchange > STAGES ? SLICE * ELEMENT_BYTES : GROUPS * packs(exchange - 1) * 16);
+  return CLUSTER * (exchange == 0 || exchange > STAGES ? SLICE * ELEMENT_BYTES : GROUPS * packs(exchange - 1) * pack_bytes(exchange - 1));
+}
+
+// The stage at which a gate that is saved is stored, behind what the stage sends: a result as soon as it is known, and an
+// x that is saved on its own at the last exchange.
+__device__ constexpr int stored_at(int link) {
+  return link < 0 ? MOST(STAGES - 1) - 1 : link_round(link) == 0 ? 0 : round_stage(link_round(link)) + 1;
 }
 
 // The next step's x is asked for while what the first stage sends travels: later its loads stand behind what is sent.
@@ -490,6 +496,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     };
     float given[OWN][2][GATES], after[OWN][2][STATES], m[OWN][MOST(MEANS)], entered[OWN][2][MOST(ROUNDS)];
     Values values[OWN][2];
+    const auto store_known = [&](int j, int stage) {
+      const bool first = PACKED ? within(j, step_now) : is_there(j), second = first && has_second;
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) {
+        if (stored_at(sum_of(g)) != stage) continue;
+        Gate* const at = gates_at + (further(j) * GATES + g) * UNITS;
+        if (sum_of(g) >= 0)
+          store_gates(at, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)], first, second);
+        else
+          store_gates(at, given[j][0][g], given[j][1][g], first, second);
+      }
+#pragma unroll
+      for (int i = 0; i < APART; ++i)
+        if (stored_at(apart(i)) == stage)
+          store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first, second);
+    };
 #pragma unroll
     for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -544,6 +566,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (EARLY && stage == 0 && cells)
 #pragma unroll
         for (int j = 0; j < OWN; ++j) read_on(j);  // while what the stage sends travels
+      if (SAVED && stage + 1 < STAGES && cells)
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) store_known(j, stage);
       if (CLUSTER == 1 && stage + 1 < STAGES) __syncthreads();
       if (packs(stage) > 0 && cells) {
         await(1 + stage, copy, t);
@@ -612,17 +637,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                          shown ? after[j][1][s] : 0.f, first, second);
         }
         if constexpr (SAVED) {
-#pragma unroll
-          for (int g = 0; g < GATES; ++g)
-            if (sum_of(g) >= 0)
-              store_gates(now_at + g * UNITS, given[j][0][g] + r[j][0][sum_of(g)], given[j][1][g] + r[j][1][sum_of(g)],
-                          first, second);
-            else
-              store_gates(now_at + g * UNITS, given[j][0][g], given[j][1][g], first, second);
-#pragma unroll
-          for (int i = 0; i < APART; ++i)
-            store_gates(apart_at + (further(j) * APART + i) * UNITS, r[j][0][apart(i)], r[j][1][apart(i)], first,
-                       second);
+          store_known(j, STAGES - 1);
           const long long level = (rows + sequence[j]) * MEANS;
           if (MEANS > 0 && is_there(j) && rank == 0 && group == 0 && lane / 4 == 0 && (!PACKED || within(j, step_now)))
 #pragma unroll
