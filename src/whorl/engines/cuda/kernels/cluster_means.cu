@@ -1,11 +1,13 @@
 // Means in a cluster: a warp sends what it makes of its 16 units to every block.
 //
 //   slots  [source, pack of 4 floats, sequence] for each stage: the four sequences of a warp's item lie side by side, and
-//          four packs after them keep two sources in different banks
+//          four packs after them keep two sources in different banks.  Forward a stage with no more than two numbers has
+//          packs of 2: LSTM with layer norm of r and c, 512 units at batch 32, took 2.27 us a step with 4 and 2.03 with 2
+//          (bfloat16, H200)
 
 constexpr int SOURCES = CLUSTER * GROUPS, BESIDE = 8 * TILES + 4;
-// Of a stage with two numbers or one, forward, a pack is 8 bytes.
 __device__ constexpr int pack_bytes(int stage) { return FORWARD && numbers(stage) <= 2 ? 8 : 16; }
+
 // Bytes of the slots of one sequence, by its place among the cluster's, of the first pack of a source.
 __device__ __forceinline__ int slot_of(int stage, int source, int place) {
   return (source * packs(stage) * BESIDE + place) * pack_bytes(stage);
