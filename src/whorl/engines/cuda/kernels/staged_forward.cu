@@ -49,7 +49,8 @@ static_assert(4 * (WEIGHT_WORDS + OPERAND_WORDS + COPIES * MEAN_WORDS + VECTOR_W
 // Bytes of one sequence that a barrier waits for: 0 the first state, from 1 on the means of each stage, then the operand
 // of each round.
 __device__ constexpr int arriving(int exchange) {
-  return CLUSTER * (exchange == 0 || exchange > STAGES ? SLICE * ELEMENT_BYTES : GROUPS * packs(exchange - 1) * pack_bytes(exchange - 1));
+  if (exchange == 0 || exchange > STAGES) return CLUSTER * SLICE * ELEMENT_BYTES;
+  return CLUSTER * GROUPS * packs(exchange - 1) * pack_bytes(exchange - 1);
 }
 
 // The next step's x is asked for while what the first stage sends travels: later its loads stand behind what is sent.
