@@ -555,6 +555,19 @@ def test_an_option_costs_a_step_few_instructions(
 
 
 @needs_tools
+@pytest.mark.parametrize("units, dtype", [(256, torch.bfloat16), (256, torch.float32), (128, torch.bfloat16)])
+def test_lengths_are_counted_behind_the_product(units: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In front of it all of the block would wait for a vote."""
+    cell, features = CELLS["lstm"].graph, ONE_OPTION["lengths"]
+    tile = tiling.choose(size_of(cell, units, dtype.itemsize, features), H200, 32, 1, "forward")
+    assert tile is not None
+    assert tile.pointwise
+    text = source.forward(cell, units, dtype, tile, True, features)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert min(places(loop, "VOTE")) > max(places(loop, "HMMA"))
+
+
+@needs_tools
 def test_a_fence_in_the_time_loop_is_found(tmp_path: Path) -> None:
     wider = ("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.parity.acquire.cluster.shared")
     loop = time_loop(listing("forward", "lstm", 512, 32, "bfloat16", tmp_path / "kernel.cubin", wider))

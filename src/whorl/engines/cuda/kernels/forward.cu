@@ -464,6 +464,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (POINTWISE == 0) begin_sending();
   const unsigned barrier_offset = barriers - shared_address(memory);
   constexpr int EXPECTING = TRADED ? MULTIPLYING : 0;  // the warp that expects states
+  // Which sequences have not ended takes a vote: behind the product, where warps multiply alone and wait for nothing else.
+  // 200 steps took 135 us in place of 144 with 256 units at batch 32, 116 and 124 with 128 (bfloat16, H200).
+  constexpr bool LATER = ORDER && POINTWISE > 0 && !TRADED;
   int line_ends[ORDER ? (ROWS + 31) / 32 : 1];         // of lines lane, lane + 32, ...: steps of their sequences
   if constexpr (ORDER)
     for (int i = 0; i < (ROWS + 31) / 32; ++i) {
@@ -513,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
     if (t > 0) {
       wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
-      if (!TRADED) expect_more(t, sub);
+      if (!TRADED && !LATER) expect_more(t, sub);
     }
 #endif
 #pragma unroll
@@ -956,7 +959,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int t = 0; t < time; ++t) {
 #pragma unroll
       for (int sub = 0; sub < SUBS; ++sub)
-        if (lasts(t, sub)) multiply_states(t - late(sub), sub);
+        if (lasts(t, sub)) {
+          multiply_states(t - late(sub), sub);
+#if CLUSTER > 1
+          if (LATER && t > late(sub)) expect_more(t - late(sub), sub);
+#endif
+        }
     }
   } else {
 #if CLUSTER > 1
