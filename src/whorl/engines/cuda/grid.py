@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from whorl.engines.cuda import spreading, staging, tiling, tuned
+from whorl.engines.cuda import measured, spreading, staging, tiling, tuned
 from whorl.engines.cuda.beside import Halving
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.memory import empty, laid_out
@@ -29,12 +29,12 @@ def _near(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> lis
 
 def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
     """The tile of a kind: the one that `whorl tune` measured to be the fastest, else the one estimated to be."""
-    measured = tuned.found(likely, size, chip, batch, directions, kind)
-    return estimated(size, chip, batch, directions, kind) if measured is None else measured
+    kept = tuned.found(likely, size, chip, batch, directions, kind)
+    return estimated(size, chip, batch, directions, kind) if kept is None else kept
 
 
 def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
-    """The tile that is estimated to be the fastest: of a cluster where one holds the weights, else spread.
+    """The tile that is estimated, or known, to be the fastest: of a cluster where one holds the weights, else spread.
 
     In two bytes, and in float32 forward or, with TF32 products, of a step of several stages, a layer that a cluster
     holds is spread too where its steps are estimated to take less time so.
@@ -42,6 +42,9 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     read from there at each step.
     """
     where = (size, chip, batch, directions, kind)
+    known = measured.forward(size, chip, batch, directions) if kind == "forward" else None
+    if known is not None:
+        return known
     tile = tiling.choose(*where) if size.staged is None else next(iter(_near(*where)), None)
     if tile is None:
         return spreading.choose(*where)

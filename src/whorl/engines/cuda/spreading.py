@@ -390,6 +390,8 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             for aside, (parts, spilled) in product(places, ways + more)
         )
         yield from _first(found, chip)
+        if size.bare and size.recurrent == 3 and size.units > 1536 and (tiles, subs) == (2, 4) and groups == 1:
+            yield from _first(iter([forward(*given, parts=2, spilled=_OF_PARTS[width < size.element])]), chip)
     if not _four_warps(size, chip, kind):
         return
     for units, shape in product(_of(size, slices), _WIDE_SHAPES):
@@ -465,6 +467,10 @@ _WIDE_SCALED = {(32, 4, 1): (5, 6, 7, 8), (16, 2, 2): (4,)}
 a block the plain layer, of which nothing is spilled, took 491 us over 100 steps where 16 in turn took 538, and with
 zoneout, of which 5 words are, 545 and 637; a train step with a mask (7 words) 2,790 and 2,905. LSTM with 2,048 units at
 batch 64, of which nothing is, took 12.7 us a step in two parts of 16 sequences, and 18.6 in four of 8 (H200)."""
+_OF_PARTS = {False: 2, True: 0}
+"""Operands that are spilled where four times 16 sequences arrive in two parts each, with TF32 products and without: GRU
+with 2,048 units at batch 64 took 1,358 us over 100 steps in one part in float16 and 1,236 so, with two operands less or
+more 1,265 and 1,275; in bfloat16 1,249 and 1,242, with TF32 products 1,671 and 1,599 (H200)."""
 _WIDE_QUARTERS = {False: [(4, 0)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at

@@ -1,0 +1,91 @@
+"""Tiles that were found by measuring: each fits, spills nothing that counts, and stands only where it was measured."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from cells_for_tests import CELLS
+from test_machine_code import disassembled, needs_tools, time_loop
+from whorl.engines.cuda import grid, measured, source
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.source import PLAIN, Features
+from whorl.engines.cuda.tiling import Chip, Size, Tile
+
+H200 = Chip((9, 0), 132)
+PRECISIONS = {"rounded": (torch.bfloat16, False), "scaled": (torch.float32, False), "exact": (torch.float32, True)}
+NAMES = {4: "lstm", 3: "gru"}
+_FEWEST = measured._UNITS[0] // 2
+EACH = [
+    (precision, gates, units, batch)
+    for precision, gates in measured._TILES
+    for row, units in enumerate(measured._UNITS)
+    for column, batch in enumerate(measured._BATCH)
+    if measured._TILES[precision, gates].split("\n")[1 + row].split()[column] != "-"
+]
+
+
+def sized(precision: str, gates: int, units: int, features: Features = PLAIN) -> Size:
+    dtype, exact = PRECISIONS[precision]
+    return size_of(CELLS[NAMES[gates]].graph, units, dtype.itemsize, features, exact)
+
+
+@pytest.mark.parametrize("precision, gates, units, batch", EACH)
+def test_each_fits_and_all_its_clusters_run_at_once(precision: str, gates: int, units: int, batch: int) -> None:
+    fewest = max([_FEWEST, *(other for other in measured._UNITS if other < units)]) + 1
+    for own in (units, fewest, units - 1):
+        tile = measured.forward(sized(precision, gates, own), H200, batch, 1)
+        assert tile is not None
+        assert tile.pointwise
+        assert -(-batch // tile.rows) <= H200.resident(tile.cluster)
+        assert grid.estimated(sized(precision, gates, own), H200, batch, 1, "forward") == tile
+
+
+@needs_tools
+@pytest.mark.parametrize("precision, gates, units, batch", EACH[::5])
+def test_nothing_is_spilled(precision: str, gates: int, units: int, batch: int, tmp_path: Path) -> None:
+    tile = measured.forward(sized(precision, gates, units), H200, batch, 1)
+    assert tile is not None
+    dtype, _ = PRECISIONS[precision]
+    text = source.forward(CELLS[NAMES[gates]].graph, units, dtype, tile, True)
+    loop = time_loop(disassembled(text, tile, tmp_path / "kernel.cubin"))
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
+@pytest.mark.parametrize(
+    "precision, gates, units, batch, directions, features, wanted",
+    [
+        ("rounded", 4, 128, 32, 1, PLAIN, (8, 1, 2, 4)),
+        ("rounded", 4, 128, 16, 2, PLAIN, (8, 1, 2, 4)),  # as many sequences in two directions
+        ("scaled", 4, 64, 1, 1, PLAIN, (4, 1, 2, 2)),
+        ("exact", 3, 128, 100, 1, PLAIN, (4, 1, 2, 2)),
+        ("rounded", 4, 256, 128, 1, Features(noise=source.BY_GATE), (8, 2, 2, 4)),
+        ("scaled", 4, 256, 128, 1, Features(noise=source.BY_GATE), (8, 2, 2, 4)),
+        ("scaled", 4, 512, 32, 1, Features(lengths=True, order=True), (16, 1, 2, 2)),
+        ("scaled", 4, 256, 96, 1, PLAIN, None),  # 1.02 to 1.05 of the time
+        ("rounded", 4, 32, 32, 1, PLAIN, None),
+        ("rounded", 4, 513, 32, 1, PLAIN, None),
+        ("rounded", 4, 128, 257, 1, PLAIN, None),
+        ("rounded", 4, 128, 32, 1, Features(mask=True), None),
+        ("rounded", 4, 256, 128, 1, Features(lengths=True, order=True), None),
+        ("scaled", 4, 256, 128, 1, Features(mask=True), None),
+        ("exact", 4, 256, 128, 1, Features(mask=True), None),
+    ],
+)
+def test_they_stand_where_they_were_measured(
+    precision: str, gates: int, units: int, batch: int, directions: int, features: Features,
+    wanted: tuple[int, ...] | None,
+) -> None:  # fmt: skip
+    tile = measured.forward(sized(precision, gates, units, features), H200, batch, directions)
+    assert (tile and (tile.cluster, tile.subs, tile.splits, tile.pointwise)) == wanted
+
+
+@pytest.mark.parametrize("name", ["rnn_tanh", "rnn_relu"])
+def test_other_cells_and_chips_have_what_is_estimated(name: str) -> None:
+    size = size_of(CELLS[name].graph, 128, 2)
+    assert measured.forward(size, H200, 32, 1) is None
+    for chip in (Chip((9, 0), 114), Chip((10, 0), 148), Chip((8, 0), 108)):
+        tile = grid.estimated(sized("rounded", 4, 128), chip, 32, 1, "forward")
+        assert measured.forward(sized("rounded", 4, 128), chip, 32, 1) is None
+        assert not isinstance(tile, Tile) or (tile.splits, tile.pointwise) not in ((2, 2), (2, 4))
