@@ -25,7 +25,7 @@ from test_machine_code import needs_tools
 from test_persistent import assert_right, build
 from whorl import problem
 from whorl.cells import library
-from whorl.engines.cuda import grid, source, spreading, tiling
+from whorl.engines.cuda import grid, products, source, spreading, tiling
 from whorl.engines.cuda.persistent import Persistent
 from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import Features
@@ -54,10 +54,12 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: seen)
     monkeypatch.setattr(Chip, "architecture", own)
     made_anew(monkeypatch)
-    plan.cache_clear()
+    has_read = plan, real, products.workspace  # those properties
+    for known in has_read:
+        known.cache_clear()
     yield chip
-    plan.cache_clear()
-    real.cache_clear()  # it has read those properties
+    for known in has_read:
+        known.cache_clear()
 
 
 SIZES = [(1, 4, 3), (31, 24, 13), (96, 9, 8), (128, 32, 30), (300, 33, 5), (509, 25, 7), (768, 20, 6)]
