@@ -78,6 +78,11 @@ def forward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | None:
     return tiling.forward(size, cluster, subs, splits, chip.shared, subs=subs, pointwise=pointwise)
 
 
+def worth(size: Size) -> float:
+    """What steps of these tiles take, of those that are estimated to be the fastest: in the mean."""
+    return 0.96 if size.element == 2 else 0.85 if size.exact else 0.95
+
+
 def _found(size: Size, row: int, column: int) -> str:
     """What `_TILES` has, and with options what was measured with them; "-" for nothing."""
     kind = "rounded" if size.element == 2 else "exact" if size.exact else "scaled"
