@@ -636,6 +636,8 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
         products *= 2 * planes - 1
         again = 0.4 * (tile.parts - 1) * (planes - 1)
+        if planes == 1 and width == 2 and tile.subs == 4 and size.recurrent == 3 and size.units > 1536:
+            again = 0.12 * (tile.parts - 1)  # `_OF_PARTS`: what is left to cuDNN was measured in one part
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         part += 0.4 * (tile.tiles - 1) * (planes - 1)  # GRU with 512 units at batch 128 took 3.66 us
         even = tile.groups == 2 and strips % 2 == 0 and tile.resident == share * tile.depths
