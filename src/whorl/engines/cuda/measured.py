@@ -3,8 +3,8 @@
 Some warps of each 16 units multiply and others compute the cell, and each sub-tile is 8 sequences.  Estimates do not
 tell well how many of each are best (tiling.py); these took less time than what is estimated to be the fastest: of some
 900 kernels on one H200 (2026-11-27, 100 steps with all products), and of 200 that were measured anew, other sizes too.
-In true float32 GRU takes 0.62 to 0.96 of the time, LSTM 0.75 to 0.98; with TF32 products LSTM of 64 units 0.69, others
-0.79 to 0.98; in two bytes 0.79 (GRU, 384 units at batch 128) to 0.98.
+In true float32 GRU takes 0.62 to 0.96 of the time, LSTM 0.75 to 0.98 (1.02 with 200 units at batch 100); with TF32
+products LSTM of 64 units 0.69, others 0.79 to 0.99; in two bytes 0.79 (GRU, 384 units at batch 128) to 0.99.
 """
 
 from bisect import bisect_left
