@@ -12,7 +12,7 @@ from emulation import H200, Kernel, emulated
 from whorl import settings
 from whorl.cells import library
 from whorl.cells.cell import Graph
-from whorl.engines.cuda import grid, prepare, tuned, tuning
+from whorl.engines.cuda import grid, prepare, spreading, tiling, tuned, tuning
 from whorl.engines.cuda.grid import described
 from whorl.engines.cuda.layers import Layers
 from whorl.engines.cuda.prepare import shared_bytes, size_of
@@ -49,6 +49,17 @@ def test_what_is_kept_is_chosen_for_its_own_shape_alone() -> None:
         (SIZE, Chip((9, 0), 114), 32, 1, "forward"), (SIZE._replace(units=511), CHIP, 32, 1, "forward"),
     ):  # fmt: skip
         assert grid.choose(*other) == grid.estimated(*other)
+
+
+def test_a_tile_of_the_table_is_kept_and_found() -> None:
+    """It is no candidate of the estimates: measured.py has it."""
+    where = (SIZE._replace(units=128), *WHERE[1:])
+    known = grid.estimated(*where)
+    assert known is not None
+    assert known not in spreading.likely(*where)
+    assert known not in tiling.likely(*where)
+    tuned.keep(known, *where)
+    assert tuned.found(grid.likely, *where) == known
 
 
 def test_a_tile_of_the_other_regime_is_kept_too() -> None:

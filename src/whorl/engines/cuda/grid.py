@@ -35,8 +35,12 @@ def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Ti
 
 def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
     """The tile that is known (measured.py), else estimated, to be the fastest."""
-    known = measured.forward(size, chip, batch, directions) if kind == "forward" else None
+    known = _known(size, chip, batch, directions, kind)
     return _estimated(size, chip, batch, directions, kind) if known is None else known
+
+
+def _known(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | None:
+    return measured.forward(size, chip, batch, directions) if kind == "forward" else None
 
 
 def _estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
@@ -173,7 +177,7 @@ A train step of 100 took 2,710 us in a cluster and 1,648 spread with 512 units a
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
     """Microseconds that a step of the tile takes that `estimated` gives, of a cell of one stage; the whole batch.
 
-    Of one that is known: what is estimated of another, and the share of it that such ones took.
+    Of one that is known: what is estimated of the tile that would run else, times what `measured.worth` says.
     """
     where = (size, chip, batch, directions, kind)
     tile = _estimated(*where)
@@ -184,14 +188,15 @@ def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
 def likely(
     size: Size, chip: Chip, batch: int, directions: int, kind: str, each: int | None = None
 ) -> list[Tile | Spread]:
-    """The candidates, those of each regime that are estimated to be the fastest first.
+    """The candidates, those of each regime that are estimated to be the fastest first; last one that is known.
 
     Args:
         each: how many of each regime; None: all.
     """
     where = (size, chip, batch, directions, kind)
+    known = _known(*where)
     found: list[Tile | Spread] = [*_near(*where)[:each]]
-    return [*found, *spreading.likely(*where)[:each]]
+    return list(dict.fromkeys([*found, *spreading.likely(*where)[:each], *([known] if known is not None else [])]))
 
 
 def described(tile: Tile | Spread, shared: int) -> str:

@@ -390,7 +390,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             for aside, (parts, spilled) in product(places, ways + more)
         )
         yield from _first(found, chip)
-        if size.bare and size.recurrent == 3 and size.units > 1536 and (tiles, subs) == (2, 4) and groups == 1:
+        if _in_parts(size) and (tiles, subs) == (2, 4) and groups == 1:
             yield from _first(iter([forward(*given, parts=2, spilled=_OF_PARTS[width < size.element])]), chip)
     if not _four_warps(size, chip, kind):
         return
@@ -422,6 +422,11 @@ def _four_warps(size: Size, chip: Chip, kind: str) -> bool:
     of_all = not size.masks and (kind == "backward" or not size.bits) and (size.staged is None or size.element == 2)
     of_all = of_all and not _rounds(size, kind)  # which multiplies few gates at a time
     return chip.capability == (9, 0) and operand(size, kind) == 2 and of_all
+
+
+def _in_parts(size: Size) -> bool:
+    """Whether four times 16 sequences forward may arrive in two parts each: measured was GRU with 2,048 units."""
+    return size.bare and size.recurrent == 3 and size.units > 1536
 
 
 def _wide_ways(size: Size, units: int, shape: tuple[int, int]) -> Sequence[tuple[int, int]]:
@@ -468,9 +473,9 @@ a block the plain layer, of which nothing is spilled, took 491 us over 100 steps
 zoneout, of which 5 words are, 545 and 637; a train step with a mask (7 words) 2,790 and 2,905. LSTM with 2,048 units at
 batch 64, of which nothing is, took 12.7 us a step in two parts of 16 sequences, and 18.6 in four of 8 (H200)."""
 _OF_PARTS = {False: 2, True: 0}
-"""Operands that are spilled where four times 16 sequences arrive in two parts each, with TF32 products and without: GRU
-with 2,048 units at batch 64 took 1,358 us over 100 steps in one part in float16 and 1,236 so, with two operands less or
-more 1,265 and 1,275; in bfloat16 1,249 and 1,242, with TF32 products 1,671 and 1,599 (H200)."""
+"""Operands that are spilled then, by whether products are TF32's: GRU with 2,048 units at batch 64 took 1,358 us over
+100 steps in one part in float16 and 1,236 so, with two operands less or more 1,265 and 1,275; in bfloat16 1,249 and
+1,242, with TF32 products 1,671 and 1,599 (H200)."""
 _WIDE_QUARTERS = {False: [(4, 0)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
@@ -636,8 +641,8 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
             return launches(chip, batch, directions, tile) * (taken + _BEGIN) - _BEGIN
         products *= 2 * planes - 1
         again = 0.4 * (tile.parts - 1) * (planes - 1)
-        if planes == 1 and width == 2 and tile.subs == 4 and size.recurrent == 3 and size.units > 1536:
-            again = 0.12 * (tile.parts - 1)  # `_OF_PARTS`: what is left to cuDNN was measured in one part
+        if _in_parts(size):
+            again = 0.12 * (tile.parts - 1)  # so that as much is left to cuDNN as was measured in one part
         part = 0.54e-3 * products + 0.67e-3 * shared / 128 + (0.0091 + 0.000166 * tile.blocks) * states / 1024
         part += 0.4 * (tile.tiles - 1) * (planes - 1)  # GRU with 512 units at batch 128 took 3.66 us
         even = tile.groups == 2 and strips % 2 == 0 and tile.resident == share * tile.depths
