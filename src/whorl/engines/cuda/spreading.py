@@ -473,9 +473,9 @@ a block the plain layer, of which nothing is spilled, took 491 us over 100 steps
 zoneout, of which 5 words are, 545 and 637; a train step with a mask (7 words) 2,790 and 2,905. LSTM with 2,048 units at
 batch 64, of which nothing is, took 12.7 us a step in two parts of 16 sequences, and 18.6 in four of 8 (H200)."""
 _OF_PARTS = {False: 2, True: 0}
-"""Operands that are spilled then, by whether products are TF32's: GRU with 2,048 units at batch 64 took 1,358 us over
-100 steps in one part in float16 and 1,236 so, with two operands less or more 1,265 and 1,275; in bfloat16 1,249 and
-1,242, with TF32 products 1,671 and 1,599 (H200)."""
+"""Operands that are spilled where `_in_parts` says so, by whether products are TF32's: GRU with 2,048 units at batch 64
+took 1,358 us over 100 steps in one part in float16 and 1,236 so, with two operands less or more 1,265 and 1,275; in
+bfloat16 1,249 and 1,242, with TF32 products 1,671 and 1,599 (H200)."""
 _WIDE_QUARTERS = {False: [(4, 0)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
