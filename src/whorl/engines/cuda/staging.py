@@ -20,7 +20,8 @@ def forward(
     graph: Graph, size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None
 ) -> Tile | None:
     """The forward kernel's numbers, if they fit; arguments as in `tiling.forward`."""
-    made, words = steps(graph), 4 // size.element
+    made, halves = steps(graph), size.halves and not size.by_step
+    words = 2 if halves else 4 // size.element
     own, links, widest = made.forward, len(made.links), most(map(len, rounds_of(made)))
     part = tiling.slice_of(size.units, cluster)
     groups, depths = part // 16, -(-cluster * part // (8 * words * splits))
@@ -31,18 +32,19 @@ def forward(
     item = size.gates * size.gate // 2 + 2 * size.states + size.ahead
     item += 2 * (links + own.kept + size.states + len(own.rounds)) + 2 * len(own.reductions)
     used = max(widest * tiles * 4 + 4 * tiles, 0) + each * item + 2 * links + 8 * bool(size.ahead)
-    used += 10 * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _FORWARD_EXTRA, tiles)
-    resident = _resident(size, warps, used, 4 * max(1, size.recurrent), depths, resident)
+    used += 10 * tiles * (size.bits or bool(size.masks)) + tiling.extra(size, _FORWARD_EXTRA, tiles, halves)
+    resident = _resident(size, warps, used, 4 * max(1, size.recurrent), depths, resident, halves)
     states, copies = 8 * tiles * splits * depths * 8, _copies(made, "forward")
     partial = groups * 2 * tiles * splits * widest * 64 if splits > 1 else 0
     operands = copies * ((made.leaves > 0) + len(own.rounds)) * states
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
     means, barriers = copies * mean_words(own, part, cluster, 8 * tiles), copies * (1 + own.stages + len(own.rounds))
-    rest = operands + partial + masks + means + size.vectors * part
+    scales = halves * (8 * tiles + 16 * warps * size.recurrent)
+    rest = operands + partial + masks + means + size.vectors * part + scales
     shared = 4 * (warps * (depths - resident) * size.recurrent * 128 + rest) + 8 * barriers
     if shared > limit:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact)
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, exact=size.exact, halves=halves)
 
 
 def backward(
@@ -54,15 +56,19 @@ def backward(
     Args:
         splits: warps that share 16 units of 8 sequences, 1 or 2.
     """
-    made, words = steps(graph), 4 // size.element
+    made, halves = steps(graph), size.halves
+    words = 2 if halves else 4 // size.element
     own, part = made.backward, tiling.slice_of(size.units, cluster)
     groups = part // 16
+    if halves and groups > 12:
+        return None
     cells, strips, depths = groups * tiles, cluster * groups, size.recurrent * part // (8 * words)
     share = -(-strips // warps)
     chunk = min(2, share)
     used = _backward_registers(graph, size, cluster, tiles, warps, splits)
-    resident = _resident(size, warps, used, 4, share * depths, resident)
-    gradients, sums, copies = 8 * tiles * (depths * 8 + 4), cells * cluster * 128, _copies(made, "backward")
+    resident = _resident(size, warps, used, 4, share * depths, resident, halves)
+    padding = 12 if halves and groups > 4 else 4
+    gradients, sums, copies = 8 * tiles * (depths * 8 + padding), cells * cluster * 128, _copies(made, "backward")
     masks = size.masks * strips * tiles * 128 // words + size.bits * strips * tiles * 32
     means, barriers = copies * mean_words(own, part, cluster, 8 * tiles), copies * (1 + own.stages + len(own.rounds))
     arriving = copies * ((made.leaves > 0) + len(own.rounds)) * sums
@@ -70,7 +76,7 @@ def backward(
     shared = 4 * (warps * (share * depths - resident) * 128 + rest) + 8 * barriers
     if shared > limit:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, splits, chunk=chunk, exact=size.exact)
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, chunk=chunk, exact=size.exact, halves=halves)
 
 
 def once(graph: Graph, size: Size, cluster: int, tiles: int, limit: int, producers: int = _PRODUCERS) -> Tile | None:
@@ -115,7 +121,9 @@ def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warp
     used += 6 * chunk * tiles * (size.bits or bool(size.masks))
     ahead = each * held == 1 and groups * tiles * splits <= 4 and size.element == 2 and own.reductions
     used += 32 * bool(ahead)  # what is read ahead
-    return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles)
+    share = -(-cluster * groups // warps)
+    used += (2 * share + (4 * chunk + 2) * tiles) * size.halves
+    return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles, size.halves)
 
 
 def _copies(made: Steps, kind: str) -> int:
@@ -124,12 +132,14 @@ def _copies(made: Steps, kind: str) -> int:
     return 1 if (made.leaves > 0) + own.exchanges > 1 else 2
 
 
-def _resident(size: Size, warps: int, used: int, each: int, all_of: int, given: int | None) -> int:
+def _resident(
+    size: Size, warps: int, used: int, each: int, all_of: int, given: int | None, halves: bool
+) -> int:  # fmt: skip
     """Depths of weights in registers, of `each` registers."""
     if given is not None:
         return given
     room = max(0, tiling.registers(warps) - used)
-    return min(all_of, min(room, 160 if size.element == 4 else MOST_REGISTERS) // each)
+    return min(all_of, min(room, 160 if size.element == 4 and not halves else MOST_REGISTERS) // each)
 
 
 @lru_cache(maxsize=1024)

@@ -153,7 +153,7 @@ __device__ __forceinline__ float2 first_entered(
           second ? wide(first_operand(a, sequence, unit + 1, direction, step)) : 0.f};
 }
 
-#if HALVES && OPTIONS
+#if HALVES
 // The largest that enters a sequence's recurrent product, at the first step or, where scales stay, at any: as all lanes of
 // a warp find it together.  What the cell makes is in [-1, 1] or no larger than it was, and so is what zoneout makes of
 // the two; a state that is kept is one of these, an initial one or one that a reset gives.

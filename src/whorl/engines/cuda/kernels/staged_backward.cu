@@ -22,7 +22,9 @@ constexpr int ROWS = 8 * TILES, CELLS = GROUPS * TILES, ITEMS = CELLS * SPLITS;
 constexpr int PER = 2 / SPLITS, OWN = (ITEMS + WARPS - 1) / WARPS;
 constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, THREADS = 32 * WARPS;
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
-constexpr int STRIDE = DEPTHS * 8 + 4;  // of a sequence's gradients: 8 rows of 16 bytes are in 32 different banks
+// of a sequence's gradients, and their groups' scales: 8 rows of 16 bytes are in 32 different banks
+constexpr int STRIDE = DEPTHS * 8 + (HALVES && GROUPS > 4 ? 12 : 4);
+static_assert(!HALVES || GROUPS <= 12, "no room for a scale of each group");
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
@@ -56,7 +58,7 @@ __device__ constexpr unsigned arriving(int exchange) {
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
-  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Weight* weights[2];   // [RECURRENT x UNITS, UNITS], with HALVES as halve.cu makes them
   const Element* vectors[2][MOST(VECTORS)];
   const Element* initial[STATES];  // [directions, batch, UNITS], all or null
   const Element* y;                // [time, batch, directions x UNITS]
@@ -112,10 +114,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER;
-  const Element* const weights = a.weights[direction];
+  const Weight* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are a strip's even units, rows 8 to 15 the odd
   uint4 resident[MOST(RESIDENT)];
+#if HALVES
+  float unscale[SHARE][2];  // what scales of weights are the inverse of
+#pragma unroll
+  for (int s = 0; s < SHARE; ++s) {
+    const int strip = warp * SHARE + s, column = strip * 16 + lane / 4 * 2;
+    const bool first = strip < STRIPS && rank * SLICE < UNITS && column < UNITS, second = first && column + 1 < UNITS;
+    const float2 its = load_wide_pair(scales_behind(weights) + rank * UNITS + column, first, second);
+    unscale[s][0] = its.x, unscale[s][1] = its.y;
+  }
+#endif
   const auto weights_of = [&](int depth) {
     const int own = (int)rank * SLICE + depth % SLICE;
     return WeightRow{weights + ((long long)(depth / SLICE) * UNITS + own) * WEIGHT_PITCH, UNITS - own};
@@ -357,10 +369,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int group = cell_of(j) / TILES;
     unsigned* const to = gradients + turn * GRADIENT_WORDS + row_of(j, b) * STRIDE +
                          (gate * SLICE + group * 16 + lane / 4 * 2) / WORD_ELEMENTS;
-#if ELEMENT_BYTES == 2
+#if HALVES
+    *to = half_pair(first, second);
+#elif ELEMENT_BYTES == 2
     *to = narrow_pair(first, second);
 #else
     to[0] = operand(first), to[1] = operand(second);
+#endif
+  };
+  // what a group's gradients of a sequence are multiplied with, of which `most` is the largest in this thread
+  const auto scale_gradients = [&](int turn, int j, int b, float most) {
+#if HALVES
+#pragma unroll
+    for (int away = 4; away < 32; away *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, away));
+    if (lane / 4 == 0)
+      gradients[turn * GRADIENT_WORDS + row_of(j, b) * STRIDE + DEPTHS * 8 + cell_of(j) / TILES] = __float_as_uint(unscale_of(most));
+    return scale_of(unscale_of(most));
+#else
+    return 1.f;
 #endif
   };
 
@@ -421,6 +447,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 
   const unsigned columns = shared_address(gradients) + ((lane % 8) * STRIDE + lane / 8 * 4) * 4;
+  // of two gates, of the same 16 units
+  const unsigned columns_of_two = columns + lane / 16 * (GATE_DEPTHS - 1) * 32;
   const bool wants_initial = a.initial_gradients[0] != nullptr || RESET_TO || NOISE_GRADIENT;
   long long rows_before = rows;
   // sums of a product with the transposed weights of a round's gates, to the blocks that own their units
@@ -428,6 +456,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
       float sums[CHUNK][TILES][4] = {}, all[CHUNK][TILES][4] = {};
+#if HALVES
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group) {  // whose gradients of a sequence have a scale of their own
+        float factors[TILES][2];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            factors[n][e] = __uint_as_float(
+                gradients[turn * GRADIENT_WORDS + (n * 8 + lane % 4 * 2 + e) * STRIDE + DEPTHS * 8 + group]);
+        const auto add_up = [&](int c, int n, int gate) {  // its masks say what of a gate's sums counts
+          const int strip = min(warp * SHARE + i0 + c, STRIPS - 1);
+          const unsigned bits = GATEWISE ? mask_bits[(strip * TILES + n) * 32 + lane] >> gate * 4 : 0u;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
+            const float sum = sums[c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2] * factors[n][e % 2];
+            if (!GATEWISE || (!NOISE_INSIDE && gate >= MASKED))
+              all[c][n][e] += sum;
+            else
+              all[c][n][e] += bits >> e & 1 ? a.o.noise_scale * sum : 0.f;
+            sums[c][n][e] = 0.f;
+          }
+        };
+#pragma unroll
+        for (int g = 0; g < RECURRENT; g += 2) {
+          if (!is_in(round, g) && !is_in(round, g + 1)) continue;
+          uint4 b[TILES];
+#pragma unroll
+          for (int n = 0; n < TILES; ++n) {
+            const unsigned at = columns_of_two + (turn * GRADIENT_WORDS + n * 8 * STRIDE + (g * GROUPS + group) * 8) * 4;
+            b[n] = g + 1 < RECURRENT ? load_columns(at) : load_half_columns(at);
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (g + half < RECURRENT && is_in(round, g + half))
+#pragma unroll
+              for (int c = 0; c < CHUNK; ++c)
+                if (i0 + c < SHARE) {
+                  const int i = (i0 + c) * DEPTHS + (g + half) * GROUPS + group;
+                  const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                           : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
+#pragma unroll
+                  for (int n = 0; n < TILES; ++n) {
+                    multiply(sums[c][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                    if constexpr (GATEWISE) add_up(c, n, g + half);
+                  }
+                }
+        }
+        if constexpr (!GATEWISE)
+#pragma unroll
+          for (int c = 0; c < CHUNK; ++c)
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) add_up(c, n, 0);
+      }
+#else
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 2) {
         if (!is_in(round, d / GATE_DEPTHS) && !is_in(round, (d + 1) / GATE_DEPTHS)) continue;
@@ -473,6 +556,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               }
           }
       }
+#endif
 #pragma unroll
       for (int c = 0; c < CHUNK; ++c) {
         const int strip = warp * SHARE + i0 + c;
@@ -482,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {  // the two units of one sequence, then of the next
-          const float(&sum)[4] = GATEWISE ? all[c][n] : sums[c][n];
+          const float(&sum)[4] = GATEWISE || HALVES ? all[c][n] : sums[c][n];
           const int slot = sums_at(round, copy) + ((strip % GROUPS * TILES + n) * CLUSTER + rank) * 32 + spot_of(CLUSTER > 1 ? rank : 0, lane / 4, lane % 4);
 #if CLUSTER > 1
           const uint4 data = {__float_as_uint(sum[0]), __float_as_uint(sum[2]), __float_as_uint(sum[1]),
@@ -608,8 +692,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int b = 0; b < PER; ++b) {
                 const bool valid = !MARKED || item[j].valid[b];
                 const int which = asked < ROUNDS ? asked : 0;
-                put_gradient(turn, pull_gate(round - 1), j, b, in[j][b][0] && valid ? operands[j][b][0][which] : 0.f,
-                             in[j][b][1] && valid ? operands[j][b][1][which] : 0.f);
+                const float first = in[j][b][0] && valid ? operands[j][b][0][which] : 0.f;
+                const float second = in[j][b][1] && valid ? operands[j][b][1][which] : 0.f;
+                const float scale = scale_gradients(turn, j, b, fmaxf(fabsf(first), fabsf(second)));
+                put_gradient(turn, pull_gate(round - 1), j, b, scale * first, scale * second);
               }
             }
           ++asked;
@@ -691,10 +777,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int j = 0; j < OWN; ++j) {
           if (OWN * WARPS > ITEMS && warp + j * WARPS >= ITEMS) break;
 #pragma unroll
-          for (int b = 0; b < PER; ++b)
+          for (int b = 0; b < PER; ++b) {
+            float most = 0.f;
+#pragma unroll
+            for (int l = 0; l < LEAVES; ++l) most = fmaxf(most, fmaxf(fabsf(dr[j][b][0][l]), fabsf(dr[j][b][1][l])));
+            const float scale = scale_gradients(turn, j, b, most);
 #pragma unroll
             for (int l = 0; l < LEAVES; ++l)
-              put_gradient(turn, leaf_gate(l), j, b, dr[j][b][0][l], dr[j][b][1][l]);
+              put_gradient(turn, leaf_gate(l), j, b, scale * dr[j][b][0][l], scale * dr[j][b][1][l]);
+          }
         }
     }
     const bool goes_on = LEAVES > 0 && (t + 1 < time || wants_initial);

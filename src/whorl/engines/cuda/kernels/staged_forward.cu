@@ -41,15 +41,18 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * RECURRENT * 128;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? MASKED * STATE_WORDS
                                                     : 0;
+// what scales are the inverse of: of each sequence's states, and of weights for [warp, gate, unit]
+constexpr int SCALES = HALVES ? ROWS : 0, WEIGHT_SCALES = HALVES ? WARPS * RECURRENT * 16 : 0;
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
-static_assert(4 * (WEIGHT_WORDS + OPERAND_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + PARTIAL_WORDS + MASK_WORDS) +
+static_assert(4 * (WEIGHT_WORDS + OPERAND_WORDS + COPIES * MEAN_WORDS + VECTOR_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALES +
+                   WEIGHT_SCALES) +
                       8 * COPIES * BARRIERS == SHARED,
               "tiling and kernel disagree");
 
 // Bytes of one sequence that a barrier waits for: 0 the first state, from 1 on the means of each stage, then the operand
 // of each round.
 __device__ constexpr int arriving(int exchange) {
-  if (exchange == 0 || exchange > STAGES) return CLUSTER * SLICE * ELEMENT_BYTES;
+  if (exchange == 0 || exchange > STAGES) return CLUSTER * SLICE * OPERAND_BYTES;
   return CLUSTER * GROUPS * packs(exchange - 1) * pack_bytes(exchange - 1);
 }
 
@@ -66,7 +69,7 @@ __device__ constexpr int stored_at(int link) {
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
-  const Element* weights[2];  // [RECURRENT x UNITS, UNITS]
+  const Weight* weights[2];   // [RECURRENT x UNITS, UNITS], with HALVES as halve.cu makes them
   const Element* bias[2];     // [RECURRENT x UNITS] or null
   const Element* x_bias[2];   // [GATES x UNITS] or null
   const Element* vectors[2][MOST(VECTORS)];
@@ -94,7 +97,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const slots = partial + PARTIAL_WORDS;
   float* const own_vectors = slots + COPIES * MEAN_WORDS;  // [vector, unit of the block]
   unsigned* const masks = (unsigned*)(own_vectors + VECTOR_WORDS);
-  const unsigned barriers = shared_address(masks + MASK_WORDS);
+  float* const scales = (float*)(masks + MASK_WORDS);
+  float2* const weight_scales = (float2*)(scales + SCALES);
+  const unsigned barriers = shared_address(scales + SCALES + WEIGHT_SCALES);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
   const int direction = blockIdx.y;
@@ -103,20 +108,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool has_first = unit < UNITS, has_second = unit + 1 < UNITS;
   const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
   const int first_place = blockIdx.x / CLUSTER * share, last_place = min(batch, first_place + share);
-  const Element* const weights = a.weights[direction];
+  const Weight* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
   uint4 resident[MOST(RESIDENT)][MOST(RECURRENT)];
+#if HALVES
+  float unscale[(RECURRENT + 1) / 2];  // of the group's 16 units, two gates at a time; asked for before the weights
+#pragma unroll
+  for (int g = 0; g < RECURRENT; g += 2) {
+    const int own = rank * SLICE + group * 16 + lane % 16, gate = g + lane / 16;
+    unscale[g / 2] = gate < RECURRENT && own < UNITS ? scales_behind(weights)[gate * UNITS + own] : 0.f;
+  }
+#endif
   const int first_column = split * DEPTHS * 8 * WORD_ELEMENTS;
   bring_rows<First<RESIDENT * RECURRENT>, RECURRENT, DEPTHS, STREAMED * RECURRENT, WARPS, 4 * WEIGHT_WORDS>(
       memory, warp, lane, [](int gate, int depth) { return depth * RECURRENT + gate; },
       [&](int gate, int m) {
         const int own = rank * SLICE + group * 16 + m;
-        const Element* const at = weights + ((long long)gate * UNITS + own) * UNITS;
+        const Weight* const at = weights + ((long long)gate * UNITS + own) * WEIGHT_PITCH;
         return WeightRow{at + first_column, own < UNITS ? UNITS - first_column : 0};
       },
       [&](int i, uint4 words) { resident[i / MOST(RECURRENT)][i % MOST(RECURRENT)] = words; },
       [&](int i, uint4 words) { streamed[(warp * STREAMED * RECURRENT + i) * 32 + lane] = words; });
+
+#if HALVES
+#pragma unroll
+  for (int g = 0; g < RECURRENT; g += 2)
+    if (g + lane / 16 < RECURRENT) ((float*)weight_scales)[(warp * RECURRENT + g) * 16 + lane] = unscale[g / 2];
+#endif
 
   // steps of the longest sequence of the cluster
   const int time = LENGTHS ? longest(a, first_place, share) : (int)a.time;
@@ -152,6 +171,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       unsigned* const to = masks + gate * STATE_WORDS + word_of(line % ROWS, column / WORD_ELEMENTS);
       ((Element*)to)[column % WORD_ELEMENTS] = narrow(value);
     }
+#if HALVES
+  for (int line = warp; line < ROWS; line += WARPS) {
+    const bool there = line < share && first_place + line < last_place, given = there && (a.initial[0] != nullptr || RESET_TO);
+    const long long sequence = there ? sequence_at(a, first_place + line) : 0;
+    const float most = largest_operand(a, first_place + line, there, direction, lane), scale = scale_of(unscale_of(most));
+    if (lane == 0) scales[line] = unscale_of(most);
+    const auto value = [&](int column) {
+      return column < UNITS ? scale * first_operand(a, sequence, column, direction, first_step) : 0.f;
+    };
+    for (int word = lane; 2 * word < UNITS && given && LEAVES > 0; word += 32)
+      states[word_of(line, word)] = half_pair(value(2 * word), value(2 * word + 1));
+  }
+#else
   if (LEAVES > 0 && (a.initial[0] != nullptr || RESET_TO)) {
     for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
       const int place = first_place + i / UNITS, column = i % UNITS;
@@ -166,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
     }
   }
+#endif
 
   // what a thread computes: its items.  Of two groups, different warps have one more item than the others.
   const int position = (split + SPLITS - group * (ITEMS % SPLITS) % SPLITS) % SPLITS;
@@ -352,12 +385,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (stage >= 0 && round_stage(round) == stage) expect_one(STAGES + round);
 #endif
   };
+#if HALVES
+  // What scales of an item's operand are the inverse of.  Initial states may be of any size, and what enters a product
+  // inside the step is no larger than 1, or than the state before the step.
+  const auto unscale_in = [&](int round, int item, bool begins) {
+    constexpr float least = 1.f / STATE_SCALE;
+    const float own = scales[row_of(item)];
+    return SCALES_STAY || (begins && round == 0) ? own : begins ? fmaxf(own, least) : least;
+  };
+#endif
   // the operand of a round to all blocks; what is past the units is zero, whatever the cell makes of it
-  const auto spread = [&](int round, int copy, const float (&entering)[OWN][2]) {
+  const auto spread = [&](int round, int copy, const float (&entering)[OWN][2], bool begins) {
     uint4 data[OWN];
 #pragma unroll
-    for (int j = 0; j < OWN; ++j)
-      data[j] = gathered(has_first ? entering[j][0] : 0.f, has_second ? entering[j][1] : 0.f, lane).plane[0];
+    for (int j = 0; j < OWN; ++j) {
+      float scale = 1.f;
+#if HALVES
+      scale = scale_of(unscale_in(round, min(position + j * SPLITS, ITEMS - 1), begins));
+#endif
+      data[j] = gathered(has_first ? scale * entering[j][0] : 0.f, has_second ? scale * entering[j][1] : 0.f, lane).plane[0];
+    }
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       const int item = position + j * SPLITS;
@@ -378,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
   float r[OWN][2][MOST(LINKS)];
   // results of all links of a round
-  const auto multiply_round = [&](int round, int copy) {
+  const auto multiply_round = [&](int round, int copy, bool begins) {
     const bool behind_masks = NOISE_INSIDE || round == 0;
     float sums[MOST(WIDEST)][TILES][4];
 #pragma unroll
@@ -386,8 +433,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         const int l = i < width_of(round) ? link_at(round * LINKS + i) : 0;
-        sums[i][n][0] = sums[i][n][1] = GATEWISE ? 0.f : bias[l][0];
-        sums[i][n][2] = sums[i][n][3] = GATEWISE ? 0.f : bias[l][1];
+        sums[i][n][0] = sums[i][n][1] = GATEWISE || HALVES ? 0.f : bias[l][0];
+        sums[i][n][2] = sums[i][n][3] = GATEWISE || HALVES ? 0.f : bias[l][1];
       }
     const unsigned from = columns + operand_at(round, copy) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
@@ -434,6 +481,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
       }
     }
+#if HALVES
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float its = unscale_in(round, 2 * n + e % 2, begins);
+#pragma unroll
+        for (int i = 0; i < WIDEST; ++i) {  // weights' scale first, so that states of any size overflow nothing
+          if (i >= width_of(round)) break;
+          const int l = link_at(round * LINKS + i), g = link_gate(l);
+          const float sum = sums[i][n][e] * half_of(weight_scales[(warp * RECURRENT + g) * 8 + lane / 4], e / 2);
+          sums[i][n][e] = sum * its + (GATEWISE ? 0.f : bias[l][e / 2]);
+        }
+      }
+#endif
     if constexpr (SPLITS > 1) {
       // of two rounds that were sent at once: a warp may still read the sums of the first
       if (round > 1 && round_stage(round) == round_stage(round - 1)) named_barrier(1 + group, 32 * SPLITS);
@@ -487,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (CLUSTER == 1) __syncthreads();
         await(0, copy, t - 1);
       }
-      multiply_round(0, copy);
+      multiply_round(0, copy, t == 0);
     }
     const int step_now = reverse ? time - 1 - t : t, next = reverse ? step_now - 1 : step_now + 1;
     const auto read_on = [&](int j) {  // x of the next step
@@ -562,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int u = 0; u < 2; ++u)
                 entering[j][u] = entered[j][u][round - 1] = noise_inside(j, u) * operand[j][u][asked < ROUNDS ? asked : 0];
             ++asked;
-            spread(round, copy, entering);
+            spread(round, copy, entering, t == 0);
           }
       }
       if (stage + 1 < STAGES) expect_more(t, stage - 1, copy);
@@ -585,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int round = 1; round <= ROUNDS; ++round)
         if (round_stage(round) == stage) {
           await(STAGES + round, copy, t);
-          multiply_round(round, copy);
+          multiply_round(round, copy, t == 0);
         }
     }
     if (cells) {
@@ -616,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
 
-      if (LEAVES > 0 && t + 1 < time) spread(0, COPIES > 1 ? 1 - copy : 0, entering);
+      if (LEAVES > 0 && t + 1 < time) spread(0, COPIES > 1 ? 1 - copy : 0, entering, false);
       expect_more(t, STAGES - 2, copy), expect_more(t, STAGES - 1, copy);
 
 #pragma unroll
