@@ -248,8 +248,8 @@ class Grid:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
         self.parts, self.words = -(-batch // tile.rows), 0
-        if isinstance(tile, Tile) and (size.staged is None or kind == "forward"):
-            self.parts = tiling.parts(chip, batch, directions, tile, kind)
+        if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.whole):
+            self.parts = tiling.parts(chip, batch, directions, tile, "forward" if tile.whole else kind)
         if chip.early and isinstance(tile, Tile) and self.parts * tile.cluster * directions <= chip.multiprocessors:
             # What begins while another kernel ends finds few multiprocessors free, and would put two blocks on one:
             # forward of GRU 128x200x128 with TF32 products then took 215 us where it takes 150.
@@ -285,6 +285,8 @@ class Grid:
     @property
     def sums(self) -> int:
         """Rows of the sums over the batch that backward leaves."""
+        if isinstance(self.tile, Tile) and self.tile.whole:
+            return self.batch
         return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.adding
 
     def __call__(self, stream: int, *values: int | float) -> None:

@@ -162,6 +162,8 @@ def forward(
     own = {"DEPTHS": tile.depths, "RESIDENT": tile.resident, "SAVED": int(saved)}
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"GROUPS": tile.groups}
+    elif tile.whole:
+        own |= {"SPLITS": tile.splits, "WHOLE": tile.whole}
     elif staged(graph):
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
@@ -178,6 +180,8 @@ def backward(
     own = {"WARPS": tile.warps, "CHUNK": tile.chunk, "RESIDENT": tile.resident, "BIAS": int(bias)}
     if isinstance(tile, Spread):
         own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered}
+    elif tile.whole:
+        own |= {"WHOLE": tile.whole}
     elif staged(graph):
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
@@ -190,7 +194,7 @@ def backward(
     if staged(graph):
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
-        step = made.parted if isinstance(tile, Spread) else made.text
+        step = made.parted if isinstance(tile, Spread) or tile.whole else made.text
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)
@@ -219,6 +223,7 @@ def _source(
     inside = _stages(kind, graph, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide
     beside = "spread" if isinstance(tile, Spread) else "cluster"
+    apart = isinstance(tile, Tile) and tile.whole > 0
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     numbers["ENTERED"] = int(saves_entered(graph, features))
@@ -252,12 +257,13 @@ def _source(
         *([text_of("columns.cu")] if kind == "forward" and isinstance(tile, Tile) else []),
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
-        *(map(text_of, ("means.cu", f"{beside}_means.cu")) if inside else []),
+        *([text_of("means.cu")] if inside else []),
+        *([text_of(f"{beside}_means.cu")] if inside and not apart else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
     ]
-    way = "spread_" if isinstance(tile, Spread) else "once_" if tile.each else "staged_" if inside else ""
+    way = "spread_" if isinstance(tile, Spread) else "once_" if tile.each else "whole_" if apart else "staged_" if inside else ""
     return kernel(f"{way}{kind}.cu", words)
 
 
@@ -282,6 +288,9 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
     offsets: list[int] = []
     if isinstance(tile, Spread):
         numbers |= {"LANES": tile.slice // 2, "AWAY": 1, "PART": tile.slice, "COLLECTED": tile.collected}
+    elif tile.whole:
+        numbers |= {"LANES": 32, "AWAY": 1, "PART": 64, "MEAN_WORDS": whole_words(own, tile.whole)}
+        offsets = [whole_words(own, tile.whole, stage) for stage in range(own.stages)]
     else:
         numbers |= {"LANES": 8, "AWAY": 4, "PART": 16}
         where = own, tile.slice, tile.cluster, 8 * tile.tiles
@@ -365,6 +374,11 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
     sources = cluster * part // 16
     packs = [own.packs(stage) for stage in range(own.stages if before is None else before)]
     return sum(4 * (rows + 4) * sources * count for count in packs)
+
+
+def whole_words(own: Pass, warps: int, before: int | None = None) -> int:
+    """The same in kernels/whole_forward.cu, of one sequence that so many warps have."""
+    return sum(4 * warps * own.packs(stage) for stage in range(own.stages if before is None else before))
 
 
 def sum_words(own: Pass, tile: Tile) -> int:

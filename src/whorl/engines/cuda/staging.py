@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import tiling
-from whorl.engines.cuda.source import mean_words, rounds_of, sum_words
-from whorl.engines.cuda.staged import Steps, most, steps
+from whorl.engines.cuda.source import mean_words, rounds_of, sum_words, whole_words
+from whorl.engines.cuda.staged import Pass, Steps, most, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
 _FEWEST = 32  # units for kernels/once_backward.cu
@@ -107,6 +107,75 @@ def once(graph: Graph, size: Size, cluster: int, tiles: int, limit: int, produce
     rest = 2 * (sums + sum_words(way.made, made)) + 3 * terms + size.vectors * part
     shared = 4 * (producers * (share * depths - resident) * 128 + rest) + 16
     return replace(made, shared=shared) if shared <= limit else None
+
+
+def whole(
+    graph: Graph, size: Size, cluster: int, tiles: int, splits: int, limit: int, resident: int | None = None
+) -> Tile | None:
+    """The numbers of kernels/whole_forward.cu, if the step can go so and they fit; arguments as in `forward`.
+
+    Without options and products inside the step; float32 with TF32 products of states in [-1, 1] alone.
+
+    Args:
+        resident: operands of a warp in registers.
+    """
+    made, bounded = steps(graph), size.halves
+    own = made.forward
+    if cluster == 1 or not _whole(graph, size, own):
+        return None
+    part = -(-size.units // (8 * cluster)) * 8
+    octets, depths, strips = part // 8, -(-size.units // (16 * splits)), -(-size.recurrent // 2)
+    seats, each = -(-8 * tiles // cluster), -(-size.units // 64)
+    warps = octets * splits + seats * each
+    if warps > 16:
+        return None
+    chains = 2 if strips * tiles < 4 and depths > 1 else 1
+    used = 40 + 4 * chains * strips * tiles + 8 * tiles + size.recurrent * bounded
+    if resident is None:
+        resident = min(strips * depths, max(0, tiling.registers(warps) - used) // 4)
+    states, results = 8 * tiles * splits * depths * 8, splits * 2 * -(-size.units // 2) * -(-size.recurrent // 4) * 4
+    means = whole_words(own, each)
+    streamed = octets * splits * (strips * depths - resident) * 128
+    shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * bounded) + 8 * (1 + seats)
+    if shared > limit:
+        return None
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, halves=bounded, whole=each)
+
+
+def whole_back(
+    graph: Graph, size: Size, cluster: int, tiles: int, producers: int, limit: int, resident: int | None = None
+) -> Tile | None:
+    """The numbers of kernels/whole_backward.cu, if the step can go so and they fit; arguments as in `backward`.
+
+    Args:
+        producers: warps that multiply.
+        resident: operands of a warp in registers.
+    """
+    made, part, halves = steps(graph), tiling.slice_of(size.units, cluster), size.halves
+    own = made.backward
+    if cluster == 1 or not _whole(graph, size, own) or (halves and part not in (16, 32, 64)):
+        return None
+    couples, depths = -(-size.units // 32), size.recurrent * part // 16
+    share, seats, each = 2 * -(-couples // producers), -(-8 * tiles // cluster), -(-size.units // 64)
+    warps = producers + seats * each
+    if warps > 16:
+        return None
+    used = 40 + 20 * tiles + share * 2 * halves
+    if resident is None:
+        resident = min(share * depths, max(0, tiling.registers(warps) - used) // 4)
+    gradients, sums = 8 * tiles * (depths * 8 + 4), -(-size.units // part) * couples * 32
+    means, streamed = whole_words(own, each), producers * (share * depths - resident) * 128
+    shared = 4 * (streamed + gradients + seats * (sums + means) + 16 * tiles * halves) + 8 * (1 + seats)
+    if shared > limit:
+        return None
+    return Tile(cluster, part, tiles, resident, shared, warps, halves=halves, whole=each)
+
+
+def _whole(graph: Graph, size: Size, own: Pass) -> bool:
+    """Whether a pass can go so that a block has a whole sequence: a step with means, without products and options."""
+    scaled = size.element == 2 or (size.halves and size.bounded)
+    plain = not (size.ahead or size.back or size.exact or size.masks or size.bits or graph.inputs)
+    return bool(plain and scaled and own.reductions and not own.rounds and steps(graph).leaves == size.recurrent)
 
 
 def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warps: int, splits: int) -> int:

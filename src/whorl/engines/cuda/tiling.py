@@ -153,6 +153,9 @@ class Tile:
     """Forward: warps of each 16 units that compute the cell alone, while others multiply; 0: those do both."""
     each: int = 0
     """Backward: columns of a product that a sequence takes (kernels/once_backward.cu); 0: one, in the other kernels."""
+    whole: int = 0
+    """Warps of one block that compute the cell of a whole sequence (kernels/whole_forward.cu); 0: in the other kernels
+    every block does so for its own units."""
 
     @property
     def rows(self) -> int:

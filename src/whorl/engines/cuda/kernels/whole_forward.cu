@@ -1,0 +1,337 @@
+// All steps of a recurrent layer, forward, in one launch, for cells whose step has means over the units: staged_forward.cu
+// where one block computes the cell of a whole sequence, so that no mean leaves it.
+//
+// A cluster of CLUSTER blocks owns `share` sequences, at most ROWS = 8 x TILES, and all weights.  Block `rank` multiplies
+// with those of the units from rank x SLICE on, for all sequences of the cluster, and computes the cell for all units of
+// every CLUSTER-th sequence, SEATS of them.  A step is
+//
+//   multiplying warps   wait for the states of all sequences | product | send each sequence's results to its block
+//   a sequence's warps  wait for its results | stage 0 | means | stage 1 | ... | send its new state to all blocks
+//
+// Multiplying warp (octet, split) has 8 units and a part of the products' depth; a row of an operand is one gate of one
+// unit, so that a thread has all gates of a unit.  A thread of the cell has two neighbouring units.  Means are added up by
+// shuffles, and over the sequence's warps through shared memory.
+//
+//   registers  weights and sums of the product; of a sequence's warps the states, the means, the next step's input
+//   shared     states of all sequences, results of this block's sequences, means of each warp, barriers, more weights
+//   global     as in staged_forward.cu
+//
+// What is exchanged lies in shared memory once: who sends at step t + 1 has waited for something that was sent after all
+// of step t was read.
+//   - Results are read, the new state is made of them and sent.  A warp that multiplies at the next step has waited for the
+//     states of all sequences, whole ones: every thread of theirs has read its results, and its warp's means of others.
+//   - States are read, the product is made of them and sent.  Who sends a sequence's next state has waited for the results
+//     of all warps that multiply.
+//
+// UNITS and the batch may be any number: what lies past them is computed as zero and never written.
+// A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
+
+// @generated
+
+constexpr int ROWS = 8 * TILES, SEATS = (ROWS + CLUSTER - 1) / CLUSTER, OCTETS = SLICE / 8;
+constexpr int MULTIPLYING = OCTETS * SPLITS, WARPS = MULTIPLYING + SEATS * WHOLE, THREADS = 32 * WARPS;
+constexpr int STRIPS = (RECURRENT + 1) / 2, OPERANDS = STRIPS * DEPTHS, STREAMED = OPERANDS - RESIDENT;
+constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
+constexpr int CHAINS = STRIPS * TILES < 4 && DEPTHS > 1 ? 2 : 1;  // of products that wait for each other
+constexpr int STATE_WORDS = ROWS * WORDS, WEIGHT_WORDS = MULTIPLYING * STREAMED * 128;
+constexpr int QUADS = (RECURRENT + 3) / 4;  // 16 bytes of a unit's results
+constexpr int PAIRS = (UNITS + 1) / 2, RESULT_WORDS = SPLITS * 2 * PAIRS * QUADS * 4;  // of a sequence
+constexpr int CHUNKS = (UNITS + 4 * WORD_ELEMENTS - 1) / (4 * WORD_ELEMENTS);        // 16 bytes of a sequence's states
+constexpr int SCALES = HALVES ? ROWS : 0;                                           // of initial states
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + SEATS * (RESULT_WORDS + MEAN_WORDS) + SCALES) + 8 * (1 + SEATS) == SHARED,
+              "tiling and kernel disagree");
+static_assert(CLUSTER > 1 && ROUNDS == 0 && LEAVES == RECURRENT && !OPTIONS, "such steps have means alone");
+static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
+static_assert(WHOLE * 64 >= UNITS && SEATS < 16, "a thread has two units");
+
+struct Arguments {  // as in staged_forward.cu
+  Gate* gates[2];
+  const Weight* weights[2];
+  const Element* bias[2];
+  const Element* x_bias[2];
+  const Element* vectors[2][MOST(VECTORS)];
+  const Element* initial[STATES];
+  Element* finals[STATES];
+  Element* y;
+  Gate* apart[2];
+  float* states[2];
+  float* levels[2];
+  Element* operands[2];
+  long long time, batch;
+  static constexpr Options o = {};
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
+  wait_for_the_launch_before();
+  extern __shared__ __align__(128) unsigned memory[];
+  uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
+  unsigned* const states = memory + WEIGHT_WORDS;
+  float4* const results = (float4*)(states + STATE_WORDS);  // [seat, split, 4 gates, odd or even unit, pair of units]
+  float* const slots = (float*)(results + SEATS * RESULT_WORDS / 4);  // [seat, stage, warp, number]
+  float* const scales = slots + SEATS * MEAN_WORDS;
+  const unsigned base = shared_address(memory), barriers = shared_address(scales + SCALES);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const unsigned rank = rank_in_cluster();
+  const bool multiplies = warp < MULTIPLYING;
+  const int octet = warp / SPLITS, split = warp % SPLITS;
+  const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
+  const int first_place = blockIdx.x / CLUSTER * share, lines = max(0, min(share, batch - first_place)), time = (int)a.time;
+  const Weight* const weights = a.weights[direction];
+  const int own_unit = rank * SLICE + octet * 8 + lane / 4;  // of a thread that multiplies
+
+  uint4 resident[MOST(RESIDENT)];
+  float unscale[RECURRENT];
+#pragma unroll
+  for (int g = 0; g < RECURRENT; ++g) unscale[g] = 1.f;
+#if HALVES
+#pragma unroll
+  for (int g = 0; g < RECURRENT; ++g)
+    if (multiplies && own_unit < UNITS) unscale[g] = scales_behind(weights)[g * UNITS + own_unit];
+#endif
+  const int first_column = split * DEPTHS * 8 * WORD_ELEMENTS;
+  const auto weights_of = [&](int s, int m) {  // rows 0 to 7 of an operand are one gate, 8 to 15 the next
+    const int unit = rank * SLICE + octet * 8 + m / 2, gate = 2 * s + m % 2;
+    const bool there = unit < UNITS && gate < RECURRENT;
+    return WeightRow{weights + ((long long)gate * UNITS + unit) * WEIGHT_PITCH + first_column, there ? UNITS - first_column : 0};
+  };
+  if (multiplies)
+    bring_rows<First<RESIDENT>, STRIPS, DEPTHS, STREAMED, MULTIPLYING, 4 * WEIGHT_WORDS>(
+        memory, warp, lane, [](int s, int depth) { return depth * STRIPS + s; }, weights_of,
+        [&](int i, uint4 words) { resident[i] = words; },
+        [&](int i, uint4 words) { streamed[(warp * STREAMED + i) * 32 + lane] = words; });
+  else
+    __syncthreads();  // as it does
+
+  for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
+  __syncthreads();
+#if HALVES
+  for (int line = warp; line < lines && a.initial[0] != nullptr; line += WARPS) {
+    const Element* const from = a.initial[0] + ((long long)direction * batch + first_place + line) * UNITS;
+    float most = 0.f;
+    for (int column = lane; column < UNITS; column += 32) most = fmaxf(most, fabsf(from[column]));
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+    const float scale = scale_of(unscale_of(most));
+    if (lane == 0) scales[line] = unscale_of(most);
+    for (int word = lane; 2 * word < UNITS; word += 32) {
+      const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
+      states[word_of(line, word)] = half_pair(from[2 * word] * scale, odd * scale);
+    }
+  }
+#else
+  for (int i = threadIdx.x; i < lines * UNITS && a.initial[0] != nullptr; i += THREADS) {
+    const int line = i / UNITS, column = i % UNITS;
+    ((Element*)(states + word_of(line, column / 2)))[column % 2] =
+        a.initial[0][((long long)direction * batch + first_place + line) * UNITS + column];
+  }
+#endif
+  // What comes for a step: of all sequences; of one all results.
+  const unsigned arriving = lines * CHUNKS * 16, resulting = SPLITS * UNITS * QUADS * 16;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 1 + SEATS; ++i) start_barrier(barriers + 8 * i, 1);
+    barriers_started();
+    for (int i = 0; i < 1 + SEATS; ++i) expect(barriers + 8 * i, i == 0 ? arriving : resulting);
+  }
+  cluster_barrier();
+
+  if (multiplies) {
+    const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+    const bool there = own_unit < UNITS;
+    const unsigned results_at = shared_address(results) - base + ((split * QUADS * 2 + own_unit % 2) * PAIRS + own_unit / 2) * 16;
+    for (int t = 0; t < time && lines > 0; ++t) {
+      if (t > 0) {
+        wait(barriers, (t - 1) % 2);
+        if (threadIdx.x == 0) expect(barriers, arriving);
+      }
+      float sums[CHAINS][STRIPS][TILES][4] = {};
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d += 2) {
+        uint4 b[TILES];
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const unsigned at = columns + (d * TILES + n) * 256;
+          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (d + half < DEPTHS)
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s) {
+              const int i = (d + half) * STRIPS + s;
+              const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
+                                                       : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
+#pragma unroll
+              for (int n = 0; n < TILES; ++n)
+                multiply(sums[half % CHAINS][s][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+            }
+      }
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int line = n * 8 + lane % 4 * 2 + e, seat = line / CLUSTER;
+          float own[QUADS * 4] = {};
+          float its = HALVES ? 1.f / 32768.f : 1.f;
+          if (HALVES && t == 0 && a.initial[0] != nullptr) its = scales[line];
+#pragma unroll
+          for (int g = 0; g < RECURRENT; ++g) {
+            own[g] = sums[0][g / 2][n][e + g % 2 * 2];
+            if constexpr (CHAINS > 1) own[g] += sums[1][g / 2][n][e + g % 2 * 2];
+            if constexpr (HALVES) own[g] = own[g] * unscale[g] * its;  // weights' first: states of any size overflow nothing
+          }
+          if (there && line < lines) {
+            const unsigned target = at_rank(base, line % CLUSTER);
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q)
+              send(target + results_at + (seat * RESULT_WORDS / 4 + q * 2 * PAIRS) * 16, target + barriers - base + 8 * (1 + seat),
+                   {__float_as_uint(own[q * 4]), __float_as_uint(own[q * 4 + 1]), __float_as_uint(own[q * 4 + 2]),
+                    __float_as_uint(own[q * 4 + 3])});
+          }
+        }
+    }
+  } else if ((warp - MULTIPLYING) / WHOLE * CLUSTER + (int)rank < lines) {  // the same for all warps of a sequence
+    const int seat = (warp - MULTIPLYING) / WHOLE, part = (warp - MULTIPLYING) % WHOLE, line = seat * CLUSTER + rank;
+    const int pair = part * 32 + lane, unit = pair * 2, sequence = first_place + line, width = gridDim.y * UNITS;
+    const bool first = unit < UNITS, second = unit + 1 < UNITS, reverse = direction == 1;
+    const long long row_step = reverse ? -(long long)batch : batch;
+    const long long begin = (reverse && time > 0 ? (long long)(time - 1) * batch : 0) + sequence;
+    const long long start = ((long long)direction * batch + sequence) * UNITS + unit;
+    float bias[MOST(LINKS)][2], x_bias[GATES][2], vectors[2][MOST(VECTORS)], state[STATES][2];
+    const auto values_of = [&](const Element* at, float (&to)[2]) {
+      to[0] = at != nullptr && first ? wide(at[unit]) : 0.f, to[1] = at != nullptr && second ? wide(at[unit + 1]) : 0.f;
+    };
+    const auto after = [](const Element* at, int units) { return at == nullptr ? at : at + units; };
+#pragma unroll
+    for (int l = 0; l < LINKS; ++l) values_of(after(a.bias[direction], link_gate(l) * UNITS), bias[l]);
+#pragma unroll
+    for (int g = 0; g < GATES; ++g) {  // x's own goes with r's where the cell uses nothing but x + r
+      values_of(after(a.x_bias[direction], g * UNITS), x_bias[g]);
+      if (sum_of(g) >= 0)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) bias[sum_of(g) >= 0 ? sum_of(g) : 0][u] += x_bias[g][u];
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      float its[2];
+      values_of(a.vectors[direction][v], its);
+      vectors[0][v] = its[0], vectors[1][v] = its[1];
+    }
+#pragma unroll
+    for (int s = 0; s < STATES; ++s) {
+      const bool given = a.initial[s] != nullptr;
+      const float2 value = wide_pair(load_pair(a.initial[s] + start, given && first, given && second));
+      state[s][0] = value.x, state[s][1] = value.y;
+    }
+    Gate* gates_at = a.gates[direction] + begin * GATES * UNITS + unit;
+    Element* y_at = a.y + begin * width + direction * UNITS + unit;
+    Gate* apart_at = a.apart[direction] + begin * APART * UNITS + unit;
+    float* states_at = a.states[direction] + begin * UNITS + unit;
+    float* levels_at = a.levels[direction] + begin * MEANS;
+    const long long state_stride = a.time * batch * UNITS;
+    GatePair x[GATES];
+#pragma unroll
+    for (int g = 0; g < GATES; ++g) x[g] = load_gates(gates_at + g * UNITS, first && time > 0, second && time > 0);
+
+    constexpr int PEERS = (CLUSTER + 3) / 4;
+    unsigned peer[PEERS];  // of the four threads that have the same 16 bytes of states, each sends to every fourth block
+#pragma unroll
+    for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(base, (lane % 4 + p * 4) % CLUSTER);
+    const unsigned states_to = shared_address(states + word_of(line, pair / 4 * 4)) - base;
+    const float4* const own_results = results + seat * RESULT_WORDS / 4 + pair;
+    float* const own_slots = slots + seat * MEAN_WORDS;
+
+    for (int t = 0; t < time; ++t) {
+      float given[2][GATES], r[2][MOST(LINKS)], after[2][STATES], m[MOST(MEANS)];
+      Values values[2];
+#pragma unroll
+      for (int g = 0; g < GATES; ++g) {
+        const float2 value = wide_gates(x[g]);
+        given[0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
+        given[1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
+      }
+      wait(barriers + 8 * (1 + seat), t % 2);
+      if (part == 0 && lane == 0) expect(barriers + 8 * (1 + seat), resulting);
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+          float4 sum = {};
+#pragma unroll
+          for (int s = 0; s < SPLITS; ++s)
+            if (u == 0 ? first : second) {
+              const float4 value = own_results[((s * QUADS + q) * 2 + u) * PAIRS];
+              sum = s == 0 ? value : float4{sum.x + value.x, sum.y + value.y, sum.z + value.z, sum.w + value.w};
+            }
+          const float of[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+          for (int l = 0; l < LINKS; ++l)
+            if (link_gate(l) / 4 == q) r[u][l] = of[link_gate(l) % 4] + bias[l][u];
+        }
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage) {
+        float to[2][MOST(VALUES)], operand[2][1];
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          float before[STATES];
+#pragma unroll
+          for (int s = 0; s < STATES; ++s) before[s] = state[s][u];
+          run_stage(stage, given[u], r[u], before, vectors[u], nullptr, m, values[u], to[u], operand[u], after[u]);
+        }
+        if (packs(stage) > 0) {
+          float data[4 * MOST(PACKS)] = {};
+          summarise(stage, to, first, second, units_of(part), lane, data);
+          float4* const at = (float4*)(own_slots + mean_offset(stage));
+#pragma unroll
+          for (int pack = 0; pack < PACKS; ++pack)
+            if (pack < packs(stage) && lane == 0)
+              at[pack * WHOLE + part] = {data[pack * 4], data[pack * 4 + 1], data[pack * 4 + 2], data[pack * 4 + 3]};
+          if constexpr (WHOLE > 1)
+            named_barrier(1 + seat, 32 * WHOLE);
+          else
+            __syncwarp();
+          const auto value = [&](int source, int place) { return ((const float*)(at + place / 4 * WHOLE + source))[place % 4]; };
+          const auto amount_of = [&](int source, int each) { return amount(units_of(source), each); };
+          merge<WHOLE>(stage, 1, amount_of, value, [&](int place) { return value(0, place); }, m);
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < STATES; ++s) state[s][0] = after[0][s], state[s][1] = after[1][s];
+
+      if (t + 1 < time) {
+        const float scale = HALVES ? 32768.f : 1.f;
+        const uint4 data = gathered_words<1>(operand_pair(first ? scale * state[0][0] : 0.f, second ? scale * state[0][1] : 0.f), lane);
+#pragma unroll
+        for (int p = 0; p < PEERS; ++p)
+          if (pair / 4 < CHUNKS && (CLUSTER % 4 == 0 || lane % 4 + p * 4 < CLUSTER)) send(peer[p] + states_to, peer[p] + barriers - base, data);
+      }
+      // what nobody waits for
+      if (t + 1 < time)
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) x[g] = load_gates(gates_at + (row_step * GATES + g) * UNITS, first, second);
+      store_pair(y_at, after[0][0], after[1][0], first, second);
+      if constexpr (SAVED) {
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) {
+          const int sum = sum_of(g) >= 0 ? sum_of(g) : 0;
+          const float add[2] = {sum_of(g) >= 0 ? r[0][sum] : 0.f, sum_of(g) >= 0 ? r[1][sum] : 0.f};
+          store_gates(gates_at + g * UNITS, given[0][g] + add[0], given[1][g] + add[1], first, second);
+        }
+#pragma unroll
+        for (int i = 0; i < APART; ++i) store_gates(apart_at + i * UNITS, r[0][apart(i)], r[1][apart(i)], first, second);
+#pragma unroll
+        for (int s = 1; s < STATES; ++s)
+          store_wide_pair(states_at + (s - 1) * state_stride, after[0][s], after[1][s], first, second);
+        if (MEANS > 0 && pair == 0)
+#pragma unroll
+          for (int i = 0; i < MEANS; ++i) levels_at[i] = m[i];
+      }
+      if (t + 1 == time)
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) store_pair(a.finals[s] + start, after[0][s], after[1][s], first, second);
+      gates_at += row_step * GATES * UNITS, y_at += row_step * width, apart_at += row_step * APART * UNITS;
+      states_at += row_step * UNITS, levels_at += row_step * MEANS;
+    }
+  }
+  cluster_barrier();  // a block that has ended must not be sent to
+}
