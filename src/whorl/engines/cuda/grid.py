@@ -167,11 +167,10 @@ backward 4.2 and 4.5, 6.0 and 5.0; 768 at 128 in bfloat16 9.1 and 5.2, 9.9 and 1
 at 32 1.6 and 2.6, 2.0 and 4.6, with TF32 products 2.4 and 2.6, 2.2 and 5.0; 256 at 128 1.2 and 1.9, 1.6 and 2.8, with
 TF32 products 1.9 and 2.1, 2.2 and 3.3."""
 
-_MUCH_STAGED_TF32 = {"forward": 1.3, "backward": 0.9}
-"""And with TF32 products, which in a cluster are of TF32 itself.  On an H200 such a step took 10.6 us forward and 11.8
-backward with 512 units at batch 128, 3.4 and 4.0 at 32, 2.3 and 2.6 with 256 at 32, 0.8 to 1.3 times what is estimated.
-A train step of 100 took 2,710 us in a cluster and 1,648 spread with 512 units at batch 128, 888 and 984 at 32, 554 and
-730 with 256 at 32.  A step of backward took 4.10 and 2.90 us with 256 at 128, 3.98 and 4.41 with 512 at 32."""
+_MUCH_STAGED_TF32 = {"forward": 1.0, "backward": 0.88}
+"""And with TF32 products.  On an H200 a train step of 100 of LSTM with layer norm of r and c took, forward in a cluster and
+spread, 686 and 793 us with 512 units at batch 32, 978 and 1,018 at 64, 1,475 and 1,342 at 128, 683 and 746 with 256 at
+128; backward 701 and 807, 1,095 and 980, 1,724 and 1,348, 741 and 679."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:

@@ -56,9 +56,9 @@ def backward(
     Args:
         splits: warps that share 16 units of 8 sequences, 1 or 2.
     """
-    made, halves = steps(graph), size.halves
+    made, part = steps(graph), tiling.slice_of(size.units, cluster)
+    own, halves = made.backward, _halves(graph, size)
     words = 2 if halves else 4 // size.element
-    own, part = made.backward, tiling.slice_of(size.units, cluster)
     groups = part // 16
     if halves and groups > 12:
         return None
@@ -155,14 +155,19 @@ def whole_back(
     own = made.backward
     if cluster == 1 or not _whole(graph, size, own) or (halves and part not in (16, 32, 64)):
         return None
+    if any(one.moments for one in own.reductions) or most(map(own.packs, range(own.stages))) > 8:
+        return None
     couples, depths = -(-size.units // 32), size.recurrent * part // 16
     share, seats, each = 2 * -(-couples // producers), -(-8 * tiles // cluster), -(-size.units // 64)
     warps = producers + seats * each
-    if warps > 16:
+    # The cell takes some 210 registers of a thread: with 10 warps a train step took 338 us where it took 283 with 6 (LSTM
+    # with layer norm, 128 units at batch 32, H200), with 9 600 and with 7 445 (320 at 32).  Of 12 warps the 8 that
+    # multiply leave them to the others.
+    if warps > 8 and (producers, warps) != (8, 12):
         return None
     used = 40 + 20 * tiles + share * 2 * halves
     if resident is None:
-        resident = min(share * depths, max(0, tiling.registers(warps) - used) // 4)
+        resident = min(share * depths, max(0, (120 if warps == 12 else tiling.registers(warps)) - used) // 4)
     gradients, sums = 8 * tiles * (depths * 8 + 4), -(-size.units // part) * couples * 32
     means, streamed = whole_words(own, each), producers * (share * depths - resident) * 128
     shared = 4 * (streamed + gradients + seats * (sums + means) + 16 * tiles * halves) + 8 * (1 + seats)
@@ -191,8 +196,18 @@ def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warp
     ahead = each * held == 1 and groups * tiles * splits <= 4 and size.element == 2 and own.reductions
     used += 32 * bool(ahead)  # what is read ahead
     share = -(-cluster * groups // warps)
-    used += (2 * share + (4 * chunk + 2) * tiles) * size.halves
-    return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles, size.halves)
+    used += (2 * share + (4 * chunk + 2) * tiles) * _halves(graph, size)
+    return used + tiling.extra(size, _BACKWARD_EXTRA[splits], tiles, _halves(graph, size))
+
+
+def _halves(graph: Graph, size: Size) -> bool:
+    """Whether backward multiplies float32 as float16 in a cluster.
+
+    Not with products inside the step, whose gradients have a scale of their own: a train step of 100 steps of GRU with
+    the reset before the product took 342 us so and 327 as TF32 itself with 256 units at batch 32, 505 and 479 at 128,
+    530 and 519 with 512 at 32 (H200); LSTM with layer norm of r and c 464 and 461, 701 and 757 with 512 at 32.
+    """
+    return size.halves and not steps(graph).backward.rounds
 
 
 def _copies(made: Steps, kind: str) -> int:
@@ -217,6 +232,11 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
 
     def candidates() -> Iterator[Tile | None]:
         for cluster in chip.clusters:
+            for tiles in range(1, 5):
+                if kind == "forward":
+                    yield from (whole(graph, size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4))
+                else:
+                    yield from (whole_back(graph, size, cluster, tiles, warps, chip.shared) for warps in (2, 4, 8))
             for tiles in range(1, 9):
                 if kind == "forward":
                     yield from (forward(graph, size, cluster, tiles, splits, chip.shared) for splits in (1, 2, 4, 8))
@@ -250,6 +270,9 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
     """
     if tile.each:
         return tiling.rounds(chip, batch, directions, tile) * _once_time(size, tile)
+    if tile.whole:
+        share = -(-batch // tiling.parts(chip, batch, directions, tile, "forward"))
+        return tiling.rounds(chip, batch, directions, tile) * _whole_time(size, share, kind, tile)
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
     outside = tile if kind == "forward" else replace(tile, splits=1)  # what two warps save is estimated below
@@ -268,8 +291,37 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
         inside -= 0.1  # GRU with 256 and 512 units at batch 32 1.70 and 2.51 us with all products, else 1.77 and 2.57
         # with TF32 products 256 units at batch 32 took 2.24 us so, 2.11 with 8 warps, 2.06 where a block has 16 units
         inside += 0.1 * (size.element == 4 and tile.warps == 4 and tile.slice > 16)
+    # LSTM with layer norm, 512 units at batch 32, a train step of 100: 686 us with 4 warps and 707 with 8
+    inside -= 0.2 * (kind == "forward" and tile.halves and tile.warps == 4 and size.units > 256)
     time = plain + tiling.rounds(chip, batch, directions, tile) * inside
     return 1.2 * time if kind == "forward" and size.units > 256 else time
+
+
+def _whole_time(size: Size, share: int, kind: str, tile: Tile) -> float:
+    """Microseconds of a step of kernels/whole_forward.cu or whole_backward.cu, as those of others are estimated above.
+
+    Forward fitted to 57 tiles of LSTM with layer norm of r and c, 64 to 384 units, to 5 percent; backward to those of
+    64 to 256 units in bfloat16, to a tenth (one H200, train steps of 100 steps).
+
+    Args:
+        share: sequences of a cluster.
+    """
+    seats, units = -(-8 * tile.tiles // tile.cluster), size.units
+    multiplying, busy = tile.warps - seats * tile.whole, -(-share // tile.cluster)
+    if kind == "forward":
+        operands = tile.depths * -(-size.recurrent // 2)
+        sent = busy * tile.cluster * units * 2 / 1024  # KB of a block's states
+    else:
+        operands = 2 * -(-(-(-units // 32)) // multiplying) * (size.recurrent * tile.slice // 16)
+        sent = busy * -(-units // tile.slice) * units * 4 / 1024  # KB of sums that come to a block
+    products = -(-multiplying // 4) * operands * tile.tiles  # of a scheduler
+    streamed = multiplying * (operands - tile.resident) * tile.tiles
+    wide = size.element == 4
+    if kind == "forward":
+        time = 1.0 + 0.009 * products + 0.062 * sent + 0.1 * (tile.splits - 1) + 0.0011 * streamed + 0.21 * wide
+        # 128 units at batch 32 264 us with 8 warps in a block, in clusters of 8 with 4 254; with 384 and more no gain
+        return time - 0.046 * (tile.tiles - 1) + 0.2 * max(0, tile.whole - 4) + 0.015 * max(0, tile.warps - 4)
+    return 1.05 + 0.075 * tile.whole + 0.007 * products + 0.025 * sent + 0.001 * streamed + 0.1 * wide
 
 
 def _once_time(size: Size, tile: Tile) -> float:

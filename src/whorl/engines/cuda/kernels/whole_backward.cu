@@ -35,6 +35,8 @@ constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * 128, GRADIENT_WORDS = ROWS
 constexpr int SOURCES = (UNITS + SLICE - 1) / SLICE, SUM_WORDS = SOURCES * COUPLES * 32;  // of a sequence
 constexpr int SCALE_WORDS = HALVES ? 2 * ROWS : 0;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
+// Warps that multiply leave registers to those that compute the cell, where both are whole groups of four.
+constexpr bool TRADED = WARPS == 12 && MULTIPLYING == 8;
 constexpr int BESIDE = SLICE / 2 < 32 ? SLICE / 2 : 32;  // threads of a warp whose units are of one block
 static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SEATS * (SUM_WORDS + MEAN_WORDS) + SCALE_WORDS) + 8 * (1 + SEATS) == SHARED,
               "tiling and kernel disagree");
@@ -60,6 +62,15 @@ struct Arguments {  // as in staged_backward.cu
   long long time, batch;
   static constexpr Options o = {};
 };
+
+// Of the sums that means are made of: so many places.
+constexpr int PLACES = power_from(PACKS * 4);
+__device__ constexpr bool sums_alone() {
+  for (int i = 0; i < REDUCTIONS; ++i)
+    if (reduction_moments(i)) return false;
+  return PLACES <= 32;
+}
+static_assert(sums_alone(), "backward needs no variance");
 
 struct Read {  // what one thread reads at a step
   GatePair gates[GATES], apart[MOST(APART)];
@@ -135,8 +146,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   cluster_barrier();
 
   if (warp < MULTIPLYING) {
+    if constexpr (TRADED) take_fewer_registers<120>();
     const unsigned columns = shared_address(gradients) + (lane % 8 * STRIDE + lane / 8 * 4) * 4;
-    for (int t = 0; t < time && lines > 0 && own_chunks > 0; ++t) {
+    // Warps without strips send nothing, so nobody waits for them: they must not wait, the barrier's phases could pass them by.
+    const int steps = lines > 0 && own_chunks > 0 && warp * EACH < COUPLES ? time : 0;
+    for (int t = 0; t < steps; ++t) {
       wait(barriers, t % 2);
       if (threadIdx.x == 0) expect(barriers, arriving);
 #pragma unroll
@@ -186,10 +200,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
       }
     }
-  } else if ((warp - MULTIPLYING) / WHOLE * CLUSTER + (int)rank < lines) {  // the same for all warps of a sequence
+  } else {
+    if constexpr (TRADED) take_more_registers<224>();
     const int seat = (warp - MULTIPLYING) / WHOLE, part = (warp - MULTIPLYING) % WHOLE, line = seat * CLUSTER + rank;
     const int pair = part * 32 + lane, unit = pair * 2, sequence = first_place + line, width = gridDim.y * UNITS;
-    const bool first = unit < UNITS, second = unit + 1 < UNITS, reverse = direction == 1;
+    const bool first = line < lines && unit < UNITS, second = line < lines && unit + 1 < UNITS, reverse = direction == 1;
     const bool has_output_gradient = a.y_gradient != nullptr, has_initial = a.initial[0] != nullptr;
     const long long row_step = reverse ? batch : -(long long)batch, state_stride = a.time * batch * UNITS;
     const long long begin = (reverse || time == 0 ? 0 : (long long)(time - 1) * batch) + sequence;
@@ -201,16 +216,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     long long outputs = begin * width + direction * UNITS + unit;
     Element *gradients_at = a.gate_gradients[direction] + begin * GATES * UNITS + unit,
             *apart_gradients_at = a.apart_gradients[direction] + begin * APART * UNITS + unit;
-    Read read;
-    const auto load = [&](int t) {  // what is read of step t, the next after what was read last
-      const bool last = t + 1 == time, also = first && !last;
+    const auto load = [&](int t, Read& read) {  // what is read of step t, the next after what was read last
+      const bool there = first && t < time, beyond = second && t < time, last = t + 1 >= time, also = first && !last;
 #pragma unroll
-      for (int i = 0; i < LEVELS; ++i) read.levels[i] = levels_at[i];
+      for (int i = 0; i < LEVELS; ++i) read.levels[i] = line < lines && t < time ? levels_at[i] : 0.f;
 #pragma unroll
-      for (int g = 0; g < GATES; ++g) read.gates[g] = load_gates(gates_at + g * UNITS, first, second);
+      for (int g = 0; g < GATES; ++g) read.gates[g] = load_gates(gates_at + g * UNITS, there, beyond);
 #pragma unroll
-      for (int i = 0; i < APART; ++i) read.apart[i] = load_gates(apart_at + i * UNITS, first, second);
-      read.y_gradient = load_pair(a.y_gradient + outputs, first && has_output_gradient, second && has_output_gradient);
+      for (int i = 0; i < APART; ++i) read.apart[i] = load_gates(apart_at + i * UNITS, there, beyond);
+      read.y_gradient = load_pair(a.y_gradient + outputs, there && has_output_gradient, beyond && has_output_gradient);
       read.before = load_pair(a.y + outputs + row_step * width, also, second && !last);
 #pragma unroll
       for (int s = 1; s < STATES; ++s)
@@ -239,9 +253,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned target = at_rank(base, owner);
     const int gradients_to = shared_address(gradients) - base + (line * STRIDE + chunk % SLICE / WORD_ELEMENTS) * 4;
     const bool sends = chunk < UNITS;
-    if (time > 0) load(0);
+    Read even, odd;  // what steps read is asked for two steps ahead
+    load(0, even), load(1, odd);
 
-    for (int t = 0;; ++t) {
+    const auto step = [&](int t, Read& read) {
       const bool goes_on = t < time, last = t + 1 == time;
       float m[MOST(MEANS)];
       Values values[2];
@@ -274,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         carried[0][0] += sum[0].x + sum[1].x, carried[0][1] += sum[0].y + sum[1].y;
         ready(carried[0][0]), ready(carried[0][1]);
       }
-      if (!goes_on) break;
+      if (!goes_on) return;
       float d[2][STATES], dx[2][GATES], dr[2][MOST(LINKS)], ds[2][STATES], de[1], after[STATES];
       const float q[1] = {};
 #pragma unroll
@@ -291,20 +306,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           run_stage(stage, now[u].x, now[u].r, now[u].before, now[u].v, nullptr, m, values[u], to[u], operand, d[u], q,
                     u == 0 ? first : second, dx[u], dr[u], ds[u], summed[u] + SUMMED - VECTORS, de, after);
         if (packs(stage) > 0) {
-          float data[4 * MOST(PACKS)] = {};
-          summarise(stage, to, first, second, units_of(part), lane, data);
-          float4* const at = (float4*)(own_slots + mean_offset(stage));
+          // of the warp's units each thread gets one sum: that of number lane / STEP.  So 8 take 9 shuffles.
+          float own[PLACES] = {};
+          int place = 0;
 #pragma unroll
-          for (int pack = 0; pack < PACKS; ++pack)
-            if (pack < packs(stage) && lane == 0)
-              at[pack * WHOLE + part] = {data[pack * 4], data[pack * 4 + 1], data[pack * 4 + 2], data[pack * 4 + 3]};
+          for (int i = 0; i < REDUCTIONS; ++i) {
+            if (reduction_stage(i) != stage) continue;
+#pragma unroll
+            for (int k = 0; k < VALUES; ++k)
+              if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i))
+                own[place] += (first ? to[0][k] : 0.f) + (second ? to[1][k] : 0.f);
+            ++place;
+          }
+          int half = PLACES / 2;
+#pragma unroll
+          for (int away = 16; away > 0; away /= 2) {
+            if (half > 0) {
+#pragma unroll
+              for (int i = 0; i < PLACES / 2; ++i)
+                if (i < half) {
+                  const bool upper = lane & away;
+                  const float given = upper ? own[i] : own[i + half], kept = upper ? own[i + half] : own[i];
+                  own[i] = kept + __shfl_xor_sync(0xffffffffu, given, away);
+                }
+              half /= 2;
+            } else {
+              own[0] += __shfl_xor_sync(0xffffffffu, own[0], away);
+            }
+          }
+          float* const at = own_slots + mean_offset(stage);
+          if (lane % (32 / PLACES) == 0 && lane / (32 / PLACES) < 4 * packs(stage))
+            at[part * 4 * packs(stage) + lane / (32 / PLACES)] = own[0];
           if constexpr (WHOLE > 1)
             named_barrier(1 + seat, 32 * WHOLE);
           else
             __syncwarp();
-          const auto value = [&](int source, int place) { return ((const float*)(at + place / 4 * WHOLE + source))[place % 4]; };
-          const auto amount_of = [&](int source, int each) { return amount(units_of(source), each); };
-          merge<WHOLE>(stage, 1, amount_of, value, [&](int place) { return value(0, place); }, m);
+          float4 all[MOST(PACKS)] = {};
+#pragma unroll
+          for (int warp = 0; warp < WHOLE; ++warp)
+#pragma unroll
+            for (int pack = 0; pack < PACKS; ++pack)
+              if (pack < packs(stage)) {
+                const float4 its = ((const float4*)at)[warp * packs(stage) + pack];
+                all[pack] = {all[pack].x + its.x, all[pack].y + its.y, all[pack].z + its.z, all[pack].w + its.w};
+              }
+#pragma unroll
+          for (int i = 0, place = 0; i < REDUCTIONS; ++i) {
+            if (reduction_stage(i) != stage) continue;
+            const float4 pack = all[place / 4];
+            m[reduction_place(i)] = (place % 4 == 0 ? pack.x : place % 4 == 1 ? pack.y : place % 4 == 2 ? pack.z : pack.w) *
+                                    (1.f / (float)(UNITS * reduction_count(i)));
+            ++place;
+          }
         }
       }
       float scale = 1.f;
@@ -336,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       // what nobody waits for
 #pragma unroll
       for (int s = 0; s < STATES; ++s) carried[s][0] = ds[0][s], carried[s][1] = ds[1][s];
-      if (t + 1 < time) load(t + 1);
+      load(t + 2, read);
       if constexpr (BIAS) {
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
@@ -352,6 +405,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < APART; ++i)
         store_pair(apart_gradients_at + i * UNITS, dr[0][apart(i)], dr[1][apart(i)], first, second);
       gradients_at += row_step * GATES * UNITS, apart_gradients_at += row_step * APART * UNITS;
+    };
+    // In turns: what is moved from one place to another would have to have come.
+    for (int t = 0; line < lines; t += 2) {  // the same for all warps of a sequence
+      step(t, even);
+      if (t == time) break;
+      step(t + 1, odd);
+      if (t + 1 == time) break;
     }
 #pragma unroll
     for (int s = 0; s < STATES; ++s)

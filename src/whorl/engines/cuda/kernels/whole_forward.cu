@@ -32,7 +32,8 @@ constexpr int ROWS = 8 * TILES, SEATS = (ROWS + CLUSTER - 1) / CLUSTER, OCTETS =
 constexpr int MULTIPLYING = OCTETS * SPLITS, WARPS = MULTIPLYING + SEATS * WHOLE, THREADS = 32 * WARPS;
 constexpr int STRIPS = (RECURRENT + 1) / 2, OPERANDS = STRIPS * DEPTHS, STREAMED = OPERANDS - RESIDENT;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-constexpr int CHAINS = STRIPS * TILES < 4 && DEPTHS > 1 ? 2 : 1;  // of products that wait for each other
+// of products that wait for each other: 8 of them hide what one takes
+constexpr int MOST_CHAINS = STRIPS * TILES < 8 ? 8 / (STRIPS * TILES) : 1, CHAINS = MOST_CHAINS < DEPTHS ? MOST_CHAINS : DEPTHS;
 constexpr int STATE_WORDS = ROWS * WORDS, WEIGHT_WORDS = MULTIPLYING * STREAMED * 128;
 constexpr int QUADS = (RECURRENT + 3) / 4;  // 16 bytes of a unit's results
 constexpr int PAIRS = (UNITS + 1) / 2, RESULT_WORDS = SPLITS * 2 * PAIRS * QUADS * 4;  // of a sequence
@@ -139,7 +140,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
     const bool there = own_unit < UNITS;
     const unsigned results_at = shared_address(results) - base + ((split * QUADS * 2 + own_unit % 2) * PAIRS + own_unit / 2) * 16;
-    for (int t = 0; t < time && lines > 0; ++t) {
+    unsigned targets[TILES][2];  // the blocks of the sequences whose results the thread has
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) targets[n][e] = at_rank(base, (n * 8 + lane % 4 * 2 + e) % CLUSTER);
+    // Warps without units send nothing, so nobody waits for them: they must not wait, the barrier's phases could pass them by.
+    const int steps = lines > 0 && (int)rank * SLICE + octet * 8 < UNITS ? time : 0;
+    for (int t = 0; t < steps; ++t) {
       if (t > 0) {
         wait(barriers, (t - 1) % 2);
         if (threadIdx.x == 0) expect(barriers, arriving);
@@ -163,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                        : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
 #pragma unroll
               for (int n = 0; n < TILES; ++n)
-                multiply(sums[half % CHAINS][s][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                multiply(sums[(d + half) % CHAINS][s][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
             }
       }
 #pragma unroll
@@ -177,11 +185,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
             own[g] = sums[0][g / 2][n][e + g % 2 * 2];
-            if constexpr (CHAINS > 1) own[g] += sums[1][g / 2][n][e + g % 2 * 2];
+#pragma unroll
+            for (int c = 1; c < CHAINS; ++c) own[g] += sums[c][g / 2][n][e + g % 2 * 2];
             if constexpr (HALVES) own[g] = own[g] * unscale[g] * its;  // weights' first: states of any size overflow nothing
           }
           if (there && line < lines) {
-            const unsigned target = at_rank(base, line % CLUSTER);
+            const unsigned target = targets[n][e];
 #pragma unroll
             for (int q = 0; q < QUADS; ++q)
               send(target + results_at + (seat * RESULT_WORDS / 4 + q * 2 * PAIRS) * 16, target + barriers - base + 8 * (1 + seat),
