@@ -333,6 +333,47 @@ def test_steps_where_tf32_is_multiplied_as_float16(
         assert tile.halves
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, form, changes, units",
+    [
+        ("all of LSTM's layer norm", "layers", {}, 37),
+        ("layer_norm_lstm", "mask and lengths", dict(zoneout=(0.1, 0.3)), 130),
+        ("layer_norm_lstm", "recurrent dropout by gate", {}, 37),
+        ("layer_norm_lstm", "reset to", {}, 37),
+        ("reset before", "layers", {}, 130),
+        ("reset before", "mask and lengths", dict(zoneout=(0.3,)), 37),
+        ("reset before", "recurrent dropout by gate", {}, 130),
+        ("reset before", "recurrent dropout, shared", {}, 37),
+        ("reset before", "recurrent dropout by step", {}, 37),
+        ("reset before", "reset to", {}, 37),
+    ],
+)
+def test_steps_in_a_cluster_where_tf32_is_multiplied_as_float16(
+    name: str, form: str, changes: dict[str, Any], units: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for backward with products inside, which multiplies TF32 itself."""
+    chosen: dict[str, Tile] = {}
+
+    def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile:
+        assert size.staged is not None
+        every = staging.likely(size.staged, size, chip, batch, directions, kind)
+        chosen[kind] = next(tile for tile in every if not tile.whole and tile.cluster > 1)
+        return chosen[kind]
+
+    monkeypatch.setattr(grid, "choose", choose)
+    case = replace(FORMS[form], time=4, batch=9, units=units, form=FORMS[form].form | changes)
+    made, call = case.build(STAGED[name])
+    call = in_dtype(call, torch.float32)
+    truth = results(made, in_dtype(call, torch.float64), "reference", False)
+    with emulated(folder, tf32=True):
+        got = results(made, call, "persistent", False)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert max(errors.values()) > 1e-5
+    assert {kind: tile.halves for kind, tile in chosen.items()} == {"forward": True, "backward": name != "reset before"}
+
+
 def test_a_mean_and_its_variance_take_one_exchange_and_so_do_their_gradients() -> None:
     made = steps(STAGED["all of LSTM's layer norm"])
     assert (made.forward.exchanges, made.backward.exchanges) == (2, 1)

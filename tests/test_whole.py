@@ -1,6 +1,9 @@
-"""Steps with means where one block has a whole sequence (kernels/whole_forward.cu), run on the host by `emulation`."""
+"""Steps with means where one block has a whole sequence (kernels/whole_forward.cu, whole_backward.cu), run on the host by
+`emulation`.
+"""
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,19 @@ import pytest
 import torch
 
 import emulation
+from comparison import error
 from emulation import emulated
-from engine_cases import Case, assert_agrees
-from test_once import ONCE
-from test_staged import needs_compiler
-from whorl.engines.cuda import grid, staging
-from whorl.engines.cuda.tiling import Chip, Size
+from engine_cases import Case, assert_agrees, in_dtype, results
+from test_machine_code import disassembled, needs_tools
+from test_once import LSTM, ONCE
+from test_staged import A100, H200, needs_compiler
+from whorl.bench.baseline import TF32_EPS
+from whorl.cells import library
+from whorl.engines.cuda import grid, source, staging
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 TILES = [
     ("layer norm of r and c", 4, 1, 2, Case(dict(directions=2), time=4, batch=9, units=37), torch.bfloat16),
@@ -25,11 +35,17 @@ TILES = [
     ("every option of LSTM", 8, 1, 4, Case(dict(layers=2), time=3, batch=5, units=130), torch.float16),
     ("layer_norm_lstm", 2, 1, 2, Case(dict(layers=2), time=6, batch=6, units=50), torch.float16),
     ("in_turn", 2, 1, 2, Case(dict(directions=2), time=5, batch=6, units=50), torch.float16),
+    # blocks, and warps of others, without units
+    ("layer norm of r and c", 16, 1, 4, Case(time=5, batch=5, units=70), torch.bfloat16),
 ]
 
 
 def whole(
-    monkeypatch: pytest.MonkeyPatch, cluster: int, tiles: int, splits: int, kinds: Sequence[str] = ("forward", "backward")
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: int,
+    tiles: int,
+    splits: int,
+    kinds: Sequence[str] = ("forward", "backward"),
 ) -> None:
     """Every layer goes so."""
     choose = grid.choose
@@ -49,7 +65,7 @@ def whole(
 @needs_compiler
 @pytest.mark.parametrize("order", [0, 11])
 @pytest.mark.parametrize("name, cluster, tiles, splits, case, dtype", TILES)
-def test_forward_of_whole_sequences(
+def test_whole_sequences(
     name: str, cluster: int, tiles: int, splits: int, case: Case, dtype: torch.dtype, order: int, folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -58,3 +74,72 @@ def test_forward_of_whole_sequences(
     monkeypatch.setattr(emulation, "ORDER", order and random.Random(order).getrandbits(60))
     with emulated(folder):
         assert_agrees("persistent", ONCE[name], case, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, units, form", [
+    ("layer norm of r and c", 37, dict(directions=2)), ("layer norm of r and c", 130, dict(bias=False)),
+    ("layer_norm_lstm", 50, dict(layers=2)),
+])  # fmt: skip
+def test_tf32_is_multiplied_as_float16(
+    name: str, units: int, form: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole(monkeypatch, 8, 1, 4)
+    made, call = Case(form, time=4, batch=9, units=units).build(ONCE[name])
+    call = in_dtype(call, torch.float32)
+    truth = results(made, in_dtype(call, torch.float64), "reference", False)
+    with emulated(folder, tf32=True):
+        got = results(made, call, "persistent", False)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert max(errors.values()) > 1e-5
+
+
+def test_where_a_block_has_whole_sequences() -> None:
+    """LSTM with layer norm of r and c, as measured: up to 256 units, backward where not one exchange is faster."""
+
+    def chosen(units: int, batch: int, element: int, kind: str, features: Features = source.PLAIN) -> Tile | Spread:
+        made = grid.estimated(size_of(LSTM, units, element, features), H200, batch, 1, kind)
+        assert made is not None
+        return made
+
+    def numbers(*given: Any) -> tuple[int, ...]:
+        made = chosen(*given)
+        assert isinstance(made, Tile)
+        assert made.whole
+        return made.cluster, made.slice, made.tiles, made.warps
+
+    assert numbers(256, 32, 2, "forward") == numbers(256, 32, 4, "forward") == (8, 32, 1, 8)
+    assert numbers(128, 32, 2, "forward") == numbers(128, 32, 4, "forward") == (8, 16, 1, 4)
+    assert numbers(64, 128, 2, "forward") == (4, 16, 1, 4)
+    assert numbers(256, 32, 4, "backward") == numbers(256, 64, 2, "backward") == (8, 32, 1, 8)
+    assert numbers(128, 32, 4, "backward") == (8, 16, 1, 6)
+    assert numbers(384, 32, 2, "backward") == (16, 32, 1, 8)
+    others = (256, 128, 2, "forward"), (512, 32, 2, "forward"), (512, 32, 4, "forward"), (256, 32, 2, "backward")
+    for given in (*others, (512, 32, 2, "backward"), (256, 32, 2, "forward", Features(mask=True))):
+        tile = chosen(*given)
+        assert isinstance(tile, Tile)
+        assert not tile.whole
+    assert all(not tile.whole for tile in staging.fitting(LSTM, size_of(LSTM, 64, 2), A100, "forward"))
+    assert staging.whole(LSTM, size_of(LSTM, 64, 4, exact=True), 4, 1, 1, H200.shared) is None
+    before = library.make_gru(reset_after=False).graph
+    assert staging.whole(before, size_of(before, 64, 2), 4, 1, 1, H200.shared) is None
+
+
+@needs_tools
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
+@pytest.mark.parametrize(
+    "kind, numbers",
+    [("forward", (8, 1, 1)), ("forward", (16, 1, 2)), ("backward", (8, 1, 4)), ("backward", (8, 1, 8))],
+)
+def test_nothing_is_spilled(kind: str, numbers: tuple[int, int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of 12 warps backward those that compute the cell have more registers than others leave without saying so."""
+    make = staging.whole if kind == "forward" else staging.whole_back
+    tile = make(LSTM, size_of(LSTM, 256, dtype.itemsize), *numbers, H200.shared)
+    assert tile is not None
+    text = getattr(source, kind)(LSTM, 256, dtype, tile, True).replace(
+        source.kernel_name(kind, LSTM, 256, dtype, tile), "kernel"
+    )
+    lines = disassembled(text, tile, tmp_path / "cubin")
+    assert [line for line in lines if re.search(r"\b(STL|LDL)\b", line)] == []
+    assert sum("HMMA" in line for line in lines) >= 16

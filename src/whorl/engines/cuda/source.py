@@ -263,7 +263,17 @@ def _source(
         "typedef float real;",
         step,
     ]
-    way = "spread_" if isinstance(tile, Spread) else "once_" if tile.each else "whole_" if apart else "staged_" if inside else ""
+    way = (
+        "spread_"
+        if isinstance(tile, Spread)
+        else "once_"
+        if tile.each
+        else "whole_"
+        if apart
+        else "staged_"
+        if inside
+        else ""
+    )
     return kernel(f"{way}{kind}.cu", words)
 
 

@@ -32,13 +32,17 @@ constexpr int ROWS = 8 * TILES, SEATS = (ROWS + CLUSTER - 1) / CLUSTER, OCTETS =
 constexpr int MULTIPLYING = OCTETS * SPLITS, WARPS = MULTIPLYING + SEATS * WHOLE, THREADS = 32 * WARPS;
 constexpr int STRIPS = (RECURRENT + 1) / 2, OPERANDS = STRIPS * DEPTHS, STREAMED = OPERANDS - RESIDENT;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-// of products that wait for each other: 8 of them hide what one takes
-constexpr int MOST_CHAINS = STRIPS * TILES < 8 ? 8 / (STRIPS * TILES) : 1, CHAINS = MOST_CHAINS < DEPTHS ? MOST_CHAINS : DEPTHS;
+constexpr int CHAINS = STRIPS * TILES < 4 && DEPTHS > 1 ? 2 : 1;  // of products that wait for each other
 constexpr int STATE_WORDS = ROWS * WORDS, WEIGHT_WORDS = MULTIPLYING * STREAMED * 128;
 constexpr int QUADS = (RECURRENT + 3) / 4;  // 16 bytes of a unit's results
 constexpr int PAIRS = (UNITS + 1) / 2, RESULT_WORDS = SPLITS * 2 * PAIRS * QUADS * 4;  // of a sequence
-constexpr int CHUNKS = (UNITS + 4 * WORD_ELEMENTS - 1) / (4 * WORD_ELEMENTS);        // 16 bytes of a sequence's states
-constexpr int SCALES = HALVES ? ROWS : 0;                                           // of initial states
+constexpr int CHUNKS = (UNITS + 7) / 8;                                                // 16 bytes of a sequence's states
+constexpr int SCALES = HALVES ? ROWS : 0;  // of initial states
+#if HALVES
+constexpr float SCALE = STATE_SCALE;  // of the others
+#else
+constexpr float SCALE = 1.f;
+#endif
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + SEATS * (RESULT_WORDS + MEAN_WORDS) + SCALES) + 8 * (1 + SEATS) == SHARED,
               "tiling and kernel disagree");
 static_assert(CLUSTER > 1 && ROUNDS == 0 && LEAVES == RECURRENT && !OPTIONS, "such steps have means alone");
@@ -171,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                                                        : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
 #pragma unroll
               for (int n = 0; n < TILES; ++n)
-                multiply(sums[(d + half) % CHAINS][s][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                multiply(sums[half % CHAINS][s][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
             }
       }
 #pragma unroll
@@ -180,13 +184,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         for (int e = 0; e < 2; ++e) {
           const int line = n * 8 + lane % 4 * 2 + e, seat = line / CLUSTER;
           float own[QUADS * 4] = {};
-          float its = HALVES ? 1.f / 32768.f : 1.f;
+          float its = 1.f / SCALE;
           if (HALVES && t == 0 && a.initial[0] != nullptr) its = scales[line];
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
             own[g] = sums[0][g / 2][n][e + g % 2 * 2];
-#pragma unroll
-            for (int c = 1; c < CHAINS; ++c) own[g] += sums[c][g / 2][n][e + g % 2 * 2];
+            if constexpr (CHAINS > 1) own[g] += sums[CHAINS - 1][g / 2][n][e + g % 2 * 2];
             if constexpr (HALVES) own[g] = own[g] * unscale[g] * its;  // weights' first: states of any size overflow nothing
           }
           if (there && line < lines) {
@@ -308,11 +311,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int s = 0; s < STATES; ++s) state[s][0] = after[0][s], state[s][1] = after[1][s];
 
       if (t + 1 < time) {
-        const float scale = HALVES ? 32768.f : 1.f;
-        const uint4 data = gathered_words<1>(operand_pair(first ? scale * state[0][0] : 0.f, second ? scale * state[0][1] : 0.f), lane);
+        const uint4 data =
+            gathered_words<1>(operand_pair(first ? SCALE * state[0][0] : 0.f, second ? SCALE * state[0][1] : 0.f), lane);
 #pragma unroll
         for (int p = 0; p < PEERS; ++p)
-          if (pair / 4 < CHUNKS && (CLUSTER % 4 == 0 || lane % 4 + p * 4 < CLUSTER)) send(peer[p] + states_to, peer[p] + barriers - base, data);
+          if (pair / 4 < CHUNKS && (CLUSTER % 4 == 0 || lane % 4 + p * 4 < CLUSTER))
+            send(peer[p] + states_to, peer[p] + barriers - base, data);
       }
       // what nobody waits for
       if (t + 1 < time)
