@@ -168,9 +168,9 @@ at 32 1.6 and 2.6, 2.0 and 4.6, with TF32 products 2.4 and 2.6, 2.2 and 5.0; 256
 TF32 products 1.9 and 2.1, 2.2 and 3.3."""
 
 _MUCH_STAGED_TF32 = {"forward": 1.0, "backward": 0.88}
-"""And with TF32 products.  On an H200 a train step of 100 of LSTM with layer norm of r and c took, forward in a cluster and
-spread, 686 and 793 us with 512 units at batch 32, 978 and 1,018 at 64, 1,475 and 1,342 at 128, 683 and 746 with 256 at
-128; backward 701 and 807, 1,095 and 980, 1,724 and 1,348, 741 and 679."""
+"""And with TF32 products.  On an H200 a train step of 100 of LSTM with layer norm of r and c took, forward in a cluster
+and spread, 686 and 793 us with 512 units at batch 32, 978 and 1,018 at 64, 1,475 and 1,342 at 128, 683 and 746 with 256
+at 128; backward 701 and 807, 1,095 and 980, 1,724 and 1,348, 741 and 679."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
