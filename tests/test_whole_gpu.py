@@ -1,4 +1,4 @@
-"""Steps with means where one block has a whole sequence (kernels/whole_forward.cu, whole_backward.cu), on an NVIDIA GPU."""
+"""Steps with means where a block has whole sequences (kernels/whole_forward.cu, whole_backward.cu), on an NVIDIA GPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +19,21 @@ from whorl.engines.cuda import launch, source
 
 pytestmark = pytest.mark.gpu
 SLOWED = {
-    "forward": ["wait(barriers, (t - 1) % 2);", "wait(barriers + 8 * (1 + seat), t % 2);", "const unsigned target = targets[n][e];",
-                "summarise(stage, to", "const uint4 data = gathered_words"],
-    "backward": ["wait(barriers, t % 2);", "wait(barriers + 8 * (1 + seat), (t - 1) % 2);", "const int couple = warp",
-                 "float4 all[MOST(PACKS)]", "const uint4 data = turned(words, lane);"],
-}  # fmt: skip
+    "forward": [
+        "wait(barriers, (t - 1) % 2);",
+        "wait(barriers + 8 * (1 + seat), t % 2);",
+        "const unsigned target = targets[n][e];",
+        "summarise(stage, to",
+        "const uint4 data =",
+    ],
+    "backward": [
+        "wait(barriers, t % 2);",
+        "wait(barriers + 8 * (1 + seat), (t - 1) % 2);",
+        "const int couple = warp",
+        "float4 all[MOST(PACKS)]",
+        "const uint4 data = turned(words, lane);",
+    ],
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

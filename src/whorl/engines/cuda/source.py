@@ -223,7 +223,7 @@ def _source(
     inside = _stages(kind, graph, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide
     beside = "spread" if isinstance(tile, Spread) else "cluster"
-    apart = isinstance(tile, Tile) and tile.whole > 0
+    alone = isinstance(tile, Tile) and tile.whole > 0  # means leave no block
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     numbers["ENTERED"] = int(saves_entered(graph, features))
@@ -257,24 +257,21 @@ def _source(
         *([text_of("columns.cu")] if kind == "forward" and isinstance(tile, Tile) else []),
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
-        *([text_of("means.cu")] if inside else []),
-        *([text_of(f"{beside}_means.cu")] if inside and not apart else []),
+        *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
     ]
-    way = (
-        "spread_"
-        if isinstance(tile, Spread)
-        else "once_"
-        if tile.each
-        else "whole_"
-        if apart
-        else "staged_"
-        if inside
-        else ""
-    )
-    return kernel(f"{way}{kind}.cu", words)
+    return kernel(f"{_way(graph, tile)}{kind}.cu", words)
+
+
+def _way(graph: Graph, tile: Tile | Spread) -> str:
+    """Whose kernel a tile is of: the beginning of its file's name."""
+    if isinstance(tile, Spread):
+        return "spread_"
+    if tile.whole:
+        return "whole_"
+    return "once_" if tile.each else "staged_" if staged(graph) else ""
 
 
 def _inside(kind: str, graph: Graph, tile: Tile | Spread) -> int:

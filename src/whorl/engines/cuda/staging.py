@@ -160,8 +160,8 @@ def whole_back(
     couples, depths = -(-size.units // 32), size.recurrent * part // 16
     share, seats, each = 2 * -(-couples // producers), -(-8 * tiles // cluster), -(-size.units // 64)
     warps = producers + seats * each
-    # The cell takes some 210 registers of a thread: with 10 warps a train step took 338 us where it took 283 with 6 (LSTM
-    # with layer norm, 128 units at batch 32, H200), with 9 600 and with 7 445 (320 at 32).  Of 12 warps the 8 that
+    # The cell takes some 210 registers of a thread: with 10 warps a train step took 338 us where it took 283 with 6
+    # (LSTM with layer norm, 128 units at batch 32, H200), with 9 600 and with 7 445 (320 at 32).  Of 12 warps the 8 that
     # multiply leave them to the others.
     if warps > 8 and (producers, warps) != (8, 12):
         return None
@@ -312,7 +312,8 @@ def _whole_time(size: Size, share: int, kind: str, tile: Tile) -> float:
         operands = tile.depths * -(-size.recurrent // 2)
         sent = busy * tile.cluster * units * 2 / 1024  # KB of a block's states
     else:
-        operands = 2 * -(-(-(-units // 32)) // multiplying) * (size.recurrent * tile.slice // 16)
+        couples = -(-units // 32)
+        operands = 2 * -(-couples // multiplying) * (size.recurrent * tile.slice // 16)
         sent = busy * -(-units // tile.slice) * units * 4 / 1024  # KB of sums that come to a block
     products = -(-multiplying // 4) * operands * tile.tiles  # of a scheduler
     streamed = multiplying * (operands - tile.resident) * tile.tiles
