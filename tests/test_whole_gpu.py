@@ -1,4 +1,4 @@
-"""Steps with means where a block has whole sequences (kernels/whole_forward.cu, whole_backward.cu), on an NVIDIA GPU."""
+"""Steps with means where a block has whole sequences (kernels/whole_forward.cu, whole_backward.cu), on a GPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

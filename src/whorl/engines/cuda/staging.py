@@ -161,8 +161,8 @@ def whole_back(
     share, seats, each = 2 * -(-couples // producers), -(-8 * tiles // cluster), -(-size.units // 64)
     warps = producers + seats * each
     # The cell takes some 210 registers of a thread: with 10 warps a train step took 338 us where it took 283 with 6
-    # (LSTM with layer norm, 128 units at batch 32, H200), with 9 600 and with 7 445 (320 at 32).  Of 12 warps the 8 that
-    # multiply leave them to the others.
+    # (LSTM with layer norm, 128 units at batch 32, H200), with 9 600 and with 7 445 (320 at 32).  Of 12 warps the 8
+    # that multiply leave them to the others.
     if warps > 8 and (producers, warps) != (8, 12):
         return None
     used = 40 + 20 * tiles + share * 2 * halves
