@@ -165,7 +165,7 @@ def whole_back(
     # that multiply leave them to the others.
     if warps > 8 and (producers, warps) != (8, 12):
         return None
-    used = 40 + 20 * tiles + share * 2 * halves
+    used = 36 + 20 * tiles + share * 2 * halves
     if resident is None:
         resident = min(share * depths, max(0, (120 if warps == 12 else tiling.registers(warps)) - used) // 4)
     gradients, sums = 8 * tiles * (depths * 8 + 4), -(-size.units // part) * couples * 32

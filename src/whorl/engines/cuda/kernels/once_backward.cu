@@ -251,30 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         sum.x += at[source * 64].x, sum.y += at[source * 64].y;
       return sum;
     };
-    // Sums over the 16 units, of which a thread gets one: that of number lane / (32 / PLACES).  So 8 take 8 shuffles.
+    // Sums over the 16 units, of which a thread gets one: that of number lane / (32 / PLACES).
     const auto added = [&](const float (&to)[MOST(VALUES)]) {
       float own[PLACES] = {};
 #pragma unroll
       for (int i = 0; i < REDUCTIONS; ++i)
 #pragma unroll
         for (int k = 0; k < reduction_count(i); ++k) own[i] += unit < UNITS ? to[reduction_first(i) + k] : 0.f;
-      int half = PLACES / 2;
-#pragma unroll
-      for (int away = 16; away > 1; away /= 2) {
-        if (half > 0) {
-#pragma unroll
-          for (int i = 0; i < PLACES / 2; ++i)
-            if (i < half) {
-              const bool upper = lane & away;
-              const float given = upper ? own[i] : own[i + half], kept = upper ? own[i + half] : own[i];
-              own[i] = kept + __shfl_xor_sync(0xffffffffu, given, away);
-            }
-          half /= 2;
-        } else {
-          own[0] += __shfl_xor_sync(0xffffffffu, own[0], away);
-        }
-      }
-      return own[0];
+      return dealt_sum<2>(own, lane);
     };
     // Sums lie as [source, couple of sequences, 4 sums, sequence, sum]: a warp sends 16 bytes of a sequence and 4 sums.
     constexpr int STEP = 32 / PLACES;  // lanes between two sums

@@ -306,7 +306,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           run_stage(stage, now[u].x, now[u].r, now[u].before, now[u].v, nullptr, m, values[u], to[u], operand, d[u], q,
                     u == 0 ? first : second, dx[u], dr[u], ds[u], summed[u] + SUMMED - VECTORS, de, after);
         if (packs(stage) > 0) {
-          // of the warp's units each thread gets one sum: that of number lane / STEP.  So 8 take 9 shuffles.
           float own[PLACES] = {};
           int place = 0;
 #pragma unroll
@@ -318,25 +317,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 own[place] += (first ? to[0][k] : 0.f) + (second ? to[1][k] : 0.f);
             ++place;
           }
-          int half = PLACES / 2;
-#pragma unroll
-          for (int away = 16; away > 0; away /= 2) {
-            if (half > 0) {
-#pragma unroll
-              for (int i = 0; i < PLACES / 2; ++i)
-                if (i < half) {
-                  const bool upper = lane & away;
-                  const float given = upper ? own[i] : own[i + half], kept = upper ? own[i + half] : own[i];
-                  own[i] = kept + __shfl_xor_sync(0xffffffffu, given, away);
-                }
-              half /= 2;
-            } else {
-              own[0] += __shfl_xor_sync(0xffffffffu, own[0], away);
-            }
-          }
+          const float mine = dealt_sum<1>(own, lane);
           float* const at = own_slots + mean_offset(stage);
           if (lane % (32 / PLACES) == 0 && lane / (32 / PLACES) < 4 * packs(stage))
-            at[part * 4 * packs(stage) + lane / (32 / PLACES)] = own[0];
+            at[part * 4 * packs(stage) + lane / (32 / PLACES)] = mine;
           if constexpr (WHOLE > 1)
             named_barrier(1 + seat, 32 * WHOLE);
           else
