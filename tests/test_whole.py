@@ -33,6 +33,8 @@ TILES = [
     ("every option of LSTM", 8, 1, 4, Case(dict(layers=2), time=3, batch=5, units=130), torch.float16),
     ("layer_norm_lstm", 2, 1, 2, Case(dict(layers=2), time=6, batch=6, units=50), torch.float16),
     ("in_turn", 2, 1, 2, Case(dict(directions=2), time=5, batch=6, units=50), torch.float16),
+    # two sequences of a block, of some one
+    ("layer norm of r and c", 8, 2, 2, Case(time=4, batch=13, units=60), torch.bfloat16),
     # blocks, and warps of others, without units
     ("layer norm of r and c", 16, 1, 4, Case(time=5, batch=5, units=70), torch.bfloat16),
 ]

@@ -285,6 +285,9 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
         inside += 1.2 / tile.splits**0.5 * -(-cells * tile.splits // tile.warps)
         used = _backward_registers(graph, size, tile.cluster, tile.tiles, tile.warps, tile.splits)
         inside += 0.05 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
+        # 384 units at batch 32, a train step of 100: 681 us, 499 where a block has whole sequences; with TF32 products at
+        # 64 873, 794 through L2
+        inside += 0.5 * (tile.slice == 48)
         # with TF32 products 256 units at batch 32 took 2.55 us, with 8 warps 2.29; fewer are faster so
         inside += 0.06 * (size.element == 4 and tile.warps == 4 and size.units > 192)
     elif tile.splits == 2 and tile.slice // 16 * tile.tiles <= 2:
