@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import emulation
+import whorl
 from comparison import error
 from emulation import emulated
 from engine_cases import Case, assert_agrees, in_dtype, results
@@ -17,13 +18,27 @@ from test_machine_code import disassembled, needs_tools
 from test_once import LSTM, ONCE
 from test_staged import A100, H200, needs_compiler
 from whorl.bench.baseline import TF32_EPS
-from whorl.cells import library
+from whorl.cells import library, wrappers
 from whorl.engines.cuda import grid, source, staging
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
+
+@whorl.cell(gates="a b c d e", states="h c")
+def five_gates(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """More than one piece of 16 bytes holds the results, and the gradients, of a unit."""
+    a = x.a + r.a - whorl.mean([r.b, r.c])
+    c = whorl.sigmoid(a) * s.c + whorl.tanh(x.b + r.b) * whorl.sigmoid(x.e + r.e)
+    return dict(h=whorl.tanh(c + r.d * x.d) * whorl.sigmoid(r.c), c=c)
+
+
+CELLS = ONCE | {
+    "five gates": five_gates.graph,
+    "three gates": wrappers.layer_norm(library.gru.graph, ("r",))[0],
+    "one gate": wrappers.layer_norm(library.rnn_tanh.graph, ("r",))[0],
+}
 TILES = [
     ("layer norm of r and c", 4, 1, 2, Case(dict(directions=2), time=4, batch=9, units=37), torch.bfloat16),
     ("layer norm of r and c", 2, 1, 1, Case(dict(bias=False), time=1, batch=1, units=32), torch.bfloat16),
@@ -33,6 +48,9 @@ TILES = [
     ("every option of LSTM", 8, 1, 4, Case(dict(layers=2), time=3, batch=5, units=130), torch.float16),
     ("layer_norm_lstm", 2, 1, 2, Case(dict(layers=2), time=6, batch=6, units=50), torch.float16),
     ("in_turn", 2, 1, 2, Case(dict(directions=2), time=5, batch=6, units=50), torch.float16),
+    ("three gates", 4, 1, 2, Case(dict(directions=2), time=4, batch=6, units=70), torch.bfloat16),
+    ("one gate", 4, 1, 2, Case(dict(layers=2), time=5, batch=9, units=45), torch.float16),
+    ("five gates", 4, 1, 2, Case(dict(directions=2), time=4, batch=9, units=70), torch.bfloat16),
     # two sequences of a block, of some one
     ("layer norm of r and c", 8, 2, 2, Case(time=4, batch=13, units=60), torch.bfloat16),
     # blocks, and warps of others, without units
@@ -72,7 +90,7 @@ def test_whole_sequences(
     whole(monkeypatch, cluster, tiles, splits)
     monkeypatch.setattr(emulation, "ORDER", order and random.Random(order).getrandbits(60))
     with emulated(folder):
-        assert_agrees("persistent", ONCE[name], case, dtype)
+        assert_agrees("persistent", CELLS[name], case, dtype)
 
 
 @needs_compiler

@@ -12,7 +12,7 @@ from anew import made_anew
 from comparison import error, in_a_graph
 from engine_cases import Case, assert_agrees, in_dtype, moved, results
 from test_once import ONCE
-from test_whole import whole
+from test_whole import CELLS, whole
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import launch, source
@@ -37,11 +37,11 @@ SLOWED = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("name", CELLS)
 def test_every_cell(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     made_anew(monkeypatch)
     whole(monkeypatch, 8, 1, 4)
-    assert_agrees("persistent", ONCE[name], Case(dict(directions=2), time=9, batch=20, units=130), dtype, "cuda")
+    assert_agrees("persistent", CELLS[name], Case(dict(directions=2), time=9, batch=20, units=130), dtype, "cuda")
 
 
 @pytest.mark.parametrize("form", [dict(directions=2), dict(layers=2), dict(bias=False)], ids=str)

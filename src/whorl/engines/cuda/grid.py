@@ -211,6 +211,7 @@ def described(tile: Tile | Spread, shared: int) -> str:
         who = f"{tile.blocks} blocks that exchange through L2"
     else:
         who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
+        who += ", each with the cell of whole sequences," * (tile.whole > 0)
     return f"{who} for up to {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
 
 

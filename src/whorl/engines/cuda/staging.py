@@ -119,8 +119,7 @@ def whole(
     Args:
         resident: operands of a warp in registers.
     """
-    made, bounded = steps(graph), size.halves
-    own = made.forward
+    own, halves = steps(graph).forward, size.halves
     if cluster == 1 or not _whole(graph, size, own):
         return None
     part = -(-size.units // (8 * cluster)) * 8
@@ -130,16 +129,16 @@ def whole(
     if warps > 16:
         return None
     chains = 2 if strips * tiles < 4 and depths > 1 else 1
-    used = 40 + 4 * chains * strips * tiles + 8 * tiles + size.recurrent * bounded
+    used = 40 + 4 * chains * strips * tiles + 8 * tiles + size.recurrent * halves
     if resident is None:
         resident = min(strips * depths, max(0, tiling.registers(warps) - used) // 4)
     states, results = 8 * tiles * splits * depths * 8, splits * 2 * -(-size.units // 2) * -(-size.recurrent // 4) * 4
     means = whole_words(own, each)
     streamed = octets * splits * (strips * depths - resident) * 128
-    shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * bounded) + 8 * (1 + seats)
+    shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * halves) + 8 * (1 + seats)
     if shared > limit:
         return None
-    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, halves=bounded, whole=each)
+    return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, halves=halves, whole=each)
 
 
 def whole_back(
@@ -151,8 +150,7 @@ def whole_back(
         producers: warps that multiply.
         resident: operands of a warp in registers.
     """
-    made, part, halves = steps(graph), tiling.slice_of(size.units, cluster), size.halves
-    own = made.backward
+    own, part, halves = steps(graph).backward, tiling.slice_of(size.units, cluster), size.halves
     if cluster == 1 or not _whole(graph, size, own) or (halves and part not in (16, 32, 64)):
         return None
     if any(one.moments for one in own.reductions) or most(map(own.packs, range(own.stages))) > 8:
@@ -285,8 +283,8 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
         inside += 1.2 / tile.splits**0.5 * -(-cells * tile.splits // tile.warps)
         used = _backward_registers(graph, size, tile.cluster, tile.tiles, tile.warps, tile.splits)
         inside += 0.05 * max(0, used - tiling.registers(tile.warps) - 20)  # spilled
-        # 384 units at batch 32, a train step of 100: 681 us, 499 where a block has whole sequences; with TF32 products at
-        # 64 873, 794 through L2
+        # 384 units at batch 32, a train step of 100: 681 us, 499 where a block has whole sequences; with TF32 products
+        # at 64 873, 794 through L2
         inside += 0.5 * (tile.slice == 48)
         # with TF32 products 256 units at batch 32 took 2.55 us, with 8 warps 2.29; fewer are faster so
         inside += 0.06 * (size.element == 4 and tile.warps == 4 and size.units > 192)
