@@ -25,6 +25,7 @@ from test_machine_code import H200, disassembled, listed, needs_tools, time_loop
 from thinned import thinned
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
+from whorl.cells.cell import Graph
 from whorl.cells.expr import Expr, var
 from whorl.cells.graphs import Evaluator, at_once
 from whorl.cells.lower import CUDA, stages
@@ -299,6 +300,18 @@ def test_masks_of_products_where_blocks_exchange_through_l2(
         assert_agrees("persistent", STAGED[name], case, DTYPES[place % 3])
 
 
+def assert_near_in_tf32(cell: Graph, case: Case, folder: Path) -> None:
+    """Outputs and gradients of the kernels on the host with TF32 products, which are not those of float32."""
+    made, call = case.build(cell)
+    call = in_dtype(call, torch.float32)
+    truth = results(made, in_dtype(call, torch.float64), "reference", False)
+    with emulated(folder, tf32=True):
+        got = results(made, call, "persistent", False)
+    errors = {name: error(got[name], truth[name]) for name in truth}
+    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert max(errors.values()) > 1e-5
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "name, form, changes, place",
@@ -319,14 +332,7 @@ def test_steps_where_tf32_is_multiplied_as_float16(
 ) -> None:
     spread(monkeypatch, *TILES[place])
     case = replace(FORMS[form], time=4, batch=9, units=37, form=FORMS[form].form | changes)
-    made, call = case.build(STAGED[name])
-    call = in_dtype(call, torch.float32)
-    truth = results(made, in_dtype(call, torch.float64), "reference", False)
-    with emulated(folder, tf32=True):
-        got = results(made, call, "persistent", False)
-    errors = {name: error(got[name], truth[name]) for name in truth}
-    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
-    assert max(errors.values()) > 1e-5
+    assert_near_in_tf32(STAGED[name], case, folder)
     for way in ("forward", "backward"):
         tile = grid.choose(size_of(STAGED[name], 37, 4), H200, 9, 1, way)
         assert isinstance(tile, Spread)
@@ -363,14 +369,7 @@ def test_steps_in_a_cluster_where_tf32_is_multiplied_as_float16(
 
     monkeypatch.setattr(grid, "choose", choose)
     case = replace(FORMS[form], time=4, batch=9, units=units, form=FORMS[form].form | changes)
-    made, call = case.build(STAGED[name])
-    call = in_dtype(call, torch.float32)
-    truth = results(made, in_dtype(call, torch.float64), "reference", False)
-    with emulated(folder, tf32=True):
-        got = results(made, call, "persistent", False)
-    errors = {name: error(got[name], truth[name]) for name in truth}
-    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
-    assert max(errors.values()) > 1e-5
+    assert_near_in_tf32(STAGED[name], case, folder)
     assert {kind: tile.halves for kind, tile in chosen.items()} == {"forward": True, "backward": name != "reset before"}
 
 

@@ -11,13 +11,11 @@ import torch
 
 import emulation
 import whorl
-from comparison import error
 from emulation import emulated
-from engine_cases import Case, assert_agrees, in_dtype, results
+from engine_cases import Case, assert_agrees
 from test_machine_code import disassembled, needs_tools
 from test_once import LSTM, ONCE
-from test_staged import A100, H200, needs_compiler
-from whorl.bench.baseline import TF32_EPS
+from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
 from whorl.cells import library, wrappers
 from whorl.engines.cuda import grid, source, staging
 from whorl.engines.cuda.prepare import size_of
@@ -102,14 +100,7 @@ def test_tf32_is_multiplied_as_float16(
     name: str, units: int, form: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole(monkeypatch, 8, 1, 4)
-    made, call = Case(form, time=4, batch=9, units=units).build(ONCE[name])
-    call = in_dtype(call, torch.float32)
-    truth = results(made, in_dtype(call, torch.float64), "reference", False)
-    with emulated(folder, tf32=True):
-        got = results(made, call, "persistent", False)
-    errors = {name: error(got[name], truth[name]) for name in truth}
-    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
-    assert max(errors.values()) > 1e-5
+    assert_near_in_tf32(ONCE[name], Case(form, time=4, batch=9, units=units), folder)
 
 
 def test_where_a_block_has_whole_sequences() -> None:
