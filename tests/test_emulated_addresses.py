@@ -40,7 +40,11 @@ TESTS = {
         "test_emulated.py::test_products_of_what_has_come_while_the_rest_is_on_its_way[tf32-relu-780-ahead2]",
     ],
     "means": [
-        "test_staged.py::test_a_step_of_several_stages[layer norm of r and c]",
+        "test_staged.py::test_means_that_a_cluster_exchanges[layer norm of r and c-dtype0]",
+        "test_whole.py::test_whole_sequences[layer norm of r and c-4-1-2-case0-dtype0-0]",
+        "test_whole.py::test_whole_sequences[layer norm of r and c-8-2-2-case11-dtype11-0]",
+        "test_whole.py::test_tf32_is_multiplied_as_float16[layer norm of r and c-37-form0]",
+        "test_once.py::test_backward_in_one_exchange[layer norm of r and c-4-1-4-case0-dtype0-0]",
         "test_staged.py::test_a_step_of_several_stages[layer norm and a product]",
         "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[3-layer_norm_lstm]",
         "test_staged.py::test_a_step_of_several_stages_where_blocks_exchange_through_l2[4-gru_before]",

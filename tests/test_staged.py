@@ -339,6 +339,32 @@ def test_steps_where_tf32_is_multiplied_as_float16(
         assert tile.halves
 
 
+def in_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tile]:
+    """Every layer exchanges its means within clusters; the tiles, as they are chosen."""
+    chosen: dict[str, Tile] = {}
+
+    def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile:
+        assert size.staged is not None
+        every = staging.likely(size.staged, size, chip, batch, directions, kind)
+        chosen[kind] = next(tile for tile in every if not tile.whole and not tile.each and tile.cluster > 1)
+        return chosen[kind]
+
+    monkeypatch.setattr(grid, "choose", choose)
+    return chosen
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["layer norm of r and c", "every option of LSTM", "layer_norm_lstm"])
+def test_means_that_a_cluster_exchanges(
+    name: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = in_stages(monkeypatch)
+    with emulated(folder):
+        assert_agrees("persistent", STAGED[name], Case(dict(directions=2), time=4, batch=9, units=37), dtype)
+    assert {*chosen} == {"forward", "backward"}
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     "name, form, changes, units",
@@ -359,15 +385,7 @@ def test_steps_in_a_cluster_where_tf32_is_multiplied_as_float16(
     name: str, form: str, changes: dict[str, Any], units: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for backward with products inside, which multiplies TF32 itself."""
-    chosen: dict[str, Tile] = {}
-
-    def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile:
-        assert size.staged is not None
-        every = staging.likely(size.staged, size, chip, batch, directions, kind)
-        chosen[kind] = next(tile for tile in every if not tile.whole and tile.cluster > 1)
-        return chosen[kind]
-
-    monkeypatch.setattr(grid, "choose", choose)
+    chosen = in_stages(monkeypatch)
     case = replace(FORMS[form], time=4, batch=9, units=units, form=FORMS[form].form | changes)
     assert_near_in_tf32(STAGED[name], case, folder)
     assert {kind: tile.halves for kind, tile in chosen.items()} == {"forward": True, "backward": name != "reset before"}
