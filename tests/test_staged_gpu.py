@@ -15,6 +15,7 @@ from comparison import error, in_a_graph
 from engine_cases import CELLS, DROPS, FORMS, WRAPPED, Case, assert_agrees, in_dtype, moved, results
 from whorl.bench.baseline import TF32_EPS
 from whorl.cells import library, wrappers
+from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, launch, source, spreading
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.spreading import Spread
@@ -153,7 +154,7 @@ def test_options_of_a_cell_with_means_through_l2(spread: None, form: str) -> Non
 
 @pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
 def test_tf32(name: str) -> None:
-    assert_near_in_tf32(name, Case(time=9, batch=20, units=130))
+    assert_near_in_tf32(STAGED[name], Case(time=9, batch=20, units=130))
 
 
 @pytest.mark.parametrize("name", ["all of LSTM's layer norm", "reset before"])
@@ -162,11 +163,11 @@ def test_tf32(name: str) -> None:
 def test_tf32_through_l2(spread: None, units: int, batch: int, time: int, form: str, name: str) -> None:
     """Where it is multiplied as float16, scaled."""
     case = replace(FORMS[form], units=units, batch=batch, time=time)
-    assert_near_in_tf32(name, case)
+    assert_near_in_tf32(STAGED[name], case)
 
 
-def assert_near_in_tf32(name: str, case: Case) -> None:
-    form, call = case.build(STAGED[name])
+def assert_near_in_tf32(cell: Graph, case: Case) -> None:
+    form, call = case.build(cell)
     small = min(1.0, (130 / case.units) ** 0.5)  # else in many units, without norms, a rounding grows from step to step
     call = in_dtype(call._replace(weights=tuple(small * weight for weight in call.weights)), torch.float32)
     truth = results(form, in_dtype(call, torch.float64), "reference", False)

@@ -9,12 +9,11 @@ import torch
 import test_persistent
 import whorl
 from anew import made_anew
-from comparison import error, in_a_graph
-from engine_cases import Case, assert_agrees, in_dtype, moved, results
+from comparison import in_a_graph
+from engine_cases import Case, assert_agrees
 from test_once import ONCE
+from test_staged_gpu import assert_near_in_tf32
 from test_whole import CELLS, whole
-from whorl.bench.baseline import TF32_EPS
-from whorl.cells.cell import Graph
 from whorl.engines.cuda import launch, source
 
 pytestmark = pytest.mark.gpu
@@ -49,17 +48,7 @@ def test_every_cell(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 def test_tf32(units: int, batch: int, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made_anew(monkeypatch)
     whole(monkeypatch, 8, 1, 2)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
-        assert_near_in_tf32(ONCE["layer norm of r and c"], Case(form, time=4, batch=batch, units=units, scale=0.1))
-
-
-def assert_near_in_tf32(cell: Graph, case: Case) -> None:
-    form, call = case.build(cell)
-    call = in_dtype(call, torch.float32)
-    truth = results(form, in_dtype(call, torch.float64), "reference", False)
-    got = results(form, moved(call, "cuda"), "persistent", False)
-    errors = {name: error(got[name].cpu(), wanted) for name, wanted in truth.items()}
-    assert {name: one for name, one in errors.items() if not one <= 4 * TF32_EPS} == {}
+    assert_near_in_tf32(ONCE["layer norm of r and c"], Case(form, time=4, batch=batch, units=units, scale=0.1))
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.2])

@@ -251,7 +251,7 @@ class Grid:
         self.chip, self.staged = chip, size.staged is not None
         self.parts, self.words = -(-batch // tile.rows), 0
         if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.whole):
-            self.parts = tiling.parts(chip, batch, directions, tile, "forward" if tile.whole else kind)
+            self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if chip.early and isinstance(tile, Tile) and self.parts * tile.cluster * directions <= chip.multiprocessors:
             # What begins while another kernel ends finds few multiprocessors free, and would put two blocks on one:
             # forward of GRU 128x200x128 with TF32 products then took 215 us where it takes 150.

@@ -13,6 +13,7 @@ from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
 _FEWEST = 32  # units for kernels/once_backward.cu
 _PRODUCERS = 8  # of it: LSTM with layer norm of r and c, 256 units at batch 32, took 1.15 us a step, with 4 1.28 (H200)
+_LEFT = 120  # registers of a thread that multiplies in 12 warps of kernels/whole_backward.cu, which says the same
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 32}  # registers of addresses and of the cell itself
 
 
@@ -165,7 +166,8 @@ def whole_back(
         return None
     used = 36 + 20 * tiles + share * 2 * halves
     if resident is None:
-        resident = min(share * depths, max(0, (120 if warps == 12 else tiling.registers(warps)) - used) // 4)
+        room = _LEFT if warps == 12 else tiling.registers(warps)
+        resident = min(share * depths, max(0, room - used) // 4)
     gradients, sums = 8 * tiles * (depths * 8 + 4), -(-size.units // part) * couples * 32
     means, streamed = whole_words(own, each), producers * (share * depths - resident) * 128
     shared = 4 * (streamed + gradients + seats * (sums + means) + 16 * tiles * halves) + 8 * (1 + seats)
@@ -269,7 +271,7 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
     if tile.each:
         return tiling.rounds(chip, batch, directions, tile) * _once_time(size, tile)
     if tile.whole:
-        share = -(-batch // tiling.parts(chip, batch, directions, tile, "forward"))
+        share = -(-batch // tiling.parts(chip, batch, directions, tile, kind))
         return tiling.rounds(chip, batch, directions, tile) * _whole_time(size, share, kind, tile)
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
@@ -301,8 +303,9 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
 def _whole_time(size: Size, share: int, kind: str, tile: Tile) -> float:
     """Microseconds of a step of kernels/whole_forward.cu or whole_backward.cu, as those of others are estimated above.
 
-    Forward fitted to 57 tiles of LSTM with layer norm of r and c, 64 to 384 units, to 5 percent; backward to those of
-    64 to 256 units in bfloat16, to a tenth (one H200, train steps of 100 steps).
+    Fitted to tiles of LSTM with layer norm of r and c on one H200, train steps of 100 steps, then changed where it
+    chose wrong: in the mean 6 percent from 58 tiles forward, of 64 to 384 units in bfloat16 and with TF32 products, and
+    11 from 25 backward, of 64 to 256 units in bfloat16.
 
     Args:
         share: sequences of a cluster.

@@ -24,7 +24,7 @@ constexpr int STRIPS = CLUSTER * GROUPS, SHARE = (STRIPS + WARPS - 1) / WARPS, T
 constexpr int DEPTHS = RECURRENT * SLICE / (8 * WORD_ELEMENTS);
 // of a sequence's gradients, and their groups' scales: 8 rows of 16 bytes are in 32 different banks
 constexpr int STRIDE = DEPTHS * 8 + (HALVES && GROUPS > 4 ? 12 : 4);
-static_assert(!HALVES || GROUPS <= 12, "no room for a scale of each group");
+static_assert(!HALVES || (ROUNDS == 0 && GROUPS <= 12), "each group's gradients have one scale, and there is room for it");
 constexpr int STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128, GRADIENT_WORDS = ROWS * STRIDE, SUM_WORDS = CELLS * CLUSTER * 128;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
@@ -472,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int e = 0; e < 4; ++e) {  // in this order, which neither weights nor gradients of any size overflow
             const float sum = sums[c][n][e] * unscale[min(i0 + c, SHARE - 1)][e / 2] * factors[n][e % 2];
-            if (!GATEWISE || (!NOISE_INSIDE && gate >= MASKED))
+            if constexpr (!GATEWISE)
               all[c][n][e] += sum;
             else
               all[c][n][e] += bits >> e & 1 ? a.o.noise_scale * sum : 0.f;
@@ -481,7 +481,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         };
 #pragma unroll
         for (int g = 0; g < RECURRENT; g += 2) {
-          if (!is_in(round, g) && !is_in(round, g + 1)) continue;
           uint4 b[TILES];
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {
@@ -490,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (g + half < RECURRENT && is_in(round, g + half))
+            if (g + half < RECURRENT)
 #pragma unroll
               for (int c = 0; c < CHUNK; ++c)
                 if (i0 + c < SHARE) {
@@ -692,10 +691,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               for (int b = 0; b < PER; ++b) {
                 const bool valid = !MARKED || item[j].valid[b];
                 const int which = asked < ROUNDS ? asked : 0;
-                const float first = in[j][b][0] && valid ? operands[j][b][0][which] : 0.f;
-                const float second = in[j][b][1] && valid ? operands[j][b][1][which] : 0.f;
-                const float scale = scale_gradients(turn, j, b, fmaxf(fabsf(first), fabsf(second)));
-                put_gradient(turn, pull_gate(round - 1), j, b, scale * first, scale * second);
+                put_gradient(turn, pull_gate(round - 1), j, b, in[j][b][0] && valid ? operands[j][b][0][which] : 0.f,
+                             in[j][b][1] && valid ? operands[j][b][1][which] : 0.f);
               }
             }
           ++asked;
