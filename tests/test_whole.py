@@ -104,7 +104,7 @@ def test_tf32_is_multiplied_as_float16(
 
 
 def test_where_a_block_has_whole_sequences() -> None:
-    """LSTM with layer norm of r and c, as measured: up to 256 units, backward where not one exchange is faster."""
+    """LSTM with layer norm of r and c, as measured: up to 256 units, backward where no other kernel is faster."""
 
     def chosen(units: int, batch: int, element: int, kind: str, features: Features = source.PLAIN) -> Tile | Spread:
         made = grid.estimated(size_of(LSTM, units, element, features), H200, batch, 1, kind)
@@ -120,9 +120,7 @@ def test_where_a_block_has_whole_sequences() -> None:
     assert numbers(256, 32, 2, "forward") == numbers(256, 32, 4, "forward") == (8, 32, 1, 8)
     assert numbers(128, 32, 2, "forward") == numbers(128, 32, 4, "forward") == (8, 16, 1, 4)
     assert numbers(64, 128, 2, "forward") == (4, 16, 1, 4)
-    assert numbers(256, 32, 4, "backward") == numbers(256, 64, 2, "backward") == (8, 32, 1, 8)
-    assert numbers(128, 32, 4, "backward") == (8, 16, 1, 6)
-    assert numbers(384, 32, 2, "backward") == (16, 32, 1, 8)
+    assert numbers(256, 64, 2, "backward") == (8, 32, 1, 8)
     others = (256, 128, 2, "forward"), (512, 32, 2, "forward"), (512, 32, 4, "forward"), (256, 32, 2, "backward")
     for given in (*others, (512, 32, 2, "backward"), (256, 32, 2, "forward", Features(mask=True))):
         tile = chosen(*given)

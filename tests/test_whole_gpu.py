@@ -90,8 +90,12 @@ def layer_and_step(time: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[An
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_graph_replays_with_new_input_and_weights(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    made_anew(monkeypatch)
     whole(monkeypatch, 16, 1, 4)
+    assert_a_graph_replays(dtype, monkeypatch)
+
+
+def assert_a_graph_replays(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_anew(monkeypatch)
     x, weights, step = layer_and_step(9, dtype)
     graph, captured = in_a_graph(step)
     for _ in range(20):
@@ -108,8 +112,14 @@ def test_a_graph_replays_with_new_input_and_weights(dtype: torch.dtype, monkeypa
 def test_warps_that_sleep_at_random_change_nothing(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside kernels that ask whether to sleep and never do: a question may change what the compiler contracts."""
     whole(monkeypatch, 16, 1, 4)
+    assert_sleep_changes_nothing(way, SLOWED[way], dtype, monkeypatch)
+
+
+def assert_sleep_changes_nothing(
+    way: str, places: Sequence[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside kernels that ask whether to sleep and never do: a question may change what the compiler contracts."""
     write = getattr(source, way)
     sleeping = test_persistent.DELAY
     waking = sleeping.replace("(draw >> 24) % 8 == 0", "draw == 0x9e3779b9u")
@@ -118,8 +128,8 @@ def test_warps_that_sleep_at_random_change_nothing(
     def slowed(delay: str) -> Callable[[], list[torch.Tensor]]:
         def written(*given: Any) -> str:
             text = write(*given)
-            assert [text.count(place) for place in SLOWED[way]] == [1] * len(SLOWED[way])
-            for place in SLOWED[way]:
+            assert [text.count(place) for place in places] == [1] * len(places)
+            for place in places:
                 text = text.replace(place, f"delay();\n {place}")
             return delay + text
 

@@ -250,7 +250,7 @@ class Grid:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
         self.parts, self.words = -(-batch // tile.rows), 0
-        if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.whole):
+        if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.whole or tile.lines):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if chip.early and isinstance(tile, Tile) and self.parts * tile.cluster * directions <= chip.multiprocessors:
             # What begins while another kernel ends finds few multiprocessors free, and would put two blocks on one:
@@ -287,7 +287,7 @@ class Grid:
     @property
     def sums(self) -> int:
         """Rows of the sums over the batch that backward leaves."""
-        if isinstance(self.tile, Tile) and self.tile.whole:
+        if isinstance(self.tile, Tile) and self.tile.whole + self.tile.lines:
             return self.batch
         return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.adding
 

@@ -182,6 +182,8 @@ def backward(
         own |= _spread(tile) | {"SOURCES": tile.sources, "GATHERED": tile.gathered}
     elif tile.whole:
         own |= {"WHOLE": tile.whole}
+    elif tile.lines:
+        own |= {"LINES": tile.lines}
     elif staged(graph):
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
@@ -194,7 +196,7 @@ def backward(
     if staged(graph):
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
-        step = made.parted if isinstance(tile, Spread) or tile.whole else made.text
+        step = made.parted if isinstance(tile, Spread) or tile.whole or tile.lines else made.text
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)
@@ -220,10 +222,10 @@ def _source(
         "RECURRENT": len(graph.recurrent), "MASKED": len(graph.masked), "STATES": len(graph.states),
         "VECTORS": len(graph.vectors), "APART": len(saves.apart), "INPUTS": len(graph.inputs), **own,
     }  # fmt: skip
-    inside = _stages(kind, graph, tile) if staged(graph) else []
+    inside = _stages(kind, graph, units, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide
     beside = "spread" if isinstance(tile, Spread) else "cluster"
-    alone = isinstance(tile, Tile) and tile.whole > 0  # means leave no block
+    alone = isinstance(tile, Tile) and tile.whole + tile.lines > 0  # it exchanges no means, or in its own way
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     numbers["ENTERED"] = int(saves_entered(graph, features))
@@ -258,6 +260,7 @@ def _source(
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
         *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
+        *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.each + tile.lines else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
@@ -271,6 +274,8 @@ def _way(graph: Graph, tile: Tile | Spread) -> str:
         return "spread_"
     if tile.whole:
         return "whole_"
+    if tile.lines:
+        return "sliced_"
     return "once_" if tile.each else "staged_" if staged(graph) else ""
 
 
@@ -281,7 +286,7 @@ def _inside(kind: str, graph: Graph, tile: Tile | Spread) -> int:
     return len(getattr(steps(graph), kind).rounds)
 
 
-def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
+def _stages(kind: str, graph: Graph, units: int, tile: Tile | Spread) -> list[str]:
     """What a kernel is told of a step with several stages."""
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
@@ -298,6 +303,9 @@ def _stages(kind: str, graph: Graph, tile: Tile | Spread) -> list[str]:
     elif tile.whole:
         numbers |= {"LANES": 32, "AWAY": 1, "PART": 64, "MEAN_WORDS": whole_words(own, tile.whole)}
         offsets = [whole_words(own, tile.whole, stage) for stage in range(own.stages)]
+    elif tile.lines:
+        numbers |= {"LANES": 32, "AWAY": 1, "PART": 32, "MEAN_WORDS": sliced_words(own, units, tile)}
+        offsets = [sliced_words(own, units, tile, stage) for stage in range(own.stages)]
     else:
         numbers |= {"LANES": 8, "AWAY": 4, "PART": 16}
         where = own, tile.slice, tile.cluster, 8 * tile.tiles
@@ -386,6 +394,12 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
 def whole_words(own: Pass, warps: int, before: int | None = None) -> int:
     """The same in kernels/whole_forward.cu, of one sequence that so many warps have."""
     return sum(4 * warps * own.packs(stage) for stage in range(own.stages if before is None else before))
+
+
+def sliced_words(own: Pass, units: int, tile: Tile, before: int | None = None) -> int:
+    """The same in kernels/sliced_backward.cu."""
+    packs = sum(own.packs(stage) for stage in range(own.stages if before is None else before))
+    return 4 * -(-units // 32) * (tile.lines | 1) * packs
 
 
 def sum_words(own: Pass, tile: Tile) -> int:

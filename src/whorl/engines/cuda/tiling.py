@@ -156,11 +156,14 @@ class Tile:
     whole: int = 0
     """Warps of one block that compute the cell of a whole sequence (kernels/whole_forward.cu); 0: in the other kernels
     every block does so for its own units."""
+    lines: int = 0
+    """Backward: the most sequences of a cluster where a warp has one of them, for its block's units
+    (kernels/sliced_backward.cu); 0: in the other kernels."""
 
     @property
     def rows(self) -> int:
         """The most sequences of a cluster."""
-        return 8 // max(1, self.each) * self.tiles
+        return self.lines or 8 // max(1, self.each) * self.tiles
 
     @property
     def adding(self) -> int:
@@ -384,7 +387,7 @@ def parts(chip: Chip, batch: int, directions: int, tile: Tile, kind: str) -> int
     took 2.05 and 8 2.02, 19 of 24 3.02 and 22 3.12.
     """
     least = -(-batch // tile.rows)
-    if tile.cluster * tile.slice <= _SMALL or (kind == "backward" and tile.tiles == 1 and not tile.whole):
+    if tile.cluster * tile.slice <= _SMALL or (kind == "backward" and tile.tiles == 1 and not tile.whole + tile.lines):
         return least
     share = -(-batch // max(least, chip.resident(tile.cluster) // directions))
     return -(-batch // share)

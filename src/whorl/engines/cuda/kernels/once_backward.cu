@@ -68,13 +68,7 @@ struct Arguments {  // as in staged_backward.cu
   long long time, batch;
 };
 
-struct Read {  // what one thread reads at a step: of one unit of a sequence
-  Gate gates[GATES], apart[MOST(APART)];
-  Element y_gradient, before;
-  float states[MOST(STATES - 1)], levels[MOST(LEVELS)];
-};
-
-struct Given {  // the same as the cell's gradient reads it
+struct Given {  // what a thread reads as the cell's gradient reads it
   float x[GATES], r[MOST(LINKS)] = {}, before[STATES], m[MOST(MEANS)] = {};
 };
 
@@ -83,12 +77,6 @@ struct Kept {  // of a step
   Values values;
   float d[STATES], dx[GATES], dr[MOST(LINKS)], ds[STATES];
 };
-
-#if WIDE_GATES
-__device__ __forceinline__ float wide_gate(Gate value) { return value; }
-#else
-__device__ __forceinline__ float wide_gate(Gate value) { return wide(value); }
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();

@@ -1,0 +1,125 @@
+"""Backward of steps with means where a warp has a block's units of a sequence (sliced_backward.cu), by `emulation`."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import emulation
+from emulation import emulated
+from engine_cases import Case, assert_agrees
+from test_machine_code import disassembled, needs_tools
+from test_once import LSTM
+from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
+from test_whole import CELLS
+from whorl.cells import library
+from whorl.engines.cuda import grid, source, staging
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.tiling import Chip, Size, Tile
+
+TILES = [
+    ("layer norm of r and c", 2, 4, 4, Case(dict(directions=2), time=4, batch=9, units=37), torch.bfloat16),
+    ("layer norm of r and c", 2, 1, 2, Case(dict(bias=False), time=1, batch=1, units=64), torch.bfloat16),
+    ("layer norm of r and c", 4, 3, 8, Case(dict(directions=2), time=5, batch=7, units=70), torch.float16),
+    ("layer norm of r and c", 2, 9, 4, Case(initial=False, time=6, batch=9, units=33), torch.float16),
+    ("every option of LSTM", 2, 5, 4, Case(dict(directions=2), time=4, batch=9, units=37), torch.bfloat16),
+    ("every option of LSTM", 8, 3, 3, Case(dict(layers=2), time=3, batch=5, units=130), torch.float16),
+    ("layer_norm_lstm", 2, 6, 2, Case(dict(layers=2), time=6, batch=6, units=50), torch.float16),
+    ("in_turn", 2, 3, 4, Case(dict(directions=2), time=5, batch=6, units=50), torch.float16),
+    ("three gates", 4, 5, 4, Case(dict(directions=2), time=4, batch=6, units=70), torch.bfloat16),
+    ("one gate", 2, 9, 4, Case(dict(layers=2), time=5, batch=9, units=45), torch.float16),
+    ("five gates", 4, 9, 4, Case(dict(directions=2), time=4, batch=9, units=70), torch.bfloat16),
+    # blocks, and warps of others, without units
+    ("layer norm of r and c", 16, 5, 8, Case(time=5, batch=5, units=270), torch.bfloat16),
+    ("layer norm of r and c", 16, 4, 8, Case(time=3, batch=7, units=330), torch.bfloat16),
+]  # fmt: skip
+SLOWED = [
+    "named_barrier(1, together);",
+    "const unsigned target = at_rank(base, strip / 2);",
+    "wait(barriers, (t - 1) % 2);",
+    "float sum[4] = {};",
+    "const float sum = dealt_sum<1>(own, lane)",
+    "wait(barrier_of(stage, line), t % 2);",
+    "const float* const from = slots",
+    "float scale = 1.f;",
+    "arrive_at_barrier(1, together);",
+]
+"""Places in the kernel where a warp may sleep: before it waits, reads, writes, sends."""
+
+
+def sliced(monkeypatch: pytest.MonkeyPatch, cluster: int, lines: int, producers: int) -> None:
+    """Backward of every layer goes so."""
+    choose = grid.choose
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Any:
+        if kind == "forward":
+            return choose(size, chip, batch, directions, kind)
+        assert size.staged is not None
+        made = staging.sliced(size.staged, size, cluster, lines, producers, chip.shared)
+        assert made is not None, "no such tile"
+        return made
+
+    monkeypatch.setattr(grid, "choose", chosen)
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", [0, 11])
+@pytest.mark.parametrize("name, cluster, lines, producers, case, dtype", TILES)
+def test_sliced_sequences(
+    name: str, cluster: int, lines: int, producers: int, case: Case, dtype: torch.dtype, order: int, folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where threads run in any order."""
+    sliced(monkeypatch, cluster, lines, producers)
+    monkeypatch.setattr(emulation, "ORDER", order and random.Random(order).getrandbits(60))
+    with emulated(folder):
+        assert_agrees("persistent", CELLS[name], case, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name, units, form", [
+    ("layer norm of r and c", 37, dict(directions=2)), ("layer norm of r and c", 50, dict(bias=False)),
+    ("layer_norm_lstm", 64, dict(layers=2)),
+])  # fmt: skip
+def test_tf32_is_multiplied_as_float16(
+    name: str, units: int, form: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sliced(monkeypatch, 2, 5, 4)
+    assert_near_in_tf32(CELLS[name], Case(form, time=4, batch=9, units=units), folder)
+
+
+def test_where_a_warp_has_the_units_of_a_block() -> None:
+    """LSTM with layer norm of r and c, as measured: where neither one exchange nor whole sequences are faster."""
+
+    def numbers(units: int, batch: int, element: int, features: Features = source.PLAIN) -> tuple[int, int, int]:
+        tile = grid.estimated(size_of(LSTM, units, element, features), H200, batch, 1, "backward")
+        assert isinstance(tile, Tile)
+        return tile.cluster, tile.lines, tile.warps - tile.lines
+
+    assert numbers(512, 32, 2) == numbers(512, 32, 4) == (16, 5, 8)
+    assert numbers(256, 128, 2)[:2] == numbers(256, 128, 4)[:2] == (8, 9)
+    assert numbers(256, 32, 4)[:2] == (8, 3)
+    assert numbers(512, 8, 4)[:2] == (16, 2)
+    assert numbers(384, 32, 2)[:2] == (16, 5)
+    others = (256, 32, 2), (512, 8, 2), (256, 64, 2), (64, 128, 2)
+    assert [numbers(*size)[1] for size in others] == [0] * 4
+    assert numbers(512, 32, 2, Features(mask=True))[1] == 0
+    assert all(not tile.lines for tile in staging.fitting(LSTM, size_of(LSTM, 64, 2), A100, "backward"))
+    assert staging.sliced(LSTM, size_of(LSTM, 64, 4, exact=True), 2, 4, 4, H200.shared) is None
+    before = library.make_gru(reset_after=False).graph
+    assert staging.sliced(before, size_of(before, 64, 2), 2, 4, 4, H200.shared) is None
+
+
+@needs_tools
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
+@pytest.mark.parametrize("units, numbers", [(512, (16, 5, 8)), (256, (8, 9, 4)), (256, (8, 3, 8))])
+def test_nothing_is_spilled(units: int, numbers: tuple[int, int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    tile = staging.sliced(LSTM, size_of(LSTM, units, dtype.itemsize), *numbers, H200.shared)
+    assert tile is not None
+    lines = disassembled(source.backward(LSTM, units, dtype, tile, True), tile, tmp_path / "cubin")
+    assert [line for line in lines if re.search(r"\b(STL|LDL)\b", line)] == []
+    assert sum("HMMA" in line for line in lines) >= 16
