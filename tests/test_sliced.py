@@ -114,6 +114,17 @@ def test_where_a_warp_has_the_units_of_a_block() -> None:
     assert staging.sliced(before, size_of(before, 64, 2), 2, 4, 4, H200.shared) is None
 
 
+def test_it_is_told_in_words() -> None:
+    """Of 13 warps four are in one of a multiprocessor's four parts, and have 128 registers a thread."""
+    tile = staging.sliced(LSTM, size_of(LSTM, 512, 2), 16, 5, 8, H200.shared)
+    assert tile is not None
+    words = grid.described(tile, tile.shared)
+    assert words.startswith(
+        "a cluster of 16 blocks, with a warp for each sequence, for up to 5 sequences, 32 units a block"
+    )
+    assert "13 warps, up to 128 registers a thread" in words
+
+
 @needs_tools
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
 @pytest.mark.parametrize("units, numbers", [(512, (16, 5, 8)), (256, (8, 9, 4)), (256, (8, 3, 8))])

@@ -206,12 +206,14 @@ def described(tile: Tile | Spread, shared: int) -> str:
     Args:
         shared: bytes of shared memory of a block, with those through which weights come to registers.
     """
-    room = f"{tile.warps} warps, up to {tiling.registers(tile.warps)} registers a thread, {shared / 1024:.0f} KiB"
+    registers = tiling.registers(-(-tile.warps // 4) * 4)  # each of a multiprocessor's four parts has a fourth of them
+    room = f"{tile.warps} warps, up to {registers} registers a thread, {shared / 1024:.0f} KiB"
     if isinstance(tile, Spread):
         who = f"{tile.blocks} blocks that exchange through L2"
     else:
         who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
         who += ", each with the cell of whole sequences," * (tile.whole > 0)
+        who += ", with a warp for each sequence," * (tile.lines > 0)
     return f"{who} for up to {tile.rows} sequences, {tile.slice} units a block ({room} of shared memory)"
 
 
