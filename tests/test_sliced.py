@@ -36,6 +36,8 @@ TILES = [
     # blocks, and warps of others, without units
     ("layer norm of r and c", 16, 5, 8, Case(time=5, batch=5, units=270), torch.bfloat16),
     ("layer norm of r and c", 16, 4, 8, Case(time=3, batch=7, units=330), torch.bfloat16),
+    # six warps for seven strips
+    ("layer norm of r and c", 4, 5, 6, Case(dict(directions=2), time=4, batch=9, units=100), torch.bfloat16),
 ]  # fmt: skip
 SLOWED = [
     "named_barrier(1, together);",
@@ -127,7 +129,10 @@ def test_it_is_told_in_words() -> None:
 
 @needs_tools
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
-@pytest.mark.parametrize("units, numbers", [(512, (16, 5, 8)), (256, (8, 9, 4)), (256, (8, 3, 8))])
+@pytest.mark.parametrize(
+    "units, numbers",
+    [(512, (16, 5, 8)), (512, (16, 10, 4)), (384, (16, 5, 6)), (384, (16, 10, 6)), (256, (8, 9, 6)), (256, (8, 3, 4))],
+)
 def test_nothing_is_spilled(units: int, numbers: tuple[int, int, int], dtype: torch.dtype, tmp_path: Path) -> None:
     tile = staging.sliced(LSTM, size_of(LSTM, units, dtype.itemsize), *numbers, H200.shared)
     assert tile is not None

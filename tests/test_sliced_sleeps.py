@@ -72,7 +72,7 @@ CASES = {
     "in_turn": ((2, 3, 5), Case(time=4, batch=4, units=50)),
     "five gates": ((4, 5, 4), Case(time=3, batch=2, units=70)),  # a block without units
 }
-"""Of each sequence fewer than a cluster has warps for: one thread is left that brings what was sent."""
+"""In each fewer sequences than a cluster has warps for: one thread is left that brings what was sent."""
 
 
 class Planted:
@@ -190,5 +190,5 @@ def test_a_planted_fault_is_found(fault: str, way: Way, folder: Path, monkeypatc
     with planted(name, torch.bfloat16, folder, monkeypatch, changed) as (known, run):
         wanted = run()
         assert others(run(), wanted) == []
-        with pytest.raises(AssertionError):
-            assert next(way(known, run, wanted), None) is None
+        with pytest.raises(AssertionError, match="wait for each other|is another"):
+            raise AssertionError(f"{next(way(known, run, wanted))} is another")

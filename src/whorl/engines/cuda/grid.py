@@ -170,9 +170,10 @@ H200 took, forward in a cluster and spread, 514 and 631 us with 512 units at bat
 582 with 256 at 128."""
 
 _MUCH_STAGED_TF32 = {"forward": 1.0, "backward": 0.88}
-"""And with TF32 products.  On an H200 a train step of 100 of LSTM with layer norm of r and c took, forward in a cluster
-and spread, 686 and 793 us with 512 units at batch 32, 978 and 1,018 at 64, 1,475 and 1,342 at 128, 683 and 746 with 256
-at 128; backward 701 and 807, 1,095 and 980, 1,724 and 1,348, 741 and 679."""
+"""And with TF32 products, fitted to kernels that exchange means in the warps that multiply. On an H200 a train step of
+100 of LSTM with layer norm of r and c took, forward in a cluster and spread, 686 and 793 us with 512 units at batch
+32, 978 and 1,018 at 64, 1,475 and 1,342 at 128, 683 and 746 with 256 at 128; backward 701 and 807, 1,095 and 980,
+1,724 and 1,348, 741 and 679."""
 
 
 def step_time(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> float:
@@ -252,7 +253,7 @@ class Grid:
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
         self.parts, self.words = -(-batch // tile.rows), 0
-        if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.whole or tile.lines):
+        if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.of_sequences):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if chip.early and isinstance(tile, Tile) and self.parts * tile.cluster * directions <= chip.multiprocessors:
             # What begins while another kernel ends finds few multiprocessors free, and would put two blocks on one:
@@ -289,7 +290,7 @@ class Grid:
     @property
     def sums(self) -> int:
         """Rows of the sums over the batch that backward leaves."""
-        if isinstance(self.tile, Tile) and self.tile.whole + self.tile.lines:
+        if isinstance(self.tile, Tile) and self.tile.of_sequences:
             return self.batch
         return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.adding
 

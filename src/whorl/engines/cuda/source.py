@@ -196,7 +196,7 @@ def backward(
     if staged(graph):
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
-        step = made.parted if isinstance(tile, Spread) or tile.whole or tile.lines else made.text
+        step = made.parted if isinstance(tile, Spread) or tile.of_sequences else made.text
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)
@@ -225,7 +225,7 @@ def _source(
     inside = _stages(kind, graph, units, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide
     beside = "spread" if isinstance(tile, Spread) else "cluster"
-    alone = isinstance(tile, Tile) and tile.whole + tile.lines > 0  # it exchanges no means, or in its own way
+    alone = isinstance(tile, Tile) and tile.of_sequences  # it exchanges no means, or in its own way
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     numbers["ENTERED"] = int(saves_entered(graph, features))

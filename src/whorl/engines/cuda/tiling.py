@@ -161,6 +161,11 @@ class Tile:
     (kernels/sliced_backward.cu); 0: in the other kernels."""
 
     @property
+    def of_sequences(self) -> bool:
+        """Whether a warp has one sequence: that has sums of its own, and clusters share a batch evenly."""
+        return self.whole + self.lines > 0
+
+    @property
     def rows(self) -> int:
         """The most sequences of a cluster."""
         return self.lines or 8 // max(1, self.each) * self.tiles
@@ -383,11 +388,11 @@ def parts(chip: Chip, batch: int, directions: int, tile: Tile, kind: str) -> int
     """Clusters that share the batch: as many as run at once, so that each has the fewest sequences to exchange.
 
     On an H200 5 sequences of 8 took 0.82 us a step and 8 of 8 0.99 (LSTM, bfloat16, 512 units), but 2, 5 and 8 of 8
-    0.57, 0.59 and 0.54 (128 units); backward, where sums of all 8 are sent (but to a block that has whole sequences), 5
-    took 2.05 and 8 2.02, 19 of 24 3.02 and 22 3.12.
+    0.57, 0.59 and 0.54 (128 units); backward, where sums of all 8 are sent (but where warps have sequences of their
+    own), 5 took 2.05 and 8 2.02, 19 of 24 3.02 and 22 3.12.
     """
     least = -(-batch // tile.rows)
-    if tile.cluster * tile.slice <= _SMALL or (kind == "backward" and tile.tiles == 1 and not tile.whole + tile.lines):
+    if tile.cluster * tile.slice <= _SMALL or (kind == "backward" and tile.tiles == 1 and not tile.of_sequences):
         return least
     share = -(-batch // max(least, chip.resident(tile.cluster) // directions))
     return -(-batch // share)

@@ -5,6 +5,13 @@
 // reader merges what has come from all sources, in their order.  Sums are of distances from one of the values, or from one
 // of the means: where a mean is large beside its deviation, nothing is lost.
 
+// Whether no mean has a variance after it.
+__device__ constexpr bool sums_alone() {
+  for (int i = 0; i < REDUCTIONS; ++i)
+    if (reduction_moments(i)) return false;
+  return true;
+}
+
 // Units of a source that are there.
 __device__ __forceinline__ int units_of(int source) {
   const int left = UNITS - source * PART;

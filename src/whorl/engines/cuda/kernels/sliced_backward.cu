@@ -48,12 +48,7 @@ static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECT
 static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && 8 * TILES >= LINES, "a thread has a unit of one sequence");
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
-__device__ constexpr bool sums_alone() {
-  for (int i = 0; i < REDUCTIONS; ++i)
-    if (reduction_moments(i)) return false;
-  return PLACES <= 32;
-}
-static_assert(sums_alone(), "backward needs no variance");
+static_assert(sums_alone() && PLACES <= 32, "backward needs no variance, and a thread makes one sum");
 
 struct Arguments {  // as in staged_backward.cu
   const Gate* gates[2];

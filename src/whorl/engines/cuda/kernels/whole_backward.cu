@@ -65,12 +65,7 @@ struct Arguments {  // as in staged_backward.cu
 
 // Of the sums that means are made of: so many places.
 constexpr int PLACES = power_from(PACKS * 4);
-__device__ constexpr bool sums_alone() {
-  for (int i = 0; i < REDUCTIONS; ++i)
-    if (reduction_moments(i)) return false;
-  return PLACES <= 32;
-}
-static_assert(sums_alone(), "backward needs no variance");
+static_assert(sums_alone() && PLACES <= 32, "backward needs no variance, and a thread makes one sum");
 
 struct Read {  // what one thread reads at a step
   GatePair gates[GATES], apart[MOST(APART)];
