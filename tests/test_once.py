@@ -9,6 +9,7 @@ import torch
 
 import emulation
 import whorl
+from anew import with_tiles
 from emulation import emulated
 from engine_cases import CELLS, WRAPPED, Case, assert_agrees
 from test_staged import A100, H200, STAGED, needs_compiler
@@ -20,7 +21,7 @@ from whorl.engines.cuda import grid, source, staging
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.staged import steps
-from whorl.engines.cuda.tiling import Chip, Size, Tile
+from whorl.engines.cuda.tiling import Size, Tile
 
 
 @whorl.cell(gates="a b", states="h c")
@@ -104,17 +105,11 @@ def test_backward_in_one_exchange(
 
 def once(monkeypatch: pytest.MonkeyPatch, cluster: int, tiles: int, producers: int) -> None:
     """Backward of every layer goes so."""
-    choose = grid.choose
 
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Any:
-        if kind == "forward":
-            return choose(size, chip, batch, directions, kind)
-        assert size.staged is not None
-        made = staging.once(size.staged, size, cluster, tiles, chip.shared, producers)
-        assert made is not None
-        return made
+    def made(cell: Graph, size: Size, shared: int, kind: str) -> Tile | None:
+        return staging.once(cell, size, cluster, tiles, shared, producers)
 
-    monkeypatch.setattr(grid, "choose", chosen)
+    with_tiles(monkeypatch, made, ["backward"])
 
 
 def chosen(cell: Graph, units: int, batch: int, element: int = 2, features: Features = source.PLAIN) -> Tile:

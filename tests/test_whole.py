@@ -11,17 +11,19 @@ import torch
 
 import emulation
 import whorl
+from anew import with_tiles
 from emulation import emulated
 from engine_cases import Case, assert_agrees
 from test_machine_code import disassembled, needs_tools
 from test_once import LSTM, ONCE
 from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
 from whorl.cells import library, wrappers
+from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, staging
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.tiling import Chip, Size, Tile
+from whorl.engines.cuda.tiling import Size, Tile
 
 
 @whorl.cell(gates="a b c d e", states="h c")
@@ -63,18 +65,12 @@ def whole(
     monkeypatch: pytest.MonkeyPatch, cluster: int, tiles: int, splits: int, kinds: Sequence[str] = BOTH
 ) -> None:  # fmt: skip
     """Every layer goes so."""
-    choose = grid.choose
 
-    def chosen(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Any:
-        if kind not in kinds:
-            return choose(size, chip, batch, directions, kind)
-        assert size.staged is not None
+    def made(cell: Graph, size: Size, shared: int, kind: str) -> Tile | None:
         make = staging.whole if kind == "forward" else staging.whole_back
-        made = make(size.staged, size, cluster, tiles, splits, chip.shared)
-        assert made is not None, f"no such tile {kind}"
-        return made
+        return make(cell, size, cluster, tiles, splits, shared)
 
-    monkeypatch.setattr(grid, "choose", chosen)
+    with_tiles(monkeypatch, made, kinds)
 
 
 @needs_compiler

@@ -207,8 +207,7 @@ def described(tile: Tile | Spread, shared: int) -> str:
     Args:
         shared: bytes of shared memory of a block, with those through which weights come to registers.
     """
-    registers = tiling.registers(-(-tile.warps // 4) * 4)  # each of a multiprocessor's four parts has a fourth of them
-    room = f"{tile.warps} warps, up to {registers} registers a thread, {shared / 1024:.0f} KiB"
+    room = f"{tile.warps} warps, up to {tiling.given_registers(tile.warps)} registers a thread, {shared / 1024:.0f} KiB"
     if isinstance(tile, Spread):
         who = f"{tile.blocks} blocks that exchange through L2"
     else:

@@ -260,12 +260,16 @@ def _source(
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
         *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
+        *([text_of("arguments_backward.cu")] if kind == "backward" and _way(graph, tile) in _WITHOUT_OPTIONS else []),
         *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.each + tile.lines else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
     ]
     return kernel(f"{_way(graph, tile)}{kind}.cu", words)
+
+
+_WITHOUT_OPTIONS = "once_", "whole_", "sliced_"  # what such kernels of backward are given is the same
 
 
 def _way(graph: Graph, tile: Tile | Spread) -> str:

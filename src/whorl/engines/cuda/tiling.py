@@ -314,6 +314,14 @@ def registers(warps: int) -> int:
     return min(MOST_REGISTERS, REGISTERS // (32 * warps) // 8 * 8)
 
 
+def given_registers(warps: int) -> int:
+    """What the compiler gives it: each of a multiprocessor's four parts has a fourth of them, and of the warps.
+
+    For 9 to 11 and 13 to 15 warps fewer than `registers` says, by which other kernels' tiles were measured.
+    """
+    return registers(-(-warps // 4) * 4)
+
+
 def _room(size: Size, most: int, used: int, halves: bool) -> int | None:
     """Of `most` registers of a thread those for weights; None where a kernel in four bytes has too few for the rest.
 

@@ -50,24 +50,6 @@ static_assert(4 * (WEIGHT_WORDS + 2 * SUM_WORDS + COPIES * TERM_WORDS + 2 * MEAN
 // different banks.  The pair of units is that of a thread whose sums they are, or whose unit is one of them.
 __device__ __forceinline__ int spot_of(int lane, int columns) { return lane / 4 * 4 + (columns ^ (lane / 8)); }
 
-struct Arguments {  // as in staged_backward.cu
-  const Gate* gates[2];
-  const Element* weights[2];
-  const Element* vectors[2][MOST(VECTORS)];
-  const Element* initial[STATES];
-  const Element* y;
-  const Gate* apart[2];
-  const float* states[2];
-  const Element* y_gradient;
-  const Element* final_gradients[STATES];
-  Element* gate_gradients[2];
-  Element* apart_gradients[2];
-  Element* initial_gradients[STATES];
-  float* sums[2];  // [clusters x COUPLES, SUMMED x UNITS]
-  const float* levels[2];
-  long long time, batch;
-};
-
 struct Given {  // what a thread reads as the cell's gradient reads it
   float x[GATES], r[MOST(LINKS)] = {}, before[STATES], m[MOST(MEANS)] = {};
 };

@@ -50,25 +50,6 @@ static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, 
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
 static_assert(sums_alone() && PLACES <= 32, "backward needs no variance, and a thread makes one sum");
 
-struct Arguments {  // as in staged_backward.cu
-  const Gate* gates[2];
-  const Weight* weights[2];
-  const Element* vectors[2][MOST(VECTORS)];
-  const Element* initial[STATES];
-  const Element* y;
-  const Gate* apart[2];
-  const float* states[2];
-  const Element* y_gradient;
-  const Element* final_gradients[STATES];
-  Element* gate_gradients[2];
-  Element* apart_gradients[2];
-  Element* initial_gradients[STATES];
-  float* sums[2];  // [batch, SUMMED x UNITS]
-  const float* levels[2];
-  long long time, batch;
-  static constexpr Options o = {};
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];

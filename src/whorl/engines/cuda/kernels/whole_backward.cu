@@ -44,25 +44,6 @@ static_assert(CLUSTER > 1 && ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 
 static_assert(ELEMENT_BYTES == 2 || (HALVES && (SLICE == 16 || SLICE == 32 || SLICE == 64)), "a scale is of a block's units");
 static_assert(WHOLE * 64 >= UNITS && SEATS < 16, "a thread has two units");
 
-struct Arguments {  // as in staged_backward.cu
-  const Gate* gates[2];
-  const Weight* weights[2];
-  const Element* vectors[2][MOST(VECTORS)];
-  const Element* initial[STATES];
-  const Element* y;
-  const Gate* apart[2];
-  const float* states[2];
-  const Element* y_gradient;
-  const Element* final_gradients[STATES];
-  Element* gate_gradients[2];
-  Element* apart_gradients[2];
-  Element* initial_gradients[STATES];
-  float* sums[2];  // [batch, SUMMED x UNITS]
-  const float* levels[2];
-  long long time, batch;
-  static constexpr Options o = {};
-};
-
 // Of the sums that means are made of: so many places.
 constexpr int PLACES = power_from(PACKS * 4);
 static_assert(sums_alone() && PLACES <= 32, "backward needs no variance, and a thread makes one sum");
