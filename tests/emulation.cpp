@@ -273,6 +273,10 @@ constexpr int IN_WORD = 1;
 #endif
 inline unsigned __cvta_generic_to_shared(const void* p) { return host::address_of(p); }
 OF_BOTH void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b);
+OF_BOTH void emulated_add_products(float (&sums)[4], const uint4& a, const uint2& b);
+inline unsigned emulated_two_bfloat16(float low, float high) {
+  return host::float_to_bfloat(low) | (unsigned)host::float_to_bfloat(high) << 16;
+}
 OF_BOTH uint4 load_matrices(unsigned address, int count);
 inline uint4 emulated_load_columns(unsigned address) { return load_matrices(address, 4); }
 inline uint4 emulated_load_half_columns(unsigned address) { return load_matrices(address, 2); }
@@ -482,6 +486,24 @@ void emulated_multiply_words(float (&sums)[4], const uint4& a, const uint2& b) {
     all.add_to(added);
     for (int l = 0; l < 32; ++l)
       for (int i = 0; i < 4; ++i) w.taken[l][i] = __float_as_uint(of_lane(added, l, i));
+  });
+  memcpy(sums, taken, 16);
+}
+void emulated_add_products(float (&sums)[4], const uint4& a, const uint2& b) {
+  unsigned words[10] = {a.x, a.y, a.z, a.w, b.x, b.y};
+  memcpy(words + 6, sums, 16);
+  const unsigned* const taken = host::together(words, 10, [](host::Warp& w) {
+    const auto value = [&](int lane, int word, int half) {
+      return host::bfloat_to_float((unsigned short)(w.given[lane][word] >> 16 * half));
+    };
+    for (int l = 0; l < 32; ++l)
+      for (int i = 0; i < 4; ++i) {
+        const int row = l / 4, column = l % 4 * 2 + i % 2, lower = i / 2;
+        float sum = __uint_as_float(w.given[l][6 + i]);
+        for (int k = 0; k < 16; ++k)
+          sum += value(row * 4 + k % 8 / 2, lower + k / 8 * 2, k % 2) * value(column * 4 + k % 8 / 2, 4 + k / 8, k % 2);
+        w.taken[l][i] = __float_as_uint(sum);
+      }
   });
   memcpy(sums, taken, 16);
 }

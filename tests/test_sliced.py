@@ -46,9 +46,9 @@ SLOWED = [
     "const unsigned target = at_rank(base, strip / 2);",
     "wait(barriers, (t - 1) % 2);",
     "float sum[4] = {};",
-    "const float sum = dealt_sum<1>(own, lane)",
+    "const float2 sums = sums_of_warp(eight, lane);",
     "wait(barrier_of(stage, line), t % 2);",
-    "const float* const from = slots",
+    "float2 all[EIGHTS];",
     "float scale = 1.f;",
     "arrive_at_barrier(1, together);",
 ]

@@ -76,5 +76,5 @@ __device__ __forceinline__ void receive(int stage, const float4* slots, int plac
     if (pack_bytes(stage) == 8) return ((const float*)slots)[place * 2 + at];
     return ((const float*)(slots + at / 4 * BESIDE + place))[at % 4];
   };
-  merge<EACH>(stage, LANES, amount_of, value, first, m);
+  merge<EACH>(stage, LANES, lane, amount_of, value, first, m);
 }

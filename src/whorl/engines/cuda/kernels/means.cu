@@ -26,16 +26,65 @@ __device__ __forceinline__ float amount(int units, int count) {
   return units == PART ? (float)(PART * count) : units > 0 ? (float)(UNITS % PART * count) : 0.f;
 }
 
+// Sums by the tensor cores, each of which is as good as 2^-17 of what is added: a number is two of bfloat16, which a product
+// with ones adds to others.
+constexpr unsigned TWO_ONES = 0x3f803f80;
+constexpr float MOST_FLOAT = 3.4e38f;
+__device__ __forceinline__ unsigned in_two(float value) {
+  const float high = __uint_as_float(__float_as_uint(value) & 0xffff0000u);
+  return two_bfloat16(high, value - high);
+}
+// Of two numbers over all threads of a warp, or over the eight of one sequence, lanes with the same lane % 4: then rows of the
+// first product are of other sequences, and what is infinite or not a number must not meet their zeros.
+__device__ __forceinline__ void add_up_both(float& first, float& second, int lane) {
+  constexpr bool WARP = LANES == 32;
+  unsigned lost = 0;
+  if constexpr (!WARP) {
+    const bool known = fabsf(first) < MOST_FLOAT && fabsf(second) < MOST_FLOAT;
+    lost = __ballot_sync(0xffffffffu, !known) >> lane % 4 & 0x11111111;
+    if (!known) first = second = 0.f;
+  }
+  const int row = WARP ? lane / 4 % 2 : lane / 4, own = WARP ? 0 : lane % 4 * 2;
+  const unsigned takes_first = row == own ? TWO_ONES : 0, takes_second = row == own + 1 ? TWO_ONES : 0;
+  float rows[4] = {}, all[4] = {};  // over threads of two columns, which have the same lane / 4
+  add_products(rows, {takes_first, 0, takes_second, 0}, {in_two(first), in_two(second)});
+  add_products(all, {TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES}, {in_two(rows[0] + rows[1]), 0});
+  first = lost ? __uint_as_float(0x7fc00000) : all[0], second = lost ? __uint_as_float(0x7fc00000) : all[1];
+}
+
 // Over so many threads AWAY lanes from each other, of all that a stage makes at once: none waits for the shuffles of another.
-__device__ __forceinline__ void add_up(int stage, int threads, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
-#pragma unroll
-  for (int away = AWAY; away < 32; away *= 2)
+// Tensor cores take 96 cycles for what takes 166 with shuffles, over 32 threads (H100).
+__device__ __forceinline__ void add_up(
+    int stage, int threads, int lane, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
+  if constexpr (!SPREAD && !EXACT && (LANES == 32 || (LANES == 8 && AWAY == 4))) {
+    if (threads == 1) return;
+    float own[2 * REDUCTIONS + 2] = {};
+    int count = 0, at = 0;
 #pragma unroll
     for (int i = 0; i < REDUCTIONS; ++i) {
-      if (reduction_stage(i) != stage || away >= threads * AWAY) continue;
-      sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], away);
-      if (reduction_moments(i)) squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], away);
+      if (reduction_stage(i) != stage) continue;
+      own[count++] = sum[i];
+      if (reduction_moments(i)) own[count++] = squares[i];
     }
+#pragma unroll
+    for (int i = 0; i < 2 * REDUCTIONS; i += 2)
+      if (i < count) add_up_both(own[i], own[i + 1], lane);
+#pragma unroll
+    for (int i = 0; i < REDUCTIONS; ++i) {
+      if (reduction_stage(i) != stage) continue;
+      sum[i] = own[at++];
+      if (reduction_moments(i)) squares[i] = own[at++];
+    }
+  } else {
+#pragma unroll
+    for (int away = AWAY; away < 32; away *= 2)
+#pragma unroll
+      for (int i = 0; i < REDUCTIONS; ++i) {
+        if (reduction_stage(i) != stage || away >= threads * AWAY) continue;
+        sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], away);
+        if (reduction_moments(i)) squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], away);
+      }
+  }
 }
 
 // What is sent of one sequence after a stage.  `to`: a thread's values of its two units; `there`: units of the source.
@@ -59,7 +108,7 @@ __device__ __forceinline__ void summarise(
         squares[i] += low * low + high * high;
       }
   }
-  add_up(stage, LANES, sum, squares);
+  add_up(stage, LANES, lane, sum, squares);
   int at = 0;
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
@@ -79,7 +128,7 @@ __device__ __forceinline__ void summarise(
 // first source of all.  So many threads have them.
 template <int COUNT, class Amount, class Value, class First>
 __device__ __forceinline__ void merge(
-    int stage, int threads, const Amount& amount_of, const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
+    int stage, int threads, int lane, const Amount& amount_of, const Value& value, const First& first, float (&m)[MOST(MEANS)]) {
   float start[MOST(REDUCTIONS)], sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
   int at = 0;
 #pragma unroll
@@ -95,7 +144,7 @@ __device__ __forceinline__ void merge(
     }
     at += reduction_moments(i) ? 2 : 1;
   }
-  add_up(stage, threads, sum, squares);
+  add_up(stage, threads, lane, sum, squares);
 #pragma unroll
   for (int i = 0; i < REDUCTIONS; ++i) {
     if (reduction_stage(i) != stage) continue;
@@ -129,4 +178,26 @@ __device__ __forceinline__ float dealt_sum(float (&own)[PLACES], int lane) {
     }
   }
   return own[0];
+}
+
+// Over a warp of each of eight numbers of a thread: number 2 x (lane % 4) and the next.
+__device__ __forceinline__ float2 sums_of_warp(const float (&own)[8], int lane) {
+  float rows[2][4] = {};  // number lane / 4, over 4 threads of two columns
+#pragma unroll
+  for (int i = 0; i < 8; i += 2)
+    add_products(rows[i / 2 % 2], {lane / 4 == i ? TWO_ONES : 0, 0, lane / 4 == i + 1 ? TWO_ONES : 0, 0},
+                 {in_two(own[i]), in_two(own[i + 1])});
+  float all[4] = {};
+  add_products(all, {TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES}, {in_two((rows[0][0] + rows[1][0]) + (rows[0][1] + rows[1][1])), 0});
+  return {all[0], all[1]};
+}
+// Of number lane / 4, from four threads, each with two of several sources: number 2 x (lane % 4) and the next.
+template <int COUNT>
+__device__ __forceinline__ float2 sums_of_sources(const float (&from)[COUNT], int lane) {
+  float all[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2)
+    add_products(all[i / 2 % 2], {TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES},
+                 {in_two(from[i]), i + 1 < COUNT ? in_two(from[i + 1 < COUNT ? i + 1 : i]) : 0});
+  return {all[0][0] + all[1][0], all[0][1] + all[1][1]};
 }

@@ -228,6 +228,18 @@ __device__ __forceinline__ void multiply_words(float (&sums)[4], const uint4& a,
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
+// the same of bfloat16, whatever the kernel's products are of
+__device__ __forceinline__ void add_products(float (&sums)[4], const uint4& a, const uint2& b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+__device__ __forceinline__ unsigned two_bfloat16(float low, float high) {
+  unsigned result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
 // What is multiplied, as the tensor cores take it: left the weights, right the states or gradients.
 #if EXACT
 // A float32 is the sum of two numbers of tf32 to 2^-23 of itself, or of two of float16 to 2^-22; the product of the two

@@ -38,8 +38,7 @@ constexpr int PAIRS = (LINES + 1) / 2, SOURCE_WORDS = PAIRS * 64;
 constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * 128, GRADIENT_WORDS = 8 * TILES * STRIDE, SUM_WORDS = BLOCKS * SOURCE_WORDS;
 constexpr int VECTOR_WORDS = VECTORS * 32, SCALES = HALVES ? 8 * TILES : 0;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
-// Of the sums that means are made of: so many places of a sequence, of which each thread makes one, STEP threads the same.
-constexpr int PLACES = power_from(PACKS * 4), STEP = 32 / PLACES;
+constexpr int EIGHTS = (PACKS + 1) / 2;  // of sums that means are made of
 constexpr int AHEAD = 4;  // steps between asking L2 for what a step reads and reading it
 constexpr int BESIDE = LINES | 1;  // sequences of a source: an odd number puts those of several sources into different banks
 static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECTOR_WORDS + SCALES) + 8 * (1 + STAGES * LINES) ==
@@ -48,7 +47,7 @@ static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECT
 static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && 8 * TILES >= LINES, "a thread has a unit of one sequence");
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
-static_assert(sums_alone() && PLACES <= 32, "backward needs no variance, and a thread makes one sum");
+static_assert(sums_alone(), "backward needs no variance");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
@@ -209,8 +208,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
     const float* const own_sums = sums_here + (line / 2 * 2 + lane / 16) * 32 + lane % 16 * 2 + (line % 2 ^ lane / 16);
     unsigned short* const own_gradients = (unsigned short*)(gradients + line * STRIDE) + lane;
-    const int place = lane / STEP, number = lane % PLACES, sharer = lane % (4 * STEP);
-    // of what a thread sends of a stage with so many packs, and of what it reads
     const auto slot_of = [&](int stage, int source) { return mean_offset(stage) + (source * BESIDE + line) * 4 * packs(stage); };
     load(0);
     for (int t = 0;; ++t) {
@@ -254,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         run_stage(stage, x, r, before, v, nullptr, m, values, to, operand, d, q, there, dx, dr, ds, summed + SUMMED - VECTORS,
                   de, after);
         if (packs(stage) > 0) {
-          float own[PLACES] = {};
+          float own[EIGHTS * 8] = {};
 #pragma unroll
           for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
             if (reduction_stage(i) != stage) continue;
@@ -263,36 +260,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) own[at] += there ? to[k] : 0.f;
             ++at;
           }
-          // four threads that have the sums of a pack make 16 bytes of it, and send it to a part of the blocks each
-          const float sum = dealt_sum<1>(own, lane), beside = __shfl_xor_sync(0xffffffffu, sum, STEP);
-          const bool second = place % 2, far = place % 4 / 2;
-          const float low = second ? beside : sum, high = second ? sum : beside;
-          const float far_low = __shfl_xor_sync(0xffffffffu, low, 2 * STEP);
-          const float far_high = __shfl_xor_sync(0xffffffffu, high, 2 * STEP);
-          const uint4 words = {__float_as_uint(far ? far_low : low), __float_as_uint(far ? far_high : high),
-                               __float_as_uint(far ? low : far_low), __float_as_uint(far ? high : far_high)};
-          const unsigned to_slot = shared_address(slots + slot_of(stage, rank)) - base + place / 4 * 16;
+          // a thread sends two sums to every eighth block
+          const unsigned to_slot = shared_address(slots + slot_of(stage, rank)) - base + lane % 4 * 8;
           const unsigned to_barrier = barrier_of(stage, line) - base;
 #pragma unroll
-          for (int first = 0; first < BLOCKS; first += 4 * STEP)
-            if (place / 4 < packs(stage) && first + sharer < BLOCKS) {
-              const unsigned target = at_rank(base, first + sharer);
-              send(target + to_slot, target + to_barrier, words);
-            }
+          for (int e = 0; e < EIGHTS; ++e) {
+            const float (&eight)[8] = *(const float (*)[8])(own + e * 8);
+            const float2 sums = sums_of_warp(eight, lane);
+#pragma unroll
+            for (int first = 0; first < BLOCKS; first += 8)
+              if (e * 2 + lane % 4 / 2 < packs(stage) && first + lane / 4 < BLOCKS) {
+                const unsigned target = at_rank(base, first + lane / 4);
+                send_pair(target + to_slot + e * 32, target + to_barrier, {__float_as_uint(sums.x), __float_as_uint(sums.y)});
+              }
+          }
           wait(barrier_of(stage, line), t % 2);
           if (lane == 0) expect(barrier_of(stage, line), BLOCKS * packs(stage) * 16);
-          const float* const from = slots + slot_of(stage, lane / PLACES) + number;
-          float all = 0.f;
+          float2 all[EIGHTS];
 #pragma unroll
-          for (int i = 0; i * STEP < BLOCKS; ++i)
-            if (number < 4 * packs(stage) && (BLOCKS % STEP == 0 || i * STEP + lane / PLACES < BLOCKS))
-              all += from[i * STEP * BESIDE * 4 * packs(stage)];
+          for (int e = 0; e < EIGHTS; ++e) {
+            float from[(BLOCKS + 3) / 4];
 #pragma unroll
-          for (int away = PLACES; away < 32; away *= 2) all += __shfl_xor_sync(0xffffffffu, all, away);
+            for (int i = 0; i < (BLOCKS + 3) / 4; ++i) {
+              const int source = lane % 4 + i * 4;
+              from[i] = source < BLOCKS && e * 8 + lane / 4 < 4 * packs(stage) ? slots[slot_of(stage, source) + e * 8 + lane / 4] : 0.f;
+            }
+            all[e] = sums_of_sources(from, lane);
+          }
 #pragma unroll
           for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
             if (reduction_stage(i) != stage) continue;
-            m[reduction_place(i)] = __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(all), at)) *
+            const float its = at % 2 ? all[at / 8].y : all[at / 8].x;
+            m[reduction_place(i)] = __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(its), at % 8 / 2)) *
                                     (1.f / (float)(UNITS * reduction_count(i)));
             ++at;
           }

@@ -139,7 +139,7 @@ __device__ __forceinline__ void merge_taken(
     return turn < turns(stage) ? taken[turn].number(i % beside(stage) * 2 + at) : 0.f;
   };
   const auto first = [&](int at) { return __shfl_sync(0xffffffffu, value(0, at), lane / readers(stage) * readers(stage)); };
-  merge<EACH>(stage, readers(stage), [&](int i, int count) { return units[i] * count; }, value, first, m);
+  merge<EACH>(stage, readers(stage), lane, [&](int i, int count) { return units[i] * count; }, value, first, m);
 }
 
 // Whether sums alone are made after a stage, as many as one word for each of some threads of a sequence, and of those that

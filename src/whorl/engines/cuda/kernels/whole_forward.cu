@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             __syncwarp();
           const auto value = [&](int source, int place) { return ((const float*)(at + place / 4 * WHOLE + source))[place % 4]; };
           const auto amount_of = [&](int source, int each) { return amount(units_of(source), each); };
-          merge<WHOLE>(stage, 1, amount_of, value, [&](int place) { return value(0, place); }, m);
+          merge<WHOLE>(stage, 1, lane, amount_of, value, [&](int place) { return value(0, place); }, m);
         }
       }
 #pragma unroll
