@@ -57,7 +57,7 @@ __device__ constexpr int arriving(int exchange) {
 }
 
 // The next step's x is asked for while what the first stage sends travels: later its loads stand behind what is sent.
-constexpr bool EARLY = ELEMENT_BYTES == 2;
+constexpr bool EARLY = ELEMENT_BYTES == 2 || (HALVES && !EXACT);
 
 // The stage behind whose exchange a gate is stored for backward: a result of a product as soon as it is known, an x that
 // is saved on its own at the last exchange.  All behind the new state, where others wait for it, LSTM with layer norm of r
