@@ -363,6 +363,12 @@ inline void emulated_send_pair(unsigned address, unsigned barrier, uint2 data) {
   b.bytes -= 8;
   host::settle(b);
 }
+inline void emulated_send_word(unsigned address, unsigned barrier, unsigned data) {
+  memcpy(host::at(address), &data, 4);
+  host::Barrier& b = host::barrier_at(barrier);
+  b.bytes -= 4;
+  host::settle(b);
+}
 inline void emulated_take_more_registers() {}
 inline void emulated_take_fewer_registers() {}
 

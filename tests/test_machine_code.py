@@ -402,15 +402,16 @@ def test_no_state_waits_behind_the_input_of_the_next_step(option: str, dtype: to
 def test_steps_of_several_stages_ask_for_x_while_the_first_travels(
     cell: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In two bytes before they wait for what the last stage sends to make the next step's state; else behind it."""
+    """Where they multiply in two bytes before they wait for what the last stage sends to make the next step's state."""
     graph = CELLS[cell].graph
     every = staging.likely(graph, size_of(graph, 256, dtype.itemsize), H200, 32, 1, "forward")
     tile = next(tile for tile in every if not tile.whole)
     text = source.forward(graph, 256, dtype, tile, True)
     loop = [line for line in time_loop(disassembled(text, tile, tmp_path / "kernel.cubin")) if "/*" in line]
     asked, waits, sent = places(loop, "LDG"), places(loop, r"SYNCS\.PHASECHK\S+"), places(loop, "STAS")
-    assert (max(asked) < max(waits)) == (dtype == torch.bfloat16)
-    assert (max(asked) < max(sent)) == (dtype == torch.bfloat16)
+    early = dtype == torch.bfloat16 or tile.halves
+    assert (max(asked) < max(waits)) == early
+    assert (max(asked) < max(sent)) == early
 
 
 @needs_tools
@@ -549,8 +550,13 @@ def test_backward_moves_nothing_that_it_has_just_asked_for(option: str, units: i
 def test_an_option_costs_a_step_few_instructions(
     option: str, kind: str, most: int, units: int, items: int, tmp_path: Path
 ) -> None:
-    """Of each item forward: where a pair's bits lie is not computed anew at each step."""
-    plain, mine = (loop_with(name, kind, units, torch.bfloat16, tmp_path / name) for name in ("plain", option))
+    """Of each item forward: where a pair's bits lie is not computed anew at each step.
+
+    But for addresses in the blocks of a cluster, which the compiler makes in one way or another, and what moves them.
+    """
+    sending = re.compile(r"\b(STAS|U?PRMT|U?MOV|IMAD\.(U32|MOV\S*))\b")
+    loops = (loop_with(name, kind, units, torch.bfloat16, tmp_path / name) for name in ("plain", option))
+    plain, mine = ([line for line in loop if not sending.search(line)] for loop in loops)
     assert len(mine) - len(plain) <= most * (items if kind == "forward" else 1)
 
 

@@ -66,7 +66,9 @@ def layer_and_step(time: int) -> tuple[torch.Tensor, list[Any], Callable[[], lis
     return x, list(layer.parameters()), step
 
 
-def test_a_graph_replays_with_new_input_and_weights() -> None:
+def test_a_graph_replays_with_new_input_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_anew(monkeypatch)
+    once(monkeypatch, 4, 1, 8)
     x, weights, step = layer_and_step(9)
     graph, captured = in_a_graph(step)
     for _ in range(20):
@@ -79,6 +81,8 @@ def test_a_graph_replays_with_new_input_and_weights() -> None:
 
 
 def test_warps_that_sleep_at_random_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_anew(monkeypatch)
+    once(monkeypatch, 4, 1, 8)
     _, _, step = layer_and_step(37)
     wanted, write = step(), source.backward
 

@@ -116,8 +116,10 @@ def test_where_a_block_has_whole_sequences() -> None:
     assert numbers(256, 32, 2, "forward") == numbers(256, 32, 4, "forward") == (8, 32, 1, 8)
     assert numbers(128, 32, 2, "forward") == numbers(128, 32, 4, "forward") == (8, 16, 1, 4)
     assert numbers(64, 128, 2, "forward") == (4, 16, 1, 4)
-    assert numbers(256, 64, 2, "backward") == (8, 32, 1, 8)
-    others = (256, 128, 2, "forward"), (512, 32, 2, "forward"), (512, 32, 4, "forward"), (256, 32, 2, "backward")
+    assert numbers(256, 128, 2, "forward") == (4, 64, 1, 16)
+    assert numbers(256, 64, 2, "backward") == numbers(256, 96, 2, "backward") == (8, 32, 1, 8)
+    assert numbers(64, 128, 2, "backward") == (4, 16, 1, 4)
+    others = (256, 128, 4, "forward"), (512, 32, 2, "forward"), (512, 32, 4, "forward"), (256, 32, 2, "backward")
     for given in (*others, (512, 32, 2, "backward"), (256, 32, 2, "forward", Features(mask=True))):
         tile = chosen(*given)
         assert isinstance(tile, Tile)

@@ -23,7 +23,7 @@ SLOWED = {
         "wait(barriers + 8 * (1 + seat), t % 2);",
         "const unsigned target = targets[n][e];",
         "summarise(stage, to",
-        "const uint4 data =",
+        "const unsigned own = operand_pair(",
     ],
     "backward": [
         "wait(barriers, t % 2);",

@@ -184,24 +184,37 @@ def sliced(
     Args:
         lines: the most sequences of a cluster.
     """
-    own, part, halves = steps(graph).backward, tiling.slice_of(size.units, cluster), size.halves
-    if cluster == 1 or part != 32 or not _whole(graph, size, own):
+    own, halves = steps(graph).backward, size.halves
+    strips, blocks, depths, tiles = -(-size.units // 16), -(-size.units // 32), 2 * size.recurrent, -(-lines // 8)
+    if cluster != max(2, 1 << (blocks - 1).bit_length()) or not _whole(graph, size, own):
         return None
     if any(one.moments for one in own.reductions) or most(map(own.packs, range(own.stages))) > 8:
         return None
-    strips, blocks, depths, tiles = -(-size.units // 16), -(-size.units // 32), 2 * size.recurrent, -(-lines // 8)
     share, warps = -(-strips // producers), producers + lines
     if warps > 16:
         return None
     chunk = min(share, max(1, 4 // tiles))
-    used = 28 + 4 * chunk * tiles * (2 if chunk * tiles < 4 else 1) + 4 * tiles + share * 2 * halves
+    used = 28 + 4 * chunk * tiles * (2 if chunk * tiles < 4 else 1) + 4 * tiles + 2 * (share + 1) * halves
     if resident is None:
         resident = min(share * depths, max(0, tiling.given_registers(warps) - used) // 4)
-    made = Tile(cluster, part, tiles, resident, 0, warps, chunk=chunk, halves=halves, lines=lines)
+    made = Tile(cluster, 32, tiles, resident, 0, warps, chunk=chunk, halves=halves, lines=lines)
     gradients, sums = 8 * tiles * (depths * 8 + 4), blocks * -(-lines // 2) * 64
     rest = gradients + sums + sliced_words(own, size.units, made) + size.vectors * 32 + 8 * tiles * halves
     shared = 4 * (producers * (share * depths - resident) * 128 + rest) + 8 * (1 + own.stages * lines)
     return replace(made, shared=shared) if shared <= limit else None
+
+
+def _producers(units: int, lines: int) -> int:
+    """Warps that multiply in kernels/sliced_backward.cu: 4 and more, as many as need no more than 16 with the others.
+
+    For up to 8 sequences each has four strips of 16 units: with TF32 products 512 units at batch 8 took 1.53 times the
+    plain layer with 8 warps and 1.59 with 6; in bfloat16 384 at 32 422 us with 6 and 426 with 8, 256 at 32 260 with 4,
+    265 with 5, 262 with 8.  For more two, and no warp more than need that many: backward of 256 units and 9 sequences
+    took 209 us with 6, 218 with 7, 224 with 4 (H100).
+    """
+    strips = -(-units // 16)
+    many = max(4, min(16 - lines, -(-strips * -(-lines // 8) // 4)))
+    return max(4, -(-strips // -(-strips // many)))
 
 
 def _whole(graph: Graph, size: Size, own: Pass) -> bool:
@@ -276,10 +289,8 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
                     yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
             if kind == "backward":
                 yield once(graph, size, cluster, 1, chip.shared)
-                # To as many sequences as were timed.  Four strips of 16 units for a warp that multiplies, as far as 16
-                # warps go: with TF32 products 512 units at batch 8 took 1.53 times the plain layer with 8 of them and
-                # 1.59 with 6; in bfloat16 384 at 32 422 us with 6 and 426 with 8.
-                several = ((lines, max(4, min(16 - lines, -(-size.units // 64)))) for lines in range(1, 11))
+                # to as many sequences as were timed
+                several = ((lines, _producers(size.units, lines)) for lines in range(1, 11))
                 yield from (sliced(graph, size, cluster, *number, chip.shared) for number in several)
 
     return tuple(tile for tile in candidates() if tile is not None)
@@ -328,8 +339,10 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
         inside -= 0.1  # GRU with 256 and 512 units at batch 32 1.70 and 2.51 us with all products, else 1.77 and 2.57
         # with TF32 products 256 units at batch 32 took 2.24 us so, 2.11 with 8 warps, 2.06 where a block has 16 units
         inside += 0.1 * (size.element == 4 and tile.warps == 4 and tile.slice > 16)
-    # LSTM with layer norm, 512 units at batch 32, a train step of 100: 686 us with 4 warps and 707 with 8
-    inside -= 0.2 * (kind == "forward" and tile.halves and tile.warps == 4 and size.units > 256)
+    # LSTM with layer norm, 512 units at batch 32, a train step of 100: with TF32 products 686 us with 4 warps and 707
+    # with 8; since means are added up by tensor cores in bfloat16 454 and 467 (H100)
+    fewer = kind == "forward" and tile.warps == 4 and size.units > 256
+    inside -= 0.2 * (fewer and (tile.halves or len(own.reductions) > 0))
     time = plain + tiling.rounds(chip, batch, directions, tile) * inside
     return 1.2 * time if kind == "forward" and size.units > 256 else time
 
@@ -357,10 +370,12 @@ def _whole_time(size: Size, share: int, kind: str, tile: Tile) -> float:
     streamed = multiplying * (operands - tile.resident) * tile.tiles
     wide = size.element == 4
     if kind == "forward":
-        time = 1.0 + 0.009 * products + 0.062 * sent + 0.1 * (tile.splits - 1) + 0.0011 * streamed + 0.21 * wide
+        # 384 units at batch 48 500 us, with an exchange for each mean 433; at 96 611 and 587, with TF32 928 and 910
+        time = 0.74 + 0.2 * (units > 256) + 0.27 * wide
+        time += 0.009 * products + 0.062 * sent + 0.1 * (tile.splits - 1) + 0.0011 * streamed
         # 128 units at batch 32 264 us with 8 warps in a block, in clusters of 8 with 4 254; with 384 and more no gain
         return time - 0.046 * (tile.tiles - 1) + 0.2 * max(0, tile.whole - 4) + 0.015 * max(0, tile.warps - 4)
-    return 1.05 + 0.075 * tile.whole + 0.007 * products + 0.025 * sent + 0.001 * streamed + 0.1 * wide
+    return 0.91 + 0.075 * tile.whole + 0.007 * products + 0.025 * sent + 0.001 * streamed + 0.1 * wide
 
 
 def _sliced_time(size: Size, share: int, tile: Tile) -> float:
@@ -378,7 +393,7 @@ def _sliced_time(size: Size, share: int, tile: Tile) -> float:
     products = -(-producers // 4) * operands * tile.tiles  # of a scheduler
     streamed = producers * (operands - tile.resident) * tile.tiles
     sent = size.units * -(-share // 2) * 8 / 1024  # KB of sums that come to a block, of two sequences at a time
-    time = 1.28 + 0.0012 * products + 0.0013 * streamed + 0.082 * sent
+    time = 1.1 + 0.0012 * products + 0.0013 * streamed + 0.082 * sent
     return time + 0.02 * ((tile.lines - 1) // 4) - 0.11 * (size.element == 4)
 
 
@@ -393,4 +408,7 @@ def _once_time(size: Size, tile: Tile) -> float:
     strips, depths = tile.cluster * tile.slice // 16, size.recurrent * tile.slice // 16
     streamed = _PRODUCERS * (-(-strips // _PRODUCERS) * depths - tile.resident)  # operands of 512 bytes
     cells = -(-(tile.warps - _PRODUCERS) // 4)  # warps of a scheduler that compute the cell, which take turns
-    return 1.1 + 0.0021 * strips * depths * tile.tiles + 0.003 * streamed + 0.3 * (cells - 1)
+    # 256 units at batch 1 took 240 us in 16 blocks, by kernels/sliced_backward.cu 224 (H100)
+    return (
+        1.1 + 0.1 * (tile.cluster == 16) + 0.0021 * strips * depths * tile.tiles + 0.003 * streamed + 0.3 * (cells - 1)
+    )

@@ -454,12 +454,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   };
 #if CLUSTER > 1
   const unsigned remote = shared_address(states) - shared_address(memory);
-  constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
-  const int sharer = lane / 4 % SHARERS;  // of the threads that hold the same 16 bytes, which one
-  unsigned peer[PEERS];
+  constexpr int PEERS = (CLUSTER + SENDERS - 1) / SENDERS;
+  const int sender = lane / 4 % SENDERS;
+  unsigned peer[BY_WORDS ? 1 : PEERS];
   const auto begin_sending = [&] {
 #pragma unroll
-    for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+    for (int p = 0; p < (BY_WORDS ? 0 : PEERS); ++p) peer[p] = at_rank(shared_address(memory), (sender + p * SENDERS) % CLUSTER);
   };
   if constexpr (POINTWISE == 0) begin_sending();
   const unsigned barrier_offset = barriers - shared_address(memory);
@@ -788,7 +788,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #endif
       if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
-        Planes data[OWN];
+        Sent data[OWN];
         float unscales[OWN];
 #pragma unroll
         for (int j = first_item(sub); j < last_item(sub); ++j) {
@@ -807,13 +807,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
           first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
 #endif
-          data[j] = gathered(first, second, lane);
+          data[j] = to_send(first, second, lane);
         }
 #pragma unroll
         for (int j = first_item(sub); j < last_item(sub); ++j) {
           const int item = position + j * TAKERS;
           if (OWN * TAKERS > ITEMS && item >= ITEMS) break;
-          const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
+          const int chunk = group * 16 + lane / (4 * SENDERS) * SENDERS * 2;  // first unit of what is sent
           const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
           const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
 #if BY_STEP
@@ -830,13 +830,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const bool sent = ORDER ? is_line(j) && next < ends[j] : line < share;
 #pragma unroll
           for (int p = 0; p < PEERS; ++p)
-            if (sent && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
+            if (sent && (CLUSTER % SENDERS == 0 || sender + p * SENDERS < CLUSTER)) {
+              const unsigned barrier = 8 * (2 * sub + 1 - now);
+#if BY_WORDS  // addresses in other blocks are not kept over steps: of a thread's registers they would take too many
+              send_word(at_rank(shared_address(states), p) + offset, at_rank(barriers + barrier, p), data[j]);
+#else
 #pragma unroll
               for (int plane = 0; plane < PLANES; ++plane)
-                send(peer[p] + remote + offset + plane * PLANE_WORDS * 4,
-                     peer[p] + barrier_offset + 8 * (2 * sub + 1 - now), data[j].plane[plane]);
+                send(peer[p] + remote + offset + plane * PLANE_WORDS * 4, peer[p] + barrier_offset + barrier, data[j].plane[plane]);
+#endif
+            }
 #else
-          if (lane / 4 % SHARERS == 0)
+          if (lane / 4 % SENDERS == 0)
 #pragma unroll
             for (int plane = 0; plane < PLANES; ++plane)
               *(uint4*)((char*)states + offset + plane * PLANE_WORDS * 4) = data[j].plane[plane];

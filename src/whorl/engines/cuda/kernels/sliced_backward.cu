@@ -265,8 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const unsigned to_barrier = barrier_of(stage, line) - base;
 #pragma unroll
           for (int e = 0; e < EIGHTS; ++e) {
-            const float (&eight)[8] = *(const float (*)[8])(own + e * 8);
-            const float2 sums = sums_of_warp(eight, lane);
+            const float2 sums = sums_of_warp(*(const float (*)[8])(own + e * 8), lane);
 #pragma unroll
             for (int first = 0; first < BLOCKS; first += 8)
               if (e * 2 + lane % 4 / 2 < packs(stage) && first + lane / 4 < BLOCKS) {

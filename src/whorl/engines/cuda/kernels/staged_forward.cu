@@ -340,11 +340,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
 #if CLUSTER > 1
   const unsigned remote = shared_address(states) - shared_address(memory);
-  constexpr int PEERS = (CLUSTER + SHARERS - 1) / SHARERS;
-  const int sharer = lane / 4 % SHARERS;  // of the threads that hold the same 16 bytes, which one
-  unsigned peer[PEERS];
+  constexpr int PEERS = (CLUSTER + SENDERS - 1) / SENDERS;
+  const int sender = lane / 4 % SENDERS;
+  unsigned peer[BY_WORDS ? 1 : PEERS];
 #pragma unroll
-  for (int p = 0; p < PEERS; ++p) peer[p] = at_rank(shared_address(memory), (sharer + p * SHARERS) % CLUSTER);
+  for (int p = 0; p < (BY_WORDS ? 0 : PEERS); ++p) peer[p] = at_rank(shared_address(memory), (sender + p * SENDERS) % CLUSTER);
   const unsigned barrier_offset = barriers - shared_address(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < COPIES * BARRIERS; ++i) start_barrier(barriers + 8 * i, 1);
@@ -396,30 +396,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
   // the operand of a round to all blocks; what is past the units is zero, whatever the cell makes of it
   const auto spread = [&](int round, int copy, const float (&entering)[OWN][2], bool begins) {
-    uint4 data[OWN];
+    Sent data[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       float scale = 1.f;
 #if HALVES
       scale = scale_of(unscale_in(round, min(position + j * SPLITS, ITEMS - 1), begins));
 #endif
-      data[j] = gathered(has_first ? scale * entering[j][0] : 0.f, has_second ? scale * entering[j][1] : 0.f, lane).plane[0];
+      data[j] = to_send(has_first ? scale * entering[j][0] : 0.f, has_second ? scale * entering[j][1] : 0.f, lane);
     }
 #pragma unroll
     for (int j = 0; j < OWN; ++j) {
       const int item = position + j * SPLITS;
       if (OWN * SPLITS > ITEMS && item >= ITEMS) break;
-      const int chunk = group * 16 + lane / (4 * SHARERS) * SHARERS * 2;  // first unit of the 16 bytes
+      const int chunk = group * 16 + lane / (4 * SENDERS) * SENDERS * 2;  // first unit of what is sent
       const unsigned offset =
           (operand_at(round, copy) + word_of(row_of(item), (rank * SLICE + chunk) / WORD_ELEMENTS)) * 4;
 #if CLUSTER > 1
-      const unsigned barrier = barrier_offset + 8 * ((round == 0 ? 0 : STAGES + round) * COPIES + copy);
+      const unsigned barrier = 8 * ((round == 0 ? 0 : STAGES + round) * COPIES + copy);
 #pragma unroll
       for (int p = 0; p < PEERS; ++p)
-        if (row_of(item) < share && (CLUSTER % SHARERS == 0 || sharer + p * SHARERS < CLUSTER))
-          send(peer[p] + remote + offset, peer[p] + barrier, data[j]);
+        if (row_of(item) < share && (CLUSTER % SENDERS == 0 || sender + p * SENDERS < CLUSTER))
+#if BY_WORDS
+          send_word(at_rank(shared_address(states), p) + offset, at_rank(barriers + barrier, p), data[j]);
 #else
-      if (lane / 4 % SHARERS == 0) *(uint4*)((char*)states + offset) = data[j];
+          send(peer[p] + remote + offset, peer[p] + barrier_offset + barrier, data[j].plane[0]);
+#endif
+#else
+      if (lane / 4 % SENDERS == 0) *(uint4*)((char*)states + offset) = data[j].plane[0];
 #endif
     }
   };

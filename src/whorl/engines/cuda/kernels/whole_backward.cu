@@ -44,9 +44,8 @@ static_assert(CLUSTER > 1 && ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 
 static_assert(ELEMENT_BYTES == 2 || (HALVES && (SLICE == 16 || SLICE == 32 || SLICE == 64)), "a scale is of a block's units");
 static_assert(WHOLE * 64 >= UNITS && SEATS < 16, "a thread has two units");
 
-// Of the sums that means are made of: so many places.
-constexpr int PLACES = power_from(PACKS * 4);
-static_assert(sums_alone() && PLACES <= 32, "backward needs no variance, and a thread makes one sum");
+constexpr int EIGHTS = (PACKS + 1) / 2;  // of sums that means are made of
+static_assert(sums_alone(), "backward needs no variance");
 
 struct Read {  // what one thread reads at a step
   GatePair gates[GATES], apart[MOST(APART)];
@@ -282,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           run_stage(stage, now[u].x, now[u].r, now[u].before, now[u].v, nullptr, m, values[u], to[u], operand, d[u], q,
                     u == 0 ? first : second, dx[u], dr[u], ds[u], summed[u] + SUMMED - VECTORS, de, after);
         if (packs(stage) > 0) {
-          float own[PLACES] = {};
+          float own[EIGHTS * 8] = {};
           int place = 0;
 #pragma unroll
           for (int i = 0; i < REDUCTIONS; ++i) {
@@ -293,10 +292,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 own[place] += (first ? to[0][k] : 0.f) + (second ? to[1][k] : 0.f);
             ++place;
           }
-          const float mine = dealt_sum<1>(own, lane);
           float* const at = own_slots + mean_offset(stage);
-          if (lane % (32 / PLACES) == 0 && lane / (32 / PLACES) < 4 * packs(stage))
-            at[part * 4 * packs(stage) + lane / (32 / PLACES)] = mine;
+#pragma unroll
+          for (int e = 0; e < EIGHTS; ++e) {
+            const float2 sums = sums_of_warp(*(const float (*)[8])(own + e * 8), lane);
+            if (lane < 4 && e * 2 + lane / 2 < packs(stage)) *(float2*)(at + part * 4 * packs(stage) + e * 8 + lane * 2) = sums;
+          }
           if constexpr (WHOLE > 1)
             named_barrier(1 + seat, 32 * WHOLE);
           else
