@@ -123,7 +123,7 @@ def test_backward_goes_so_where_a_cluster_has_few_sequences() -> None:
     tile = chosen(LSTM, 128, 8)
     assert (tile.cluster, tile.each, tile.rows, tile.warps) == (8, 4, 2, 9)
     assert [chosen(LSTM, 512, 32).each, chosen(LSTM, 256, 32).each, chosen(LSTM, 128, 8, 4).each] == [0] * 3
-    assert chosen(LSTM, 128, 8, features=Features(mask=True)).each == 0
+    assert chosen(LSTM, 256, 32, features=Features(mask=True)).each == 0
     assert staging.once(LSTM, size_of(LSTM, 31, 2), 2, 1, H200.shared) is None
     assert chosen(LSTM, 256, 128).each == 0
     on_blocks = [tile for tile in staging.fitting(LSTM, size_of(LSTM, 64, 2), A100, "backward") if tile.each]

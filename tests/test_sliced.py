@@ -48,7 +48,7 @@ SLOWED = [
     "const unsigned target = at_rank(base, strip / 2);",
     "wait(barriers, (t - 1) % 2);",
     "float sum[4] = {};",
-    "const float2 sums = sums_of_warp(*(const float (*)[8])(own + e * 8), lane);",
+    "const float2 sums = sums_of_warp(own[e], lane);",
     "wait(barrier_of(stage, line), t % 2);",
     "float2 all[EIGHTS];",
     "float scale = 1.f;",

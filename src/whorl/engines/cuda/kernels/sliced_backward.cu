@@ -251,13 +251,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         run_stage(stage, x, r, before, v, nullptr, m, values, to, operand, d, q, there, dx, dr, ds, summed + SUMMED - VECTORS,
                   de, after);
         if (packs(stage) > 0) {
-          float own[EIGHTS * 8] = {};
+          float own[EIGHTS][8] = {};
 #pragma unroll
           for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
             if (reduction_stage(i) != stage) continue;
 #pragma unroll
             for (int k = 0; k < VALUES; ++k)
-              if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) own[at] += there ? to[k] : 0.f;
+              if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) own[at / 8][at % 8] += there ? to[k] : 0.f;
             ++at;
           }
           // a thread sends two sums to every eighth block
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const unsigned to_barrier = barrier_of(stage, line) - base;
 #pragma unroll
           for (int e = 0; e < EIGHTS; ++e) {
-            const float2 sums = sums_of_warp(*(const float (*)[8])(own + e * 8), lane);
+            const float2 sums = sums_of_warp(own[e], lane);
 #pragma unroll
             for (int first = 0; first < BLOCKS; first += 8)
               if (e * 2 + lane % 4 / 2 < packs(stage) && first + lane / 4 < BLOCKS) {

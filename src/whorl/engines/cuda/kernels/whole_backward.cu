@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           run_stage(stage, now[u].x, now[u].r, now[u].before, now[u].v, nullptr, m, values[u], to[u], operand, d[u], q,
                     u == 0 ? first : second, dx[u], dr[u], ds[u], summed[u] + SUMMED - VECTORS, de, after);
         if (packs(stage) > 0) {
-          float own[EIGHTS * 8] = {};
+          float own[EIGHTS][8] = {};
           int place = 0;
 #pragma unroll
           for (int i = 0; i < REDUCTIONS; ++i) {
@@ -289,13 +289,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
             for (int k = 0; k < VALUES; ++k)
               if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i))
-                own[place] += (first ? to[0][k] : 0.f) + (second ? to[1][k] : 0.f);
+                own[place / 8][place % 8] += (first ? to[0][k] : 0.f) + (second ? to[1][k] : 0.f);
             ++place;
           }
           float* const at = own_slots + mean_offset(stage);
 #pragma unroll
           for (int e = 0; e < EIGHTS; ++e) {
-            const float2 sums = sums_of_warp(*(const float (*)[8])(own + e * 8), lane);
+            const float2 sums = sums_of_warp(own[e], lane);
             if (lane < 4 && e * 2 + lane / 2 < packs(stage)) *(float2*)(at + part * 4 * packs(stage) + e * 8 + lane * 2) = sums;
           }
           if constexpr (WHOLE > 1)
