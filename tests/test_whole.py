@@ -124,6 +124,8 @@ def test_where_a_block_has_whole_sequences() -> None:
         tile = chosen(*given)
         assert isinstance(tile, Tile)
         assert not tile.whole
+    few = [chosen(units, batch, 2, "forward") for units, batch in ((512, 32), (448, 48), (384, 48))]
+    assert [(tile.cluster, tile.warps) for tile in few] == [(16, 4), (16, 4), (8, 6)]
     assert all(not tile.whole for tile in staging.fitting(LSTM, size_of(LSTM, 64, 2), A100, "forward"))
     assert staging.whole(LSTM, size_of(LSTM, 64, 4, exact=True), 4, 1, 1, H200.shared) is None
     before = library.make_gru(reset_after=False).graph
