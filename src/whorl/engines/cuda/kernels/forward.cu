@@ -456,10 +456,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned remote = shared_address(states) - shared_address(memory);
   constexpr int PEERS = (CLUSTER + SENDERS - 1) / SENDERS;
   const int sender = lane / 4 % SENDERS;
-  unsigned peer[BY_WORDS ? 1 : PEERS];
+  constexpr int ADDRESSES = BY_WORDS ? 0 : PEERS;  // in other blocks, which are kept
+  unsigned peer[MOST(ADDRESSES)];
   const auto begin_sending = [&] {
 #pragma unroll
-    for (int p = 0; p < (BY_WORDS ? 0 : PEERS); ++p) peer[p] = at_rank(shared_address(memory), (sender + p * SENDERS) % CLUSTER);
+    for (int p = 0; p < ADDRESSES; ++p) peer[p] = at_rank(shared_address(memory), (sender + p * SENDERS) % CLUSTER);
   };
   if constexpr (POINTWISE == 0) begin_sending();
   const unsigned barrier_offset = barriers - shared_address(memory);

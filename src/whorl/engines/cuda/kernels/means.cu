@@ -29,7 +29,7 @@ __device__ __forceinline__ float amount(int units, int count) {
 // Sums by the tensor cores, each of which is as good as 2^-17 of what is added: a number is two of bfloat16, which a product
 // with ones adds to others.
 constexpr unsigned TWO_ONES = 0x3f803f80;
-constexpr float MOST_FLOAT = 3.4e38f;
+constexpr float MOST_FLOAT = 3.4e38f;  // what is as large counts as infinite
 __device__ __forceinline__ unsigned in_two(float value) {
   const float high = __uint_as_float(__float_as_uint(value) & 0xffff0000u);
   return two_bfloat16(high, value - high);
@@ -40,9 +40,9 @@ __device__ __forceinline__ void add_up_both(float& first, float& second, int lan
   constexpr bool WARP = LANES == 32;
   unsigned lost = 0;
   if constexpr (!WARP) {
-    const bool known = fabsf(first) < MOST_FLOAT && fabsf(second) < MOST_FLOAT;
-    lost = __ballot_sync(0xffffffffu, !known) >> lane % 4 & 0x11111111;
-    if (!known) first = second = 0.f;
+    const bool finite = fabsf(first) < MOST_FLOAT && fabsf(second) < MOST_FLOAT;
+    lost = __ballot_sync(0xffffffffu, !finite) >> lane % 4 & 0x11111111;
+    if (!finite) first = second = 0.f;
   }
   const int row = WARP ? lane / 4 % 2 : lane / 4, own = WARP ? 0 : lane % 4 * 2;
   const unsigned takes_first = row == own ? TWO_ONES : 0, takes_second = row == own + 1 ? TWO_ONES : 0;
@@ -56,9 +56,9 @@ __device__ __forceinline__ void add_up_both(float& first, float& second, int lan
 // Tensor cores take 96 cycles for what takes 166 with shuffles, over 32 threads (H100).
 __device__ __forceinline__ void add_up(
     int stage, int threads, int lane, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
-  if constexpr (!SPREAD && !EXACT && (LANES == 32 || (LANES == 8 && AWAY == 4))) {
+  if constexpr (!SPREAD && !EXACT) {  // of 32 lanes, or of 8 that are 4 apart
     if (threads == 1) return;
-    float own[2 * REDUCTIONS + 2] = {};
+    float own[MOST(2 * REDUCTIONS)] = {};
     int count = 0, at = 0;
 #pragma unroll
     for (int i = 0; i < REDUCTIONS; ++i) {

@@ -10,7 +10,7 @@
 //
 // Multiplying warp (octet, split) has 8 units and a part of the products' depth; a row of an operand is one gate of one
 // unit, so that a thread has all gates of a unit.  A thread of the cell has two neighbouring units.  Means are added up by
-// shuffles, and over the sequence's warps through shared memory.
+// tensor cores (means.cu), and over the sequence's warps through shared memory.
 //
 //   registers  weights and sums of the product; of a sequence's warps the states, the means, the next step's input
 //   shared     states of all sequences, results of this block's sequences, means of each warp, barriers, more weights
