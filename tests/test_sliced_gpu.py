@@ -55,6 +55,8 @@ def test_tf32(
         (16, 5, 7, 448, 32, 6),
         (2, 2, 4, 20, 33, 6),
         (8, 9, 6, 256, 128, 6),
+        (8, 10, 4, 250, 150, 6),
+        (16, 10, 6, 512, 64, 6),
     ],
 )
 def test_sizes(
@@ -75,6 +77,9 @@ def test_a_graph_replays_with_new_input_and_weights(dtype: torch.dtype, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_warps_that_sleep_at_random_change_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    sliced(monkeypatch, 8, 5, 8)
+@pytest.mark.parametrize("lines, producers", [(5, 8), (9, 4)])
+def test_warps_that_sleep_at_random_change_nothing(
+    lines: int, producers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sliced(monkeypatch, 8, lines, producers)
     assert_sleep_changes_nothing("backward", SLOWED, dtype, monkeypatch)

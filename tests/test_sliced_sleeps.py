@@ -71,6 +71,7 @@ CASES = {
     # a warp without strips
     "in_turn": ((2, 3, 5), Case(time=4, batch=4, units=50)),
     "five gates": ((4, 5, 4), Case(time=3, batch=2, units=70)),  # a block without units
+    "layer_norm_lstm": ((2, 9, 3), Case(time=4, batch=5, units=37)),  # two sub-tiles
 }
 """In each fewer sequences than a cluster has warps for: one thread is left that brings what was sent."""
 
@@ -174,10 +175,10 @@ def test_nothing_changes(
         assert next(way(known, run, wanted), None) is None
 
 
-WAIT = "wait(barriers, (t - 1) % 2);"
+WAIT = "wait(barriers + 8 * sub, (t - 1) % 2);"
 FAULTS = {
-    "one sequence waits for the sums of all": ("layer norm of r and c", WAIT, f"if (line == 0) {{ {WAIT} }}"),
-    "sums of one block are not waited for": ("five gates", "summing = BLOCKS *", "summing = (BLOCKS - 1) *"),
+    "one sequence waits for the sums of all": ("layer norm of r and c", WAIT, f"if (place == 0) {{ {WAIT} }}"),
+    "sums of one block are not waited for": ("five gates", "(unsigned)(BLOCKS *", "(unsigned)((BLOCKS - 1) *"),
 }
 
 

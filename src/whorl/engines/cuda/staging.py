@@ -129,14 +129,14 @@ def whole(
     warps = octets * splits + seats * each
     if warps > 16:
         return None
-    chains = 2 if strips * tiles < 4 and depths > 1 else 1
-    used = 40 + 4 * chains * strips * tiles + 8 * tiles + size.recurrent * halves
+    chains = 2 if strips < 4 and depths > 1 else 1
+    used = 48 + 4 * chains * strips + size.recurrent * halves
     if resident is None:
         resident = min(strips * depths, max(0, tiling.registers(warps) - used) // 4)
     states, results = 8 * tiles * splits * depths * 8, splits * 2 * -(-size.units // 2) * -(-size.recurrent // 4) * 4
     means = whole_words(own, each)
     streamed = octets * splits * (strips * depths - resident) * 128
-    shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * halves) + 8 * (1 + seats)
+    shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * halves) + 8 * (tiles + seats)
     if shared > limit:
         return None
     return Tile(cluster, part, tiles, resident, shared, warps, splits, depths, halves=halves, whole=each)
@@ -193,27 +193,28 @@ def sliced(
     share, warps = -(-strips // producers), producers + lines
     if warps > 16:
         return None
-    chunk = min(share, max(1, 4 // tiles))
-    used = 28 + 4 * chunk * tiles * (2 if chunk * tiles < 4 else 1) + 4 * tiles + 2 * (share + 1) * halves
+    chunk = min(share, 4)
+    used = 36 + 4 * chunk * (2 if chunk < 4 else 1) + 2 * (share + 1) * halves
     if resident is None:
         resident = min(share * depths, max(0, tiling.given_registers(warps) - used) // 4)
     made = Tile(cluster, 32, tiles, resident, 0, warps, chunk=chunk, halves=halves, lines=lines)
-    gradients, sums = 8 * tiles * (depths * 8 + 4), blocks * -(-lines // 2) * 64
-    rest = gradients + sums + sliced_words(own, size.units, made) + size.vectors * 32 + 8 * tiles * halves
-    shared = 4 * (producers * (share * depths - resident) * 128 + rest) + 8 * (1 + own.stages * lines)
+    pairs = -(-lines // (2 * tiles))  # of sequences of a sub-tile
+    gradients, sums = 8 * (depths * 8 + 4), blocks * pairs * 64
+    rest = tiles * (gradients + sums + 8 * halves) + sliced_words(own, size.units, made) + size.vectors * 32
+    shared = 4 * (producers * (share * depths - resident) * 128 + rest) + 8 * (tiles + own.stages * lines)
     return replace(made, shared=shared) if shared <= limit else None
 
 
 def _producers(units: int, lines: int) -> int:
     """Warps that multiply in kernels/sliced_backward.cu: 4 and more, as many as need no more than 16 with the others.
 
-    For up to 8 sequences each has four strips of 16 units: with TF32 products 512 units at batch 8 took 1.53 times the
-    plain layer with 8 warps and 1.59 with 6; in bfloat16 384 at 32 422 us with 6 and 426 with 8, 256 at 32 260 with 4,
-    265 with 5, 262 with 8.  For more two, and no warp more than need that many: backward of 256 units and 9 sequences
-    took 209 us with 6, 218 with 7, 224 with 4 (H100).
+    Each has four strips of 16 units, and no warp more than need as many: with TF32 products 512 units at batch 8 took
+    1.53 times the plain layer with 8 warps and 1.59 with 6; in bfloat16 384 at 32 422 us with 6 and 426 with 8, 256 at
+    32 260 with 4, 265 with 5, 262 with 8.  In two sub-tiles 256 at 128 took 403 us with 4, 409 with 6, 411 with 7, and
+    512 at 64 617 with 6, 672 with 4 (H200).
     """
     strips = -(-units // 16)
-    many = max(4, min(16 - lines, -(-strips * -(-lines // 8) // 4)))
+    many = max(4, min(16 - lines, -(-strips // 4)))
     return max(4, -(-strips // -(-strips // many)))
 
 
@@ -376,7 +377,9 @@ def _whole_time(size: Size, share: int, kind: str, tile: Tile) -> float:
         time = 0.74 + 0.2 * (units > 256) + 0.27 * wide
         time += 0.009 * products + 0.062 * sent + 0.1 * (tile.splits - 1) + 0.0011 * streamed
         # 128 units at batch 32 264 us with 8 warps in a block, in clusters of 8 with 4 254; with 384 and more no gain
-        return time - 0.046 * (tile.tiles - 1) + 0.2 * max(0, tile.whole - 4) + 0.015 * max(0, tile.warps - 4)
+        time += 0.2 * max(0, tile.whole - 4) + 0.015 * max(0, tile.warps - 4) - 0.046 * (tile.tiles - 1)
+        # since tiles are sub-tiles: 256 units at batch 128 155 us, in clusters of 4 with one 167 (H100)
+        return 0.8 * time if share > 8 and tile.cluster <= 8 and units > 128 else time
     return 0.91 + 0.075 * tile.whole + 0.007 * products + 0.025 * sent + 0.001 * streamed + 0.1 * wide
 
 
@@ -397,7 +400,10 @@ def _sliced_time(size: Size, share: int, tile: Tile) -> float:
     streamed = producers * (operands - tile.resident) * tile.tiles
     sent = size.units * -(-share // 2) * 8 / 1024  # KB of sums that come to a block, of two sequences at a time
     time = 1.1 + 0.0012 * products + 0.0013 * streamed + 0.082 * sent
-    return time + 0.02 * ((tile.lines - 1) // 4) - 0.11 * (size.element == 4)
+    time += 0.02 * ((tile.lines - 1) // 4) - 0.15 * (size.element == 4)
+    # since two tiles are sub-tiles: 256 units at batch 128 174 us, and 208 before, with TF32 products 189 and 237, 512
+    # at 64 282 and 352 (H200)
+    return 0.82 * time if share > 8 and size.units > 128 else time
 
 
 def _once_time(size: Size, tile: Tile) -> float:

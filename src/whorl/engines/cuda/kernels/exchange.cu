@@ -77,15 +77,6 @@ __device__ __forceinline__ void keep(T*& pointer) {  // to global memory
 __device__ __forceinline__ void keep(int& offset) { asm volatile("" : "+r"(offset)); }
 __device__ __forceinline__ void keep(float& number) { asm volatile("" : "+f"(number)); }
 
-// Of COUNT operands of weights, used one after another, those that do not stay in registers are spread evenly, so that
-// shared memory has time to bring them.
-template <int COUNT, int STREAMED>
-struct Operands {
-  __device__ static constexpr int before(int i) { return i * STREAMED / COUNT; }  // streamed ones before this one
-  __device__ static constexpr bool streamed(int i) { return before(i + 1) != before(i); }
-  __device__ static constexpr int resident(int i) { return streamed(i) ? 0 : i - before(i); }  // its place in registers
-};
-
 // Of COUNT operands in two planes, first those of the first: of the others as many as can be stay in registers, since what
 // comes from shared memory is multiplied as fast with both planes of the states as with one (see warpgroup.cu).
 template <int COUNT, int STREAMED>

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const own_vectors = slots + 2 * MEAN_WORDS;  // [vector, unit of the block]
   const unsigned base = shared_address(memory), barriers = shared_address(own_vectors + VECTOR_WORDS);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const int warp = own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER, time = (int)a.time;
   const Element* const weights = a.weights[direction];

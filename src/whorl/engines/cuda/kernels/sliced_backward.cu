@@ -2,7 +2,8 @@
 // where a warp computes the cell of one sequence, for the 32 units of its block, and other warps multiply.
 //
 // A cluster of CLUSTER blocks owns `share` sequences, at most LINES, each block the units from 32 x rank on and weights of
-// these.  A step is
+// these.  More than 8 are two sub-tiles, which take turns: one is multiplied while the other's cell is computed.  A step of
+// one is
 //
 //   the warp of a sequence  wait for sums of all blocks | stage 0 | exchange of sums for means | stage 1 | ... | put the
 //                           gradients of what the weights multiply in place
@@ -14,11 +15,11 @@
 //   shared     gradients of the block's units, sums and what means are made of from all blocks, vectors, barriers, more weights
 //   global     as in staged_backward.cu
 //
-// What is exchanged, and gradients, lie in shared memory once.  The warp of a sequence that has the means of step t + 1 knows
-// that in each block the sequence's warp has passed its wait for all sums of step t: so
+// What is exchanged, and gradients, lie in shared memory once, each sub-tile's by itself.  The warp of a sequence that has the
+// means of step t + 1 knows that in each block the sequence's warp has passed its wait for all sums of step t: so
 //   - all warps of its own block that multiply have sent theirs of step t, and it may write gradients;
-//   - what multiplies in its block, which waits for the gradients of all sequences, may send sums of step t + 1: those of
-//     step t were read before what these means are made of was sent.
+//   - what multiplies in its block, which waits for the gradients of the sub-tile's sequences, may send sums of step t + 1:
+//     those of step t were read before what these means are made of was sent.
 // And what means of step t + 1 are made of is sent by a warp that has all sums of step t, which the reader's block made
 // after the reader had put its gradients in place, and so had read what means of step t were made of.
 //
@@ -31,20 +32,21 @@ constexpr int THREADS = 32 * WARPS, MULTIPLYING = WARPS - LINES;
 constexpr int BLOCKS = (UNITS + 31) / 32, STRIPS = (UNITS + 15) / 16, SHARE = (STRIPS + MULTIPLYING - 1) / MULTIPLYING;
 constexpr int DEPTHS = RECURRENT * 2, STREAMED = SHARE * DEPTHS - RESIDENT;
 constexpr int STRIDE = DEPTHS * 8 + 4;  // words of a sequence: 8 times 16 bytes are in 32 different banks
-constexpr int CHAINS = CHUNK * TILES < 4 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = CHUNK < 4 ? 2 : 1;  // of products that wait for each other
 // of a block's sums: [pair of sequences, strip, 8, unit, sequence], of the odd strip the second sequence first: the 32 units
-// of a sequence are in different banks
-constexpr int PAIRS = (LINES + 1) / 2, SOURCE_WORDS = PAIRS * 64;
+// of a sequence are in different banks; of a last sequence without another, where a thread has both strips, [8, strip, unit]
+constexpr bool COUPLED = SHARE % 2 == 0 && CHUNK % 2 == 0;
+constexpr int MOST_LINES = (LINES + TILES - 1) / TILES, PAIRS = (MOST_LINES + 1) / 2, SOURCE_WORDS = TILES * PAIRS * 64;
 constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * 128, GRADIENT_WORDS = 8 * TILES * STRIDE, SUM_WORDS = BLOCKS * SOURCE_WORDS;
 constexpr int VECTOR_WORDS = VECTORS * 32, SCALES = HALVES ? 8 * TILES : 0;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
 constexpr int EIGHTS = (PACKS + 1) / 2;  // of sums that means are made of
 constexpr int AHEAD = 4;  // steps between asking L2 for what a step reads and reading it
 constexpr int BESIDE = LINES | 1;  // sequences of a source: an odd number puts those of several sources into different banks
-static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECTOR_WORDS + SCALES) + 8 * (1 + STAGES * LINES) ==
+static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECTOR_WORDS + SCALES) + 8 * (TILES + STAGES * LINES) ==
                   SHARED,
               "tiling and kernel disagree");
-static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && 8 * TILES >= LINES, "a thread has a unit of one sequence");
+static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && MOST_LINES <= 8 && TILES <= 2, "a thread has a unit of one sequence");
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
 static_assert(sums_alone(), "backward needs no variance");
@@ -58,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const slots = sums_here + SUM_WORDS;                     // [stage, source, sequence, number]
   float* const own_vectors = slots + MEAN_WORDS;                  // [vector, unit of the block]
   float* const scales = own_vectors + VECTOR_WORDS;               // what those of gradients are the inverse of, [sequence]
-  const unsigned base = shared_address(memory), barriers = shared_address(scales + SCALES);  // of sums, [stage, sequence]
+  const unsigned base = shared_address(memory), barriers = shared_address(scales + SCALES);  // [sub-tile], [stage, sequence]
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const int warp = own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
   const int first_place = blockIdx.x / CLUSTER * share, lines = max(0, min(share, batch - first_place));
@@ -96,30 +98,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   }
   // What comes for a step: of two sequences at a time the block's strips, of a sequence what means are made of.
   const int own_strips = max(0, min(2, STRIPS - 2 * (int)rank));
-  const unsigned summing = BLOCKS * own_strips * ((lines + 1) / 2) * 128;
-  const auto barrier_of = [&](int stage, int line) { return barriers + 8 * (1 + stage * LINES + line); };
+  const auto lines_of = [&](int sub) { return TILES == 1 ? lines : (lines + 1 - sub) / 2; };
+  const auto summing = [&](int sub) {
+    const int last = lines_of(sub) % 2 == 0 ? 0 : COUPLED ? min(1, own_strips) : own_strips;
+    return (unsigned)(BLOCKS * (own_strips * (lines_of(sub) / 2) + last) * 128);
+  };
+  const auto barrier_of = [&](int stage, int line) { return barriers + 8 * (TILES + stage * LINES + line); };
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 1 + STAGES * LINES; ++i) start_barrier(barriers + 8 * i, 1);
+    for (int i = 0; i < TILES + STAGES * LINES; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
-    expect(barriers, summing);
+    for (int sub = 0; sub < TILES; ++sub) expect(barriers + 8 * sub, summing(sub));
     for (int stage = 0; stage < STAGES; ++stage)
       for (int line = 0; line < LINES; ++line) expect(barrier_of(stage, line), BLOCKS * packs(stage) * 16);
   }
   cluster_barrier();
 
-  const int together = 32 * (MULTIPLYING + lines);  // threads that gradients pass from and to
+  // threads that a sub-tile's gradients pass from and to
+  const auto together = [&](int sub) { return 32 * (MULTIPLYING + lines_of(sub)); };
   if (warp < MULTIPLYING) {
-    const unsigned columns = shared_address(gradients) + (lane % 8 * STRIDE + lane / 8 * 4) * 4;
-    for (int t = 0; t < time; ++t) {
-      named_barrier(1, together);
+    const unsigned all_columns = shared_address(gradients) + (lane % 8 * STRIDE + lane / 8 * 4) * 4;
+    const int used = TILES > 1 && lines > 1 ? 2 : 1;
+    for (int turn = 0; turn < time * used; ++turn) {
+      const int sub = turn & (used - 1), its_lines = lines_of(sub);
+      const unsigned columns = all_columns + sub * 8 * STRIDE * 4;
+      named_barrier(1 + sub, together(sub));
 #pragma unroll
       for (int i0 = 0; i0 < SHARE; i0 += CHUNK) {
-        float sums[CHUNK][TILES][CHAINS][4] = {};
+        float sums[CHUNK][CHAINS][4] = {};
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
-          uint4 b[TILES];
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) b[n] = load_columns(columns + (n * 8 * STRIDE + d * 8) * 4);
+          const uint4 b = load_columns(columns + d * 8 * 4);
 #pragma unroll
           for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -128,9 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 const int i = (i0 + c) * DEPTHS + d + half;
                 const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
                                                          : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
-#pragma unroll
-                for (int n = 0; n < TILES; ++n)
-                  multiply(sums[c][n][half % CHAINS], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+                multiply(sums[c][half % CHAINS], weight, right_of(half ? b.z : b.x, half ? b.w : b.y));
               }
         }
 #pragma unroll
@@ -138,24 +144,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const int strip = warp * SHARE + i0 + c;
           if (i0 + c >= SHARE || (SHARE * MULTIPLYING != STRIPS && strip >= STRIPS)) break;
           const unsigned target = at_rank(base, strip / 2);
-#pragma unroll
-          for (int n = 0; n < TILES; ++n) {
-            const int pair = n * 4 + lane % 4;
-            float own[4];  // of an even unit that of one sequence, of the next, then of the odd unit
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              own[e] = sums[c][n][0][e];
-              if constexpr (CHAINS > 1) own[e] += sums[c][n][CHAINS - 1][e];
-              // in this order, which neither weights nor gradients of any size overflow
-              if constexpr (HALVES) own[e] = own[e] * unscale[i0 + c < SHARE ? i0 + c : 0][e / 2] * scales[pair * 2 + e % 2];
-            }
-            if (pair * 2 < lines) {
-              const int to = (int)rank * SOURCE_WORDS + (pair * 2 + strip % 2) * 32 + lane / 4 * 4;
-              const bool turned = strip % 2;
-              send(target + shared_address(sums_here) - base + to * 4, target + barriers - base,
-                   {__float_as_uint(turned ? own[1] : own[0]), __float_as_uint(turned ? own[0] : own[1]),
-                    __float_as_uint(turned ? own[3] : own[2]), __float_as_uint(turned ? own[2] : own[3])});
-            }
+          const int pair = lane % 4;
+          const auto word = [&](int c, int e) {  // of an even unit that of one sequence, of the next, then of the odd unit
+            float sum = sums[c][0][e];
+            if constexpr (CHAINS > 1) sum += sums[c][CHAINS - 1][e];
+            // in this order, which neither weights nor gradients of any size overflow
+            if constexpr (HALVES) sum = sum * unscale[i0 + c < SHARE ? i0 + c : 0][e / 2] * scales[sub * 8 + pair * 2 + e % 2];
+            return __float_as_uint(sum);
+          };
+          const bool last = COUPLED && pair * 2 + 1 == its_lines;
+          if (pair * 2 < its_lines && !(last && strip % 2)) {
+            const int to = (int)rank * SOURCE_WORDS + ((sub * PAIRS + pair) * 2 + strip % 2) * 32 + lane / 4 * 4;
+            uint4 data = strip % 2 ? uint4{word(c, 1), word(c, 0), word(c, 3), word(c, 2)}
+                                   : uint4{word(c, 0), word(c, 1), word(c, 2), word(c, 3)};
+            if (last) data = {data.x, data.z, word(c + 1 < CHUNK ? c + 1 : c, 0), word(c + 1 < CHUNK ? c + 1 : c, 2)};
+            send(target + shared_address(sums_here) - base + to * 4, target + barriers + 8 * sub - base, data);
           }
         }
       }
@@ -206,8 +209,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       initial[s] = there && has_initial ? wide(a.initial[s][start]) : 0.f;
       carried[s] = there && a.final_gradients[s] != nullptr ? wide(a.final_gradients[s][start]) : 0.f;
     }
-    const float* const own_sums = sums_here + (line / 2 * 2 + lane / 16) * 32 + lane % 16 * 2 + (line % 2 ^ lane / 16);
-    unsigned short* const own_gradients = (unsigned short*)(gradients + line * STRIDE) + lane;
+    const int sub = TILES > 1 && line >= lines_of(0), place = line - sub * lines_of(0);  // in the sub-tile
+    const bool last = COUPLED && place % 2 == 0 && place + 1 == lines_of(sub);
+    const int sum_at = last ? lane % 16 / 2 * 4 + lane / 16 * 2 + lane % 2 : lane / 16 * 32 + lane % 16 * 2 + (place % 2 ^ lane / 16);
+    const float* const own_sums = sums_here + (sub * PAIRS + place / 2) * 64 + sum_at;
+    unsigned short* const own_gradients = (unsigned short*)(gradients + (sub * 8 + place) * STRIDE) + lane;
     const auto slot_of = [&](int stage, int source) { return mean_offset(stage) + (source * BESIDE + line) * 4 * packs(stage); };
     load(0);
     for (int t = 0;; ++t) {
@@ -230,8 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         run_ahead(x, r, before, v, nullptr, m, values);
       }
       if (t > 0) {
-        wait(barriers, (t - 1) % 2);
-        if (line == 0 && lane == 0) expect(barriers, summing);
+        wait(barriers + 8 * sub, (t - 1) % 2);
+        if (place == 0 && lane == 0) expect(barriers + 8 * sub, summing(sub));
         float sum[4] = {};
         if (there)
 #pragma unroll
@@ -303,13 +309,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int l = 0; l < LEAVES; ++l) most = fmaxf(most, there ? fabsf(dr[l]) : 0.f);
       most = __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(most)));  // as it is not negative
       scale = scale_of(unscale_of(most));
-      if (lane == 0) scales[line] = unscale_of(most);
+      if (lane == 0) scales[sub * 8 + place] = unscale_of(most);
 #endif
 #pragma unroll
       for (int l = 0; l < LEAVES; ++l)
         own_gradients[leaf_gate(l) * 32] = (unsigned short)operand_pair(there ? scale * dr[l] : 0.f, 0.f);
       __syncwarp();
-      arrive_at_barrier(1, together);
+      arrive_at_barrier(1 + sub, together(sub));
       // what nobody waits for
 #pragma unroll
       for (int s = 0; s < STATES; ++s) carried[s] = ds[s];

@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint2* const factors = (uint2*)(scales + SCALE_WORDS);  // [sequence, four blocks]
 #endif
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = own_warp(), lane = threadIdx.x % 32;
   const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
   const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
   const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);

@@ -32,6 +32,7 @@ constexpr int ROWS = 8 * TILES, ITEMS = 2 * TILES, OWN = (ITEMS + SPLITS - 1) / 
 constexpr int WARPS = GROUPS * SPLITS, THREADS = 32 * WARPS;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
 constexpr int STREAMED = DEPTHS - RESIDENT;
+typedef Operands<DEPTHS * RECURRENT, STREAMED * RECURRENT> Weights;
 constexpr int STATE_WORDS = ROWS * WORDS, PARTIAL_WORDS = SPLITS > 1 ? GROUPS * ITEMS * SPLITS * WIDEST * 64 : 0;
 constexpr int COPIES = EXCHANGES > 1 ? 1 : 2;                  // of what is exchanged
 constexpr int OPERAND_WORDS = COPIES * ((LEAVES > 0) + ROUNDS) * STATE_WORDS, BARRIERS = 1 + STAGES + ROUNDS;
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float2* const weight_scales = (float2*)(scales + SCALES);
   const unsigned barriers = shared_address(scales + SCALES + WEIGHT_SCALES);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
+  const int warp = own_warp(), lane = threadIdx.x % 32, group = warp / SPLITS, split = warp % SPLITS;
   const int direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int unit = rank * SLICE + group * 16 + lane / 4 * 2;  // and unit + 1
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const Weight* const weights = a.weights[direction];
 
   // rows 0 to 7 of an operand are this group's even units, rows 8 to 15 the odd: a thread has two neighbours
-  uint4 resident[MOST(RESIDENT)][MOST(RECURRENT)];
+  uint4 resident[MOST(RESIDENT * RECURRENT)];
 #if HALVES
   float unscale[(RECURRENT + 1) / 2];  // of the group's 16 units, two gates at a time; asked for before the weights
 #pragma unroll
@@ -121,14 +122,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   }
 #endif
   const int first_column = split * DEPTHS * 8 * WORD_ELEMENTS;
-  bring_rows<First<RESIDENT * RECURRENT>, RECURRENT, DEPTHS, STREAMED * RECURRENT, WARPS, 4 * WEIGHT_WORDS>(
+  bring_rows<Weights, RECURRENT, DEPTHS, STREAMED * RECURRENT, WARPS, 4 * WEIGHT_WORDS>(
       memory, warp, lane, [](int gate, int depth) { return depth * RECURRENT + gate; },
       [&](int gate, int m) {
         const int own = rank * SLICE + group * 16 + m;
         const Weight* const at = weights + ((long long)gate * UNITS + own) * WEIGHT_PITCH;
         return WeightRow{at + first_column, own < UNITS ? UNITS - first_column : 0};
       },
-      [&](int i, uint4 words) { resident[i / MOST(RECURRENT)][i % MOST(RECURRENT)] = words; },
+      [&](int i, uint4 words) { resident[i] = words; },
       [&](int i, uint4 words) { streamed[(warp * STREAMED * RECURRENT + i) * 32 + lane] = words; });
 
 #if HALVES
@@ -478,8 +479,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           if (d + half < DEPTHS) {
-            const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-            const Left weight = left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : streamed[far]);
+            const int at = (d + half) * RECURRENT + g, far = (warp * STREAMED * RECURRENT + Weights::before(at)) * 32 + lane;
+            const Left weight = left_of(Weights::streamed(at) ? streamed[far] : resident[Weights::resident(at)]);
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
               multiply(sums[i][n], weight, right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));

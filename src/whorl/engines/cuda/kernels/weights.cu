@@ -246,3 +246,12 @@ struct First {
   __device__ static constexpr int before(int i) { return i - RESIDENT; }
   __device__ static constexpr int resident(int i) { return i < RESIDENT ? i : 0; }
 };
+
+// Of COUNT operands of weights, used one after another, those that do not stay in registers are spread evenly, so that
+// shared memory has time to bring them.
+template <int COUNT, int STREAMED>
+struct Operands {
+  __device__ static constexpr int before(int i) { return i * STREAMED / COUNT; }  // streamed ones before this one
+  __device__ static constexpr bool streamed(int i) { return before(i + 1) != before(i); }
+  __device__ static constexpr int resident(int i) { return streamed(i) ? 0 : i - before(i); }  // its place in registers
+};

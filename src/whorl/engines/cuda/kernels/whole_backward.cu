@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float2* const scales = (float2*)(slots + SEATS * MEAN_WORDS);  // what those of gradients are the inverse of, [sequence]
   const unsigned base = shared_address(memory), barriers = shared_address((float*)scales + SCALE_WORDS);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const int warp = own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
   const int first_place = blockIdx.x / CLUSTER * share, lines = max(0, min(share, batch - first_place)), time = (int)a.time;

@@ -3,9 +3,10 @@
 //
 // A cluster of CLUSTER blocks owns `share` sequences, at most ROWS = 8 x TILES, and all weights.  Block `rank` multiplies
 // with those of the units from rank x SLICE on, for all sequences of the cluster, and computes the cell for all units of
-// every CLUSTER-th sequence, SEATS of them.  A step is
+// every CLUSTER-th sequence, SEATS of them.  The sequences of a step are TILES sub-tiles, which take turns: one is multiplied
+// while what concerns another travels and is computed.  A step of one is
 //
-//   multiplying warps   wait for the states of all sequences | product | send each sequence's results to its block
+//   multiplying warps   wait for the states of its sequences | product | send each sequence's results to its block
 //   a sequence's warps  wait for its results | stage 0 | means | stage 1 | ... | send its new state to all blocks
 //
 // Multiplying warp (octet, split) has 8 units and a part of the products' depth; a row of an operand is one gate of one
@@ -17,9 +18,9 @@
 //   global     as in staged_forward.cu
 //
 // What is exchanged lies in shared memory once: who sends at step t + 1 has waited for something that was sent after all
-// of step t was read.
+// of step t, of the same sub-tile, was read.
 //   - Results are read, the new state is made of them and sent.  A warp that multiplies at the next step has waited for the
-//     states of all sequences, whole ones: every thread of theirs has read its results, and its warp's means of others.
+//     states of all its sequences, whole ones: every thread of theirs has read its results, and its warp's means of others.
 //   - States are read, the product is made of them and sent.  Who sends a sequence's next state has waited for the results
 //     of all warps that multiply.
 //
@@ -31,8 +32,9 @@
 constexpr int ROWS = 8 * TILES, SEATS = (ROWS + CLUSTER - 1) / CLUSTER, OCTETS = SLICE / 8;
 constexpr int MULTIPLYING = OCTETS * SPLITS, WARPS = MULTIPLYING + SEATS * WHOLE, THREADS = 32 * WARPS;
 constexpr int STRIPS = (RECURRENT + 1) / 2, OPERANDS = STRIPS * DEPTHS, STREAMED = OPERANDS - RESIDENT;
+typedef Operands<OPERANDS, STREAMED> Weights;
 constexpr int WORDS = SPLITS * DEPTHS * 8;  // depth of the product, padded
-constexpr int CHAINS = STRIPS * TILES < 4 && DEPTHS > 1 ? 2 : 1;  // of products that wait for each other
+constexpr int CHAINS = STRIPS < 4 && DEPTHS > 1 ? 2 : 1;  // of products that wait for each other
 constexpr int STATE_WORDS = ROWS * WORDS, WEIGHT_WORDS = MULTIPLYING * STREAMED * 128;
 constexpr int QUADS = (RECURRENT + 3) / 4;  // 16 bytes of a unit's results
 constexpr int PAIRS = (UNITS + 1) / 2, RESULT_WORDS = SPLITS * 2 * PAIRS * QUADS * 4;  // of a sequence
@@ -43,11 +45,21 @@ constexpr float SCALE = STATE_SCALE;  // of the others
 #else
 constexpr float SCALE = 1.f;
 #endif
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + SEATS * (RESULT_WORDS + MEAN_WORDS) + SCALES) + 8 * (1 + SEATS) == SHARED,
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + SEATS * (RESULT_WORDS + MEAN_WORDS) + SCALES) + 8 * (TILES + SEATS) == SHARED,
               "tiling and kernel disagree");
 static_assert(CLUSTER > 1 && ROUNDS == 0 && LEAVES == RECURRENT && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
 static_assert(WHOLE * 64 >= UNITS && SEATS < 16, "a thread has two units");
+
+// The block of a row, seat row / CLUSTER, of a sub-tile with 8 rows: of every other one from the last block on, so that few
+// blocks have several where not all rows are there.
+__device__ __forceinline__ int rank_of(int row) {
+  return CLUSTER <= 8 && row / 8 % 2 ? CLUSTER - 1 - row % CLUSTER : row % CLUSTER;
+}
+__device__ __forceinline__ int row_at(int seat, int rank) {
+  const int row = seat * CLUSTER;
+  return row + (CLUSTER <= 8 && row / 8 % 2 ? CLUSTER - 1 - rank : rank);
+}
 
 struct Arguments {  // as in staged_forward.cu
   Gate* gates[2];
@@ -76,13 +88,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   float* const scales = slots + SEATS * MEAN_WORDS;
   const unsigned base = shared_address(memory), barriers = shared_address(scales + SCALES);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, direction = blockIdx.y;
+  const int warp = own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const bool multiplies = warp < MULTIPLYING;
   const int octet = warp / SPLITS, split = warp % SPLITS;
   const int batch = (int)a.batch, clusters = gridDim.x / CLUSTER, share = (batch + clusters - 1) / clusters;
   const int first_place = blockIdx.x / CLUSTER * share, lines = max(0, min(share, batch - first_place)), time = (int)a.time;
   const Weight* const weights = a.weights[direction];
+  // A sequence's row of the product is 8 x its sub-tile and its place there; of all sub-tiles but the last as many are there.
+  const int each = (lines + TILES - 1) / TILES, used = TILES == 1 || lines == 0 ? 1 : (lines + each - 1) / each;
+  const auto lines_of = [&](int sub) { return TILES == 1 ? lines : min(each, lines - sub * each); };
+  const auto row_of = [&](int line) { return TILES == 1 ? line : line / each * 8 + line % each; };
   const int own_unit = rank * SLICE + octet * 8 + lane / 4;  // of a thread that multiplies
 
   uint4 resident[MOST(RESIDENT)];
@@ -101,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     return WeightRow{weights + ((long long)gate * UNITS + unit) * WEIGHT_PITCH + first_column, there ? UNITS - first_column : 0};
   };
   if (multiplies)
-    bring_rows<First<RESIDENT>, STRIPS, DEPTHS, STREAMED, MULTIPLYING, 4 * WEIGHT_WORDS>(
+    bring_rows<Weights, STRIPS, DEPTHS, STREAMED, MULTIPLYING, 4 * WEIGHT_WORDS>(
         memory, warp, lane, [](int s, int depth) { return depth * STRIPS + s; }, weights_of,
         [&](int i, uint4 words) { resident[i] = words; },
         [&](int i, uint4 words) { streamed[(warp * STREAMED + i) * 32 + lane] = words; });
@@ -118,93 +134,91 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
     const float scale = scale_of(unscale_of(most));
-    if (lane == 0) scales[line] = unscale_of(most);
+    if (lane == 0) scales[row_of(line)] = unscale_of(most);
     for (int word = lane; 2 * word < UNITS; word += 32) {
       const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
-      states[word_of(line, word)] = half_pair(from[2 * word] * scale, odd * scale);
+      states[word_of(row_of(line), word)] = half_pair(from[2 * word] * scale, odd * scale);
     }
   }
 #else
   for (int i = threadIdx.x; i < lines * UNITS && a.initial[0] != nullptr; i += THREADS) {
     const int line = i / UNITS, column = i % UNITS;
-    ((Element*)(states + word_of(line, column / 2)))[column % 2] =
+    ((Element*)(states + word_of(row_of(line), column / 2)))[column % 2] =
         a.initial[0][((long long)direction * batch + first_place + line) * UNITS + column];
   }
 #endif
-  // What comes for a step: of all sequences; of one all results.
-  const unsigned arriving = lines * CHUNKS * 16, resulting = SPLITS * UNITS * QUADS * 16;
+  // What comes for a step: of a sub-tile's sequences all states; of one all results.
+  const unsigned resulting = SPLITS * UNITS * QUADS * 16;
+  const auto arriving = [&](int sub) { return (unsigned)(lines_of(sub) * CHUNKS * 16); };
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 1 + SEATS; ++i) start_barrier(barriers + 8 * i, 1);
+    for (int i = 0; i < TILES + SEATS; ++i) start_barrier(barriers + 8 * i, 1);
     barriers_started();
-    for (int i = 0; i < 1 + SEATS; ++i) expect(barriers + 8 * i, i == 0 ? arriving : resulting);
+    for (int sub = 0; sub < used; ++sub) expect(barriers + 8 * sub, arriving(sub));
+    for (int seat = 0; seat < SEATS; ++seat) expect(barriers + 8 * (TILES + seat), resulting);
   }
   cluster_barrier();
 
   if (multiplies) {
-    const unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+    const unsigned all_columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
     const bool there = own_unit < UNITS;
     const unsigned results_at = shared_address(results) - base + ((split * QUADS * 2 + own_unit % 2) * PAIRS + own_unit / 2) * 16;
-    unsigned targets[TILES][2];  // the blocks of the sequences whose results the thread has
+    unsigned targets[2][2];  // the blocks of the sequences whose results the thread has, of a sub-tile and the next
 #pragma unroll
-    for (int n = 0; n < TILES; ++n)
+    for (int next = 0; next < 2; ++next)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) targets[n][e] = at_rank(base, (n * 8 + lane % 4 * 2 + e) % CLUSTER);
+      for (int e = 0; e < 2; ++e) targets[next][e] = at_rank(base, rank_of(next * 8 + lane % 4 * 2 + e));
     // Warps without units send nothing, so nobody waits for them: they must not wait, the barrier's phases could pass them by.
     const int steps = lines > 0 && (int)rank * SLICE + octet * 8 < UNITS ? time : 0;
-    for (int t = 0; t < steps; ++t) {
+    for (int t = 0, sub = 0; t < steps;) {
       if (t > 0) {
-        wait(barriers, (t - 1) % 2);
-        if (threadIdx.x == 0) expect(barriers, arriving);
+        wait(barriers + 8 * sub, (t - 1) % 2);
+        if (threadIdx.x == 0) expect(barriers + 8 * sub, arriving(sub));
       }
-      float sums[CHAINS][STRIPS][TILES][4] = {};
+      const unsigned columns = all_columns + sub * 256;
+      float sums[CHAINS][STRIPS][4] = {};
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 2) {
-        uint4 b[TILES];
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-          const unsigned at = columns + (d * TILES + n) * 256;
-          b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
-        }
+        const unsigned at = columns + d * TILES * 256;
+        const uint4 b = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           if (d + half < DEPTHS)
 #pragma unroll
             for (int s = 0; s < STRIPS; ++s) {
               const int i = (d + half) * STRIPS + s;
-              const Left weight = left_of(i < RESIDENT ? resident[i < RESIDENT ? i : 0]
-                                                       : streamed[(warp * STREAMED + i - RESIDENT) * 32 + lane]);
-#pragma unroll
-              for (int n = 0; n < TILES; ++n)
-                multiply(sums[half % CHAINS][s][n], weight, right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y));
+              const Left weight = left_of(Weights::streamed(i) ? streamed[(warp * STREAMED + Weights::before(i)) * 32 + lane]
+                                                               : resident[Weights::resident(i)]);
+                multiply(sums[half % CHAINS][s], weight, right_of(half ? b.z : b.x, half ? b.w : b.y));
             }
       }
 #pragma unroll
-      for (int n = 0; n < TILES; ++n)
+      for (int e = 0; e < 2; ++e) {
+        const int place = lane % 4 * 2 + e, row = sub * 8 + place, seat = row / CLUSTER;
+        float own[QUADS * 4] = {};
+        float its = 1.f / SCALE;
+        if (HALVES && t == 0 && a.initial[0] != nullptr) its = scales[row];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int line = n * 8 + lane % 4 * 2 + e, seat = line / CLUSTER;
-          float own[QUADS * 4] = {};
-          float its = 1.f / SCALE;
-          if (HALVES && t == 0 && a.initial[0] != nullptr) its = scales[line];
-#pragma unroll
-          for (int g = 0; g < RECURRENT; ++g) {
-            own[g] = sums[0][g / 2][n][e + g % 2 * 2];
-            if constexpr (CHAINS > 1) own[g] += sums[CHAINS - 1][g / 2][n][e + g % 2 * 2];
-            if constexpr (HALVES) own[g] = own[g] * unscale[g] * its;  // weights' first: states of any size overflow nothing
-          }
-          if (there && line < lines) {
-            const unsigned target = targets[n][e];
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q)
-              send(target + results_at + (seat * RESULT_WORDS / 4 + q * 2 * PAIRS) * 16, target + barriers - base + 8 * (1 + seat),
-                   {__float_as_uint(own[q * 4]), __float_as_uint(own[q * 4 + 1]), __float_as_uint(own[q * 4 + 2]),
-                    __float_as_uint(own[q * 4 + 3])});
-          }
+        for (int g = 0; g < RECURRENT; ++g) {
+          own[g] = sums[0][g / 2][e + g % 2 * 2];
+          if constexpr (CHAINS > 1) own[g] += sums[CHAINS - 1][g / 2][e + g % 2 * 2];
+          if constexpr (HALVES) own[g] = own[g] * unscale[g] * its;  // weights' first: states of any size overflow nothing
         }
+        if (there && place < lines_of(sub)) {
+          const unsigned target = TILES > 1 && sub % 2 ? targets[1][e] : targets[0][e];
+#pragma unroll
+          for (int q = 0; q < QUADS; ++q)
+            send(target + results_at + (seat * RESULT_WORDS / 4 + q * 2 * PAIRS) * 16, target + barriers - base + 8 * (TILES + seat),
+                 {__float_as_uint(own[q * 4]), __float_as_uint(own[q * 4 + 1]), __float_as_uint(own[q * 4 + 2]),
+                  __float_as_uint(own[q * 4 + 3])});
+        }
+      }
+      if (TILES == 1 || ++sub == used) sub = 0, ++t;
     }
-  } else if ((warp - MULTIPLYING) / WHOLE * CLUSTER + (int)rank < lines) {  // the same for all warps of a sequence
-    const int seat = (warp - MULTIPLYING) / WHOLE, part = (warp - MULTIPLYING) % WHOLE, line = seat * CLUSTER + rank;
+  } else if (const int own_row = row_at((warp - MULTIPLYING) / WHOLE, rank), its_sub = own_row / 8;
+             its_sub < used && own_row % 8 < lines_of(its_sub)) {  // the same for all warps of a sequence
+    const int seat = (warp - MULTIPLYING) / WHOLE, part = (warp - MULTIPLYING) % WHOLE, line = its_sub * each + own_row % 8;
     const int pair = part * 32 + lane, unit = pair * 2, sequence = first_place + line, width = gridDim.y * UNITS;
+    const unsigned its_states = barriers + 8 * its_sub, its_results = barriers + 8 * (TILES + seat);
     const bool first = unit < UNITS, second = unit + 1 < UNITS, reverse = direction == 1;
     const long long row_step = reverse ? -(long long)batch : batch;
     const long long begin = (reverse && time > 0 ? (long long)(time - 1) * batch : 0) + sequence;
@@ -249,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     // other block.  Forward with 320 units took 189 us with 16 bytes, 184 with 8 and 155 with 4, with 256 119, 115 and
     // 113; with 128 101, 99 and 104, 168 108, 104 and 110 (100 steps, bfloat16, H100).
     constexpr int WORDS = WHOLE > 3 ? 1 : 2;
-    const unsigned states_to = shared_address(states + word_of(line, pair / WORDS * WORDS)) - base;
+    const unsigned states_to = shared_address(states + word_of(own_row, pair / WORDS * WORDS)) - base;
     const float4* const own_results = results + seat * RESULT_WORDS / 4 + pair;
     float* const own_slots = slots + seat * MEAN_WORDS;
 
@@ -262,8 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         given[0][g] = sum_of(g) >= 0 ? value.x : value.x + x_bias[g][0];
         given[1][g] = sum_of(g) >= 0 ? value.y : value.y + x_bias[g][1];
       }
-      wait(barriers + 8 * (1 + seat), t % 2);
-      if (part == 0 && lane == 0) expect(barriers + 8 * (1 + seat), resulting);
+      wait(its_results, t % 2);
+      if (part == 0 && lane == 0) expect(its_results, resulting);
 #pragma unroll
       for (int u = 0; u < 2; ++u)
 #pragma unroll
@@ -318,12 +332,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const unsigned peer = at_rank(base, p + lane % WORDS);
           if (pair / 4 < CHUNKS) {
             if constexpr (WORDS > 1)
-              send_pair(peer + states_to, peer + barriers - base, lane % 2 ? uint2{other, own} : uint2{own, other});
+              send_pair(peer + states_to, peer + its_states - base, lane % 2 ? uint2{other, own} : uint2{own, other});
             else
-              send_word(peer + states_to, peer + barriers - base, own);
+              send_word(peer + states_to, peer + its_states - base, own);
           }
         }
       }
+      __syncwarp();  // else the compiler asks for the next step's input before it sends
       // what nobody waits for
       if (t + 1 < time)
 #pragma unroll
