@@ -111,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const unsigned base = shared_address(memory);
   const unsigned barriers = shared_address(mask_bits + MASK_WORDS);
 
-  const int warp = own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
+  // with `own_warp` masks by gate make the kernel of LSTM with a projection spill two words
+  const int warp = NOISE == BY_GATE ? threadIdx.x / 32 : own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
   const unsigned rank = rank_in_cluster();
   const int batch = (int)a.batch, cluster = blockIdx.x / CLUSTER;
   const Weight* const weights = a.weights[direction];
