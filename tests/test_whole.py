@@ -150,3 +150,19 @@ def test_nothing_is_spilled(kind: str, numbers: tuple[int, int, int], dtype: tor
     lines = disassembled(text, tile, tmp_path / "cubin")
     assert [line for line in lines if re.search(r"\b(STL|LDL)\b", line)] == []
     assert sum("HMMA" in line for line in lines) >= 16
+
+
+@needs_tools
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
+@pytest.mark.parametrize("numbers", [(8, 1, 1), (8, 2, 1), (4, 1, 1)])
+def test_the_new_state_is_sent_before_the_next_input_is_asked_for(
+    numbers: tuple[int, int, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """And warps that do different things are known to be whole: nothing brings their threads together."""
+    tile = staging.whole(LSTM, size_of(LSTM, 256, dtype.itemsize), *numbers, H200.shared)
+    assert tile is not None
+    lines = disassembled(source.forward(LSTM, 256, dtype, tile, True), tile, tmp_path / "cubin")
+    assert not any("WARPSYNC" in line for line in lines)
+    cell = lines[max(at for at, line in enumerate(lines) if "MUFU" in line) :]  # from the last tangent on
+    sent, asked = (min(at for at, line in enumerate(cell) if word in line) for word in ("STAS ", "LDG"))
+    assert sent < asked

@@ -378,7 +378,8 @@ def _whole_time(size: Size, share: int, kind: str, tile: Tile) -> float:
         time += 0.009 * products + 0.062 * sent + 0.1 * (tile.splits - 1) + 0.0011 * streamed
         # 128 units at batch 32 264 us with 8 warps in a block, in clusters of 8 with 4 254; with 384 and more no gain
         time += 0.2 * max(0, tile.whole - 4) + 0.015 * max(0, tile.warps - 4) - 0.046 * (tile.tiles - 1)
-        # since tiles are sub-tiles: 256 units at batch 128 155 us, in clusters of 4 with one 167 (H100)
+        # since tiles are sub-tiles: 256 units at batch 128 155 us, in clusters of 4 with one 167 (H100); not 128 units,
+        # whose clusters are filled (133 us, with one 106), nor clusters of 16, which were not timed
         return 0.8 * time if share > 8 and tile.cluster <= 8 and units > 128 else time
     return 0.91 + 0.075 * tile.whole + 0.007 * products + 0.025 * sent + 0.001 * streamed + 0.1 * wide
 
@@ -400,9 +401,10 @@ def _sliced_time(size: Size, share: int, tile: Tile) -> float:
     streamed = producers * (operands - tile.resident) * tile.tiles
     sent = size.units * -(-share // 2) * 8 / 1024  # KB of sums that come to a block, of two sequences at a time
     time = 1.1 + 0.0012 * products + 0.0013 * streamed + 0.082 * sent
+    # with TF32 products 256 units at batch 96 441 us, by kernels/whole_backward.cu 469
     time += 0.02 * ((tile.lines - 1) // 4) - 0.15 * (size.element == 4)
     # since two tiles are sub-tiles: 256 units at batch 128 174 us, and 208 before, with TF32 products 189 and 237, 512
-    # at 64 282 and 352 (H200)
+    # at 64 282 and 352 (H200); of fewer units, whose batch clusters of one tile can share, none were timed
     return 0.82 * time if share > 8 and size.units > 128 else time
 
 

@@ -6,7 +6,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 }
 
 // The number of a thread's warp.  So the compiler knows it to be the same for all of the warp: else, where warps do different
-// things, it takes care that their threads could, too (15 to 20 percent more instructions in whole_forward.cu).
+// things, it takes care that their threads could, too (20 to 25 percent more instructions in whole_forward.cu).
 __device__ __forceinline__ int own_warp() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
 #if ELEMENT_BYTES == 2
