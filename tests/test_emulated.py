@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -562,14 +563,16 @@ def test_products_of_four_warps_behind_masks_by_gate(
 def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[..., Tile | None]:
     """A choice of tiles: cluster, row tiles, splits or warps, and sub-tiles; forward also warps for the cell alone.
 
-    Backward also how many warps share an item.
+    And into how many their states come apart; backward also how many warps share an item.
     """
 
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Tile | None:
         if way == "backward":
             tile = tiling.backward(size, *back[:3], chip.shared, subs=back[3], splits=sum(back[4:]) or 1)
         else:
-            tile = tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:]))
+            tile = tiling.forward(size, *ahead[:3], chip.shared, subs=ahead[3], pointwise=sum(ahead[4:5]))
+            apart = sum(ahead[5:]) or 1
+            tile = tile and replace(tile, arrivals=apart, shared=tile.shared + 16 * tile.subs * (apart - tile.arrivals))
         assert tile is not None, (ahead, back)
         return tile
 
@@ -602,6 +605,10 @@ def in_sub_tiles(ahead: tuple[int, ...], back: tuple[int, ...]) -> Callable[...,
         ("LSTM", 33, 7, 1, torch.bfloat16, (2, 1, 2, 1), (2, 1, 4, 1, 2), dict(peephole=True, clip=0.5)),
         ("GRU", 40, 30, 1, torch.bfloat16, (2, 2, 2, 2), (2, 4, 8, 2, 2), dict(zoneout=0.2)),
         ("LSTM", 40, 19, 1, torch.float32, (2, 3, 4, 3), (2, 3, 4, 3, 2), {}),
+        # states of the second group are multiplied before those of the first have come
+        ("LSTM", 500, 19, 1, torch.bfloat16, (16, 3, 4, 3, 2, 2), (16, 3, 8, 3), {}),
+        ("GRU", 120, 5, 1, torch.bfloat16, (4, 2, 2, 2, 2, 2), (4, 1, 8, 1), dict(bidirectional=True)),
+        ("LSTM", 120, 7, 1, torch.float16, (4, 1, 2, 1, 2, 2), (4, 1, 8, 1), {}),
         # no cluster: barriers of the block alone
         ("LSTM", 20, 19, 1, torch.bfloat16, (1, 2, 4, 1), (1, 2, 4, 1), {}),
         ("GRU", 33, 14, 1, torch.float16, (1, 2, 2, 1), (1, 2, 8, 1), dict(bidirectional=True, zoneout=0.2)),
@@ -628,6 +635,8 @@ def test_sub_tiles_that_travel_while_others_are_computed(
         ("RNN", 33, 26, 2, torch.bfloat16, (2, 2, 4, 2, 2), (2, 2, 4, 2), "lengths given step zoneout initial", 2),
         ("LSTM", 70, 33, 2, torch.bfloat16, (4, 4, 4, 2), (4, 6, 4, 3), "lengths gate", 2),
         ("LSTM", 20, 21, 3, torch.bfloat16, (2, 1, 4, 1, 2), (2, 1, 4, 1), "lengths", 2),
+        ("LSTM", 120, 21, 1, torch.bfloat16, (4, 3, 2, 3, 2, 2), (4, 3, 8, 3), "lengths initial", 2),
+        ("LSTM", 120, 7, 1, torch.bfloat16, (4, 1, 2, 1, 2, 2), (4, 1, 8, 1), "lengths mask reset", 1),
         ("LSTM", 33, 21, 2, torch.bfloat16, (2, 2, 4, 1), (2, 2, 8, 1, 2), "lengths mask reset reset_to initial", 2),
         ("GRU", 40, 19, 2, torch.float16, (2, 1, 4, 1), (4, 1, 4, 1, 2), "packed reset given step zoneout states", 1),
     ],

@@ -78,6 +78,13 @@ def of_clusters(folder: Path, patch: pytest.MonkeyPatch) -> None:
     test_sequences_of_many_lengths_in_sub_tiles("LSTM", 40, 45, 2, torch.float16, *tiles, options, 1, 1, folder, patch)
 
 
+def of_groups(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    tiles = (4, 3, 2, 3, 2, 2), (4, 3, 8, 3)
+    test_sequences_of_many_lengths_in_sub_tiles(
+        "LSTM", 120, 21, 1, torch.bfloat16, *tiles, "lengths initial", 1, 1, folder, patch
+    )
+
+
 def of_levels(folder: Path, patch: pytest.MonkeyPatch) -> None:
     ahead, back, relu = (8, 2, 1, 8, 1), (16, 4, 3, 1, 8), dict(nonlinearity="relu")
     test_layers_spread_over_blocks_that_exchange("RNN", 45, 25, 36, ahead, back, relu, "tf32", folder, patch)
@@ -97,6 +104,10 @@ FAULTS = {
     "the cell is computed before all sums are there": (
         "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]", of_four_warps,
     ),
+    "a group's states are multiplied before they have come": (
+        "if (ARRIVALS > 1 && d < ARRIVALS) await", "if (ARRIVALS > 1 && d < ARRIVALS && turn == 0) await", of_groups,
+    ),
+    "states come by the barrier of another group": ("GROUPS - 1 - group : 0;", "group : 0;", of_groups),
     "what a scale is the inverse of is never made free in the ring": (
         "+ level_at, NOTHING);", "+ level_at, 0u);", of_levels,
     ),

@@ -167,7 +167,7 @@ def forward(
     elif staged(graph):
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
-        own |= {"SPLITS": tile.splits, "SUBS": tile.subs, "POINTWISE": tile.pointwise}
+        own |= {"SPLITS": tile.splits, "SUBS": tile.subs, "POINTWISE": tile.pointwise, "ARRIVALS": tile.arrivals}
     step = steps(graph).forward.text if staged(graph) else _step(graph)
     return _source("forward", graph, units, dtype, tile, own, step, features, carried)
 

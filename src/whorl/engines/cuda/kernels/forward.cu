@@ -15,8 +15,8 @@
 // POINTWISE other warps of each group compute the cell, of which none multiplies.
 //
 //   registers  weights, sums of the products, the states and the bias of the thread's items, the next step's input
-//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers for each sub-tile,
-//              more weights
+//   shared     states twice (read at this step, arriving for the next), partial sums, two barriers for each sub-tile
+//              (with ARRIVALS, and group), more weights
 //   global     x in, without its bias, which is added here; gates out in its place where they are saved; y, saved
 //              states, final states
 //
@@ -34,7 +34,8 @@
 //   - States that were read at step t are overwritten by what is sent at step t + 1.  Who sends there has waited for
 //     the states that this block sent at step t, and a warp sends after the group's barrier (or of its own products), so
 //     that all warps of its group have read; every group sends.
-// All of it holds for each sub-tile by itself: each has its own states, partial sums and barriers.
+// All of it holds for each sub-tile by itself: each has its own states, partial sums and barriers.  And where a group's
+// states come by barriers of their own (ARRIVALS): a warp that has multiplied has waited for those of all groups.
 
 // @generated
 
@@ -68,12 +69,18 @@ constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and comp
 // share one sub-tile's items gained nothing, nor did float32.
 constexpr bool EARLY = ELEMENT_BYTES == 2 && (POINTWISE == 0 ? SUBS == 1 : SUBS > 2) && INPUTS == 0 && NOISE != GIVEN &&
                        zoneout(0) != BY_MASK && zoneout(1) != BY_MASK && zoneout(2) != BY_MASK && zoneout(3) != BY_MASK;
-static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS + WEIGHT_SCALES) + 16 * SUBS == SHARED,
+static_assert(4 * (WEIGHT_WORDS + 2 * STATE_WORDS + PARTIAL_WORDS + MASK_WORDS + SCALE_WORDS + WEIGHT_SCALES) + 16 * SUBS * ARRIVALS ==
+                  SHARED,
               "tiling and kernel disagree");
 static_assert(TILES % SUBS == 0 && (SUBS == 1 || CLUSTER > 1) && GROUPS * SUBS < 16, "no such sub-tiles");
 static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "no round of items is of one sub-tile");
 // more weights than 168 registers of a thread hold: warps that compute the cell alone leave some to those that multiply
 constexpr bool TRADED = POINTWISE > 0 && SUBS > 1 && MULTIPLYING == 8 && WARPS == 12 && RESIDENT * RECURRENT * PLANES > 28;
+// Two warps that share a scheduler are through with their products one after the other, and so one group's states come
+// before the other's.  With ARRIVALS they are multiplied meanwhile, those of the last group first: of LSTM with 512 units
+// at batch 32 a step took 0.80 us and takes 0.78, with TF32 products 1.00 and 0.90, at 128 1.60 and 1.56, 2.07 and 1.99 (H200).
+static_assert(ARRIVALS == 1 || (POINTWISE > 0 && ARRIVALS == GROUPS && DEPTHS % (2 * GROUPS) == 0 && !GATEWISE && !BY_STEP),
+              "no such arrivals");
 static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other warps through shared memory");
 
 struct Arguments {
@@ -452,6 +459,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto lasts = [&](int t, int sub) {
     return PARTED ? reverse ? t >= time - lasting[sub] : t < lasting[sub] : has_lines(sub);
   };
+  // of a sub-tile's states for an even or odd step; where each group's have their own, those of the last group are first
+  const auto barrier_of = [](int sub, int odd, int arrival) { return 8 * ((2 * sub + odd) * ARRIVALS + arrival); };
+  const int arrival = ARRIVALS > 1 ? GROUPS - 1 - group : 0;  // the group's own
 #if CLUSTER > 1
   const unsigned remote = shared_address(states) - shared_address(memory);
   constexpr int PEERS = (CLUSTER + SENDERS - 1) / SENDERS;
@@ -484,24 +494,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < (ROWS + 31) / 32; ++i)
         lines += __popc(__ballot_sync(0xffffffffu, (lane + 32 * i) / (8 * PART) == sub && line_ends[i] > step));
     }
-    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + BY_STEP * GROUPS * 2 * PART * 16);
+    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + BY_STEP * GROUPS * 2 * PART * 16) / ARRIVALS;
   };
   // Of a step that none computes nothing comes: a phase of no bytes would be over at once, and warps that still wait for
   // the one before it would wait for ever.
-  const auto expect_some = [&](int barrier, unsigned bytes) {
-    if (ORDER ? lane == 0 && bytes > 0 : true) expect(barriers + 8 * barrier, bytes);
+  const auto expect_some = [&](int sub, int odd, unsigned bytes) {
+    if (ORDER ? lane == 0 && bytes > 0 : true)
+#pragma unroll
+      for (int a = 0; a < ARRIVALS; ++a) expect(barriers + barrier_of(sub, odd, a), bytes);
   };
   const auto expect_more = [&](int t, int sub) {  // of the step after the next, once those of this one have come
     if (ORDER ? warp != EXPECTING : threadIdx.x != 32 * EXPECTING) return;
-    expect_some(2 * sub + t % 2, arriving(t + 2, sub));
+    expect_some(sub, t % 2, arriving(t + 2, sub));
   };
   if (ORDER ? warp == EXPECTING : threadIdx.x == 0) {
     if (!ORDER || lane == 0) {
-      for (int i = 0; i < 2 * SUBS; ++i) start_barrier(barriers + 8 * i, 1 + READERS);
+      for (int i = 0; i < 2 * SUBS * ARRIVALS; ++i) start_barrier(barriers + 8 * i, 1 + READERS / ARRIVALS);
       barriers_started();
     }
     for (int i = 0; i < 2 * SUBS; ++i) {
-      if (has_lines(i / 2)) expect_some(i, arriving(i % 2 ? 1 : 2, i / 2));
+      if (has_lines(i / 2)) expect_some(i / 2, i % 2, arriving(i % 2 ? 1 : 2, i / 2));
     }
   }
   cluster_barrier();
@@ -509,17 +521,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   __syncthreads();
 #endif
 
-  unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + lane / 8 * 4));
+  // 16 threads have the addresses of a depth, and of the next of the same group where its states come apart from others
+  const int its_word = ARRIVALS > 1 ? lane / 16 * ARRIVALS * 8 + lane / 8 % 2 * 4 : lane / 8 * 4;
+  unsigned columns = shared_address(states + word_of(lane % 8, split * DEPTHS * 8 + its_word));
   if (!EXACT) ready(columns);  // else the compiler computes it anew once the states have come
   float sums[RECURRENT][PART][4];
   const auto multiply_states = [&](int t, int sub) {  // into the sums of a sub-tile
     const int now = t % 2;
+    const auto await_states = [&](int a) {
 #if CLUSTER > 1
-    if (t > 0) {
-      wait(barriers + 8 * (2 * sub + now), (t - 1) / 2 % 2);
-      if (!TRADED && !LATER) expect_more(t, sub);
-    }
+      if (t > 0) {
+        wait(barriers + barrier_of(sub, now, a), (t - 1) / 2 % 2);
+        if (a + 1 == ARRIVALS && !TRADED && !LATER) expect_more(t, sub);
+      }
 #endif
+    };
+    if constexpr (ARRIVALS == 1) await_states(0);
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
@@ -551,19 +568,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
     const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
+    constexpr int PAIRS = (DEPTHS + 1) / 2;  // of depths: d and the next, or the next of the same group
 #pragma unroll
-    for (int d = 0; d < DEPTHS; d += 2) {
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const int turn = pair * ARRIVALS / PAIRS, d = ARRIVALS - 1 - turn + (pair - turn * PAIRS / ARRIVALS) * 2 * ARRIVALS;
+      if (ARRIVALS > 1 && d < ARRIVALS) await_states(turn);
       uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
       for (int n = 0; n < PART; ++n) {
         const unsigned at = from + (d * TILES + n) * 256;
-        b[n] = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+        b[n] = d + ARRIVALS < DEPTHS ? load_columns(at) : load_half_columns(at);
         if constexpr (PLANES > 1) {
           const unsigned at_low = at + PLANE_WORDS * 4;
-          low[n] = d + 1 < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
+          low[n] = d + ARRIVALS < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
         }
 #if BY_STEP && !EXACT
-        const unsigned first = factor_of(d, n), second = d + 1 < DEPTHS ? factor_of(d + 1, n) : 0u;
+        const unsigned first = factor_of(d, n), second = d + ARRIVALS < DEPTHS ? factor_of(d + 1, n) : 0u;
         b[n] = {times_pair(b[n].x, first), times_pair(b[n].y, first), times_pair(b[n].z, second), times_pair(b[n].w, second)};
 #endif
       }
@@ -573,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int n = 0; n < PART; ++n) {
             const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
-            bits[n][0] = at[0], bits[n][1] = d + 1 < DEPTHS ? at[TILES * 32] : 0u;
+            bits[n][0] = at[0], bits[n][1] = d + ARRIVALS < DEPTHS ? at[TILES * 32] : 0u;
           }
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {
@@ -585,14 +605,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                         passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
             } else {
               const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
-              const uint4 mask = d + 1 < DEPTHS ? load_columns(at) : load_half_columns(at);
+              const uint4 mask = d + ARRIVALS < DEPTHS ? load_columns(at) : load_half_columns(at);
               own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
             }
           }
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            if (d + half < DEPTHS) {
-              const int at = d + half, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+            if (d + half * ARRIVALS < DEPTHS) {
+              const int at = d + half * ARRIVALS, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
               const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
 #pragma unroll
               for (int n = 0; n < PART; ++n)
@@ -604,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (d + half < DEPTHS) {
+        if (d + half * ARRIVALS < DEPTHS) {
           Right right[PART];
 #pragma unroll
           for (int n = 0; n < PART; ++n) {
@@ -618,7 +638,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           }
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            const int at = d + half;
+            const int at = d + half * ARRIVALS;
             const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
             const Left weight =
                 left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
@@ -785,7 +805,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if CLUSTER > 1
       if (TELLS && t + 1 < time) {
         __syncwarp();
-        if (lane == 0) arrive_here(barriers + 8 * (2 * sub + 1 - now));
+        if (lane == 0) arrive_here(barriers + barrier_of(sub, 1 - now, arrival));
       }
 #endif
       if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
@@ -822,7 +842,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
 #if CLUSTER > 1
           if (lane < CLUSTER)
-            send(at_rank(shared_address(to), lane), at_rank(barriers + 8 * (2 * sub + 1 - now), lane), its);
+            send(at_rank(shared_address(to), lane), at_rank(barriers + barrier_of(sub, 1 - now, arrival), lane), its);
 #else
           if (lane == 0) *(uint4*)to = its;
 #endif
@@ -832,7 +852,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int p = 0; p < PEERS; ++p)
             if (sent && (CLUSTER % SENDERS == 0 || sender + p * SENDERS < CLUSTER)) {
-              const unsigned barrier = 8 * (2 * sub + 1 - now);
+              const unsigned barrier = barrier_of(sub, 1 - now, arrival);
 #if BY_WORDS  // addresses in other blocks are not kept over steps: of a thread's registers they would take too many
               send_word(at_rank(shared_address(states), p) + offset, at_rank(barriers + barrier, p), data[j]);
 #else
