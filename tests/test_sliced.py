@@ -13,9 +13,8 @@ from anew import with_tiles
 from emulation import emulated
 from engine_cases import Case, assert_agrees
 from test_machine_code import disassembled, needs_tools
-from test_once import LSTM
 from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
-from test_whole import CELLS
+from test_whole import CELLS, LSTM
 from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, staging

@@ -13,10 +13,10 @@ import emulation
 import whorl
 from anew import with_tiles
 from emulation import emulated
-from engine_cases import Case, assert_agrees
+from engine_cases import CELLS as OF_ENGINES
+from engine_cases import WRAPPED, Case, assert_agrees
 from test_machine_code import disassembled, needs_tools
-from test_once import LSTM, ONCE
-from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
+from test_staged import A100, H200, STAGED, assert_near_in_tf32, needs_compiler
 from whorl.cells import library, wrappers
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, staging
@@ -24,6 +24,15 @@ from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Size, Tile
+
+
+@whorl.cell(gates="a b", states="h c")
+def in_turn(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Means of what other means are in, with a condition; one gate is in a mean alone."""
+    a = r.a - whorl.mean(r.a * x.b)
+    middle = whorl.mean([a * a, whorl.where(x.a > 0, 0.5 * r.b, s.c)])
+    c = whorl.tanh(a * middle + x.b)
+    return dict(h=whorl.tanh(c - whorl.mean(c) + x.a) * whorl.sigmoid(a), c=c)
 
 
 @whorl.cell(gates="a b c d e", states="h c")
@@ -34,7 +43,12 @@ def five_gates(x: Any, r: Any, s: Any) -> dict[str, Any]:
     return dict(h=whorl.tanh(c + r.d * x.d) * whorl.sigmoid(r.c), c=c)
 
 
-CELLS = ONCE | {
+LSTM = STAGED["layer norm of r and c"]
+CELLS = {
+    "layer norm of r and c": LSTM,
+    "every option of LSTM": WRAPPED["every option of LSTM"],
+    "layer_norm_lstm": OF_ENGINES["layer_norm_lstm"],
+    "in_turn": in_turn.graph,
     "five gates": five_gates.graph,
     "three gates": wrappers.layer_norm(library.gru.graph, ("r",))[0],
     "one gate": wrappers.layer_norm(library.rnn_tanh.graph, ("r",))[0],
@@ -99,7 +113,7 @@ def test_tf32_is_multiplied_as_float16(
     name: str, units: int, form: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole(monkeypatch, 8, 1, 4)
-    assert_near_in_tf32(ONCE[name], Case(form, time=4, batch=9, units=units), folder)
+    assert_near_in_tf32(CELLS[name], Case(form, time=4, batch=9, units=units), folder)
 
 
 def test_where_a_block_has_whole_sequences() -> None:

@@ -11,9 +11,8 @@ import whorl
 from anew import made_anew
 from comparison import in_a_graph
 from engine_cases import Case, assert_agrees
-from test_once import ONCE
 from test_staged_gpu import assert_near_in_tf32
-from test_whole import CELLS, whole
+from test_whole import CELLS, LSTM, whole
 from whorl.engines.cuda import launch, source
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +47,7 @@ def test_every_cell(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 def test_tf32(units: int, batch: int, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made_anew(monkeypatch)
     whole(monkeypatch, 8, 1, 2)
-    assert_near_in_tf32(ONCE["layer norm of r and c"], Case(form, time=4, batch=batch, units=units, scale=0.1))
+    assert_near_in_tf32(LSTM, Case(form, time=4, batch=batch, units=units, scale=0.1))
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.2])
@@ -76,7 +75,7 @@ def test_sizes(
     made_anew(monkeypatch)
     whole(monkeypatch, cluster, tiles, warps, kinds)
     case = Case(time=time, batch=batch, units=units, scale=scale)
-    assert_agrees("persistent", ONCE["layer norm of r and c"], case, torch.bfloat16, "cuda")
+    assert_agrees("persistent", LSTM, case, torch.bfloat16, "cuda")
 
 
 def layer_and_step(time: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[Any], Callable[[], list[torch.Tensor]]]:

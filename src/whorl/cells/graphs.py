@@ -88,29 +88,7 @@ def at_once(outputs: Sequence[Expr]) -> list[Expr]:
     A mean is the same for all units, so mean(a + m b) = mean(a) + m mean(b): all of these can be found in one exchange.
     Gradients of means are such values, however many means lie between them.
     """
-    return _at_once(outputs)[0]
-
-
-def by_means(outputs: Sequence[Expr]) -> tuple[list[Expr], list[list[Expr]]] | None:
-    """Numbers that are the same for all units, 1 the first, and for each what each output has of it, pointwise.
-
-    An output is the sum of these products; a number is made of means as `at_once` has them.  None where an output is
-    not affine in means.
-    """
-    _, parts, means = _at_once(outputs)
-    rows = [own for own in (parts[node.digest] for node in outputs) if own is not None]
-    if len(rows) < len(outputs):
-        return None
-    names = dict.fromkeys(["", *(name for own in rows for name in own)])
-    return [means[name] for name in names], [[own.get(name, const(0.0)) for own in rows] for name in names]
-
-
-_Parts = dict[str, dict[str, Expr] | None]
-
-
-def _at_once(outputs: Sequence[Expr]) -> tuple[list[Expr], _Parts, dict[str, Expr]]:
-    """The graph, of each node as it was what `_affine` says, and of each mean as it was what it is now."""
-    parts: _Parts = {}
+    parts: dict[str, dict[str, Expr] | None] = {}
     for node in topological(outputs):
         parts[node.digest] = _affine(node, [parts[arg.digest] for arg in node.args if isinstance(arg, Expr)])
     means = {"": const(1.0)}
@@ -125,7 +103,7 @@ def _at_once(outputs: Sequence[Expr]) -> tuple[list[Expr], _Parts, dict[str, Exp
         means[node.digest] = made
         return made
 
-    return rewritten(outputs, change), parts, means
+    return rewritten(outputs, change)
 
 
 def _affine(node: Expr, args: Sequence[dict[str, Expr] | None]) -> dict[str, Expr] | None:

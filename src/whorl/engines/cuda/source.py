@@ -1,9 +1,8 @@
 """The source of a kernel: its `.cu` file with a tile's numbers and the cell's generated step at the marked place."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -188,11 +187,6 @@ def backward(
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
         own |= {"SUBS": tile.subs, "SPLITS": tile.splits}
-    once = steps(graph).once if isinstance(tile, Tile) and tile.each else None
-    if once is not None:
-        assert not carried, "it computes all steps"
-        assert not has_options(graph, features), "a tile of such a layer is another"
-        return _source("backward", graph, units, dtype, tile, own, once.made.text, features, carried)
     if staged(graph):
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
@@ -261,7 +255,7 @@ def _source(
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
         *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
         *([text_of("arguments_backward.cu")] if kind == "backward" and _way(graph, tile) in _WITHOUT_OPTIONS else []),
-        *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.each + tile.lines else []),
+        *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.lines else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
@@ -269,7 +263,7 @@ def _source(
     return kernel(f"{_way(graph, tile)}{kind}.cu", words)
 
 
-_WITHOUT_OPTIONS = "once_", "whole_", "sliced_"  # what such kernels of backward are given is the same
+_WITHOUT_OPTIONS = "whole_", "sliced_"  # what such kernels of backward are given is the same
 
 
 def _way(graph: Graph, tile: Tile | Spread) -> str:
@@ -280,7 +274,7 @@ def _way(graph: Graph, tile: Tile | Spread) -> str:
         return "whole_"
     if tile.lines:
         return "sliced_"
-    return "once_" if tile.each else "staged_" if staged(graph) else ""
+    return "staged_" if staged(graph) else ""
 
 
 def _inside(kind: str, graph: Graph, tile: Tile | Spread) -> int:
@@ -313,7 +307,7 @@ def _stages(kind: str, graph: Graph, units: int, tile: Tile | Spread) -> list[st
     else:
         numbers |= {"LANES": 8, "AWAY": 4, "PART": 16}
         where = own, tile.slice, tile.cluster, 8 * tile.tiles
-        numbers["MEAN_WORDS"] = sum_words(own, tile) if tile.each else mean_words(*where)
+        numbers["MEAN_WORDS"] = mean_words(*where)
         offsets = [mean_words(*where, stage) for stage in range(own.stages)]
     lines = [f"constexpr int {name} = {int(value)};" for name, value in numbers.items()]
     lines += [
@@ -346,19 +340,7 @@ def _stages(kind: str, graph: Graph, units: int, tile: Tile | Spread) -> list[st
         gates = range(len(graph.recurrent))
         of = (leaves.index(gate) if gate in leaves else -1 for gate in gates)
         lines.append(table("leaf_of", of, "which of these a recurrent gate has; -1: none"))
-    if isinstance(tile, Tile) and tile.each and made.once is not None:
-        once = made.once
-        lines += [
-            f"constexpr int TERMS = {once.terms}, CONSTANTS = {len(once.constants)}, EACH = {tile.each};",
-            _numbers("constant_term", once.constants, "the vector of a term that is the same for all units, by gate"),
-        ]
     return lines
-
-
-def _numbers(name: str, rows: Iterable[Iterable[float]], meaning: str) -> str:
-    """As `table`, of numbers."""
-    found = "".join(f"index == {i} ? {CUDA.number(one)} : " for i, one in enumerate(chain.from_iterable(rows)))
-    return f"__device__ constexpr float {name}(int index) {{ return {found}0.f; }}  // {meaning}"
 
 
 def _kinds(made: Steps, recurrent: int, tile: Tile | Spread) -> list[str]:
@@ -404,12 +386,6 @@ def sliced_words(own: Pass, units: int, tile: Tile, before: int | None = None) -
     """The same in kernels/sliced_backward.cu."""
     packs = sum(own.packs(stage) for stage in range(own.stages if before is None else before))
     return 4 * -(-units // 32) * (tile.lines | 1) * packs
-
-
-def sum_words(own: Pass, tile: Tile) -> int:
-    """The same in kernels/once_backward.cu."""
-    places = 1 << (max(4, len(own.reductions)) - 1).bit_length()
-    return tile.cluster * tile.slice // 16 * 2 * -(-tile.rows // 2) * places
 
 
 def _step(graph: Graph) -> str:

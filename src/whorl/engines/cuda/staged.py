@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
-import torch
-
 from whorl.cells.cell import Graph
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
-from whorl.cells.graphs import Evaluator, at_once, by_means, merged, rewritten
+from whorl.cells.graphs import at_once, merged, rewritten
 from whorl.cells.lower import CUDA, Stage, Value, identifier, stages
 
 
@@ -83,22 +81,6 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Once:
-    """A pass backward of one exchange: means, and products with the transposed weights of what they multiply.
-
-    The gradients of the results r of all products are sums of terms, vectors times a number of the sequence made of
-    means; so is their product with the transposed weights.
-    """
-
-    made: Pass
-    """What writes, beside what other passes do, the terms' vectors in the first stage, in the second their numbers."""
-    terms: int
-    """The first has the number 1, and its vectors alone need a gradient of this step."""
-    constants: tuple[tuple[float, ...], ...]
-    """Further terms, the same for all units and steps, for each gate that multiplies the first state."""
-
-
-@dataclass(frozen=True)
 class Steps:
     """What kernels know of a cell whose step has several stages."""
 
@@ -112,8 +94,6 @@ class Steps:
     """The links that are saved on their own."""
     levels: int
     """Means that forward saves for each step of a sequence."""
-    once: Once | None
-    """Backward in another way, where the step can go so."""
 
     @property
     def leaves(self) -> int:
@@ -169,12 +149,10 @@ def steps(graph: Graph) -> Steps:
         names[node.digest] = f"p.{index}"
     sums, apart = _saving(graph, leaves, names, tuple(links))
     levels = 2 * len(ahead.reductions)
-    back, once = _backward(graph, leaves, names, levels)
-    return Steps(ahead, back, tuple(links), sums, apart, levels, once)
+    return Steps(ahead, _backward(graph, leaves, names, levels), tuple(links), sums, apart, levels)
 
 
-def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels: int) -> tuple[Pass, Once | None]:
-    """`Steps.backward` and `Steps.once`."""
+def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels: int) -> Pass:
     named = graph.backward.named()
     unread = [gate for gate in graph.recurrent if gate not in leaves]
     named = {name: node for name, node in named.items() if name not in {f"dr.{gate}" for gate in unread}}
@@ -185,7 +163,6 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
 
     named |= {f"a.{index}": node.args[1] for index, node in enumerate(graph.products)}
     named = dict(zip(named, rewritten(list(named.values()), from_saved), strict=True))
-    terms = None if graph.products else by_means([named[f"dr.{gate}"] for gate in leaves])
     named = dict(zip(named, at_once(list(named.values())), strict=True))
     entering = _entering(named, graph.products)
     named = {name: node for name, node in named.items() if not name.startswith("a.")} | entering
@@ -216,48 +193,7 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     ahead, first = _ahead(made[0], {identifier(f"d.{state}") for state in graph.states})
     more = places, writes, arguments, given, levels, entered
     parted = _Printer([first, *made[1:]], *more).printed(rounds, ahead)
-    back = replace(_Printer(made, *more).printed(rounds), parted=parted.text)
-    means_alone = len(made) == 2 and not rounds and not any(it.moments for it in back.reductions)
-    return back, _once(named, terms, leaves, more, back) if terms is not None and means_alone and leaves else None
-
-
-def _once(
-    named: dict[str, Expr], terms: tuple[list[Expr], list[list[Expr]]], leaves: Sequence[str], printer: Sequence[Any],
-    back: Pass,
-) -> Once | None:  # fmt: skip
-    """
-    Args:
-        named: what a pass backward gives.
-        terms: the gradients of `leaves`, as `by_means` gives them.
-        printer: what its printer is given.
-    """
-    varying: list[tuple[Expr, list[Expr]]] = []
-    constants: list[tuple[Expr, list[Expr]]] = []
-    for number, row in zip(*terms, strict=True):
-        read = [node.args[0] for node in topological(row) if node.op == "var"]
-        (varying if read else constants).append((number, row))
-        if number.op != "const" and any(name.startswith("d.") for name in read):
-            return None
-    if not varying or varying[0][0].op != "const":
-        return None
-    vectors = [f"w.{k}.{gate}" for k in range(len(varying)) for gate in leaves]
-    numbers = [f"f.{k}" for k in range(len(varying) + len(constants))]
-    whole = named | dict(zip(vectors, [node for _, row in varying for node in row], strict=True))
-    whole |= dict(zip(numbers, [number for number, _ in (*varying, *constants)], strict=True))
-    places, writes, arguments, given, levels, entered = printer
-    for own in (vectors, numbers):
-        writes = writes | {identifier(name): f"{name[0]}[{i}] = {{0}};" for i, name in enumerate(own)}
-    made = _lean(stages(whole, CUDA), topological(whole.values()))
-    given = f"{arguments}, float* f, float* w", f"{given}, f, w"
-    printed = _Printer(made, places, writes, *given, levels, entered).printed([])
-    assert printed.reductions == back.reductions, "vectors and numbers are made of what a pass backward has anyway"
-    return Once(printed, len(varying), tuple(tuple(map(_value, row)) for _, row in constants))
-
-
-def _value(node: Expr) -> float:
-    """Of an expression without leaves."""
-    evaluator, like = Evaluator([node]), torch.zeros((), dtype=torch.float64, device="cpu")
-    return float(evaluator({}, evaluator.constants(like))[0])
+    return replace(_Printer(made, *more).printed(rounds), parted=parted.text)
 
 
 def _entering(named: dict[str, Expr], products: Sequence[Expr]) -> dict[str, Expr]:

@@ -7,12 +7,10 @@ from functools import lru_cache
 
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import tiling
-from whorl.engines.cuda.source import mean_words, rounds_of, sliced_words, sum_words, whole_words
+from whorl.engines.cuda.source import mean_words, rounds_of, sliced_words, whole_words
 from whorl.engines.cuda.staged import Pass, Steps, most, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
-_FEWEST = 32  # units for kernels/once_backward.cu
-_PRODUCERS = 8  # of it: LSTM with layer norm of r and c, 256 units at batch 32, took 1.15 us a step, with 4 1.28 (H200)
 _LEFT = 120  # registers of a thread that multiplies in 12 warps of kernels/whole_backward.cu, which says the same
 _FORWARD_EXTRA, _BACKWARD_EXTRA = 64, {1: 84, 2: 32}  # registers of addresses and of the cell itself
 
@@ -78,36 +76,6 @@ def backward(
     if shared > limit:
         return None
     return Tile(cluster, part, tiles, resident, shared, warps, splits, chunk=chunk, exact=size.exact, halves=halves)
-
-
-def once(graph: Graph, size: Size, cluster: int, tiles: int, limit: int, producers: int = _PRODUCERS) -> Tile | None:
-    """The numbers of kernels/once_backward.cu, if the step can go so and they fit; arguments as in `backward`.
-
-    In two bytes and without options, which is what was measured.  Terms are rounded before they are added: where hardly
-    anything is left of the sum, as with two units, that broke the error rule.  So it did where r alone is normalised
-    (two terms), with gains of 0.1 and the same gradient for all units: 1.13 of the bound, not 0.18 (RNN).
-
-    Args:
-        producers: warps that multiply.
-    """
-    way, part = steps(graph).once, tiling.slice_of(size.units, cluster)
-    if way is None or cluster == 1 or size.element == 4 or size.ahead or size.back or size.units < _FEWEST:
-        return None
-    each = 4 if way.terms <= 4 else 8
-    if not 2 < way.terms <= 8 or len(way.constants) > 8 or len(way.made.reductions) > 16:
-        return None
-    rows, groups = 8 // each * tiles, part // 16
-    strips, depths = cluster * groups, size.recurrent * part // 16
-    warps, share = producers + groups * -(-rows // 2), -(-strips // producers)
-    if warps > 16:
-        return None
-    chunk = min(2, share)
-    resident = min(share * depths, max(0, tiling.registers(warps) - 20 - (8 * chunk + 4) * tiles) // 4)
-    made = Tile(cluster, part, tiles, resident, 0, warps, 1, chunk=chunk, each=each)
-    sums, terms = groups * tiles * cluster * 128, 8 * tiles * (depths * 8 + 4)
-    rest = 2 * (sums + sum_words(way.made, made)) + 3 * terms + size.vectors * part
-    shared = 4 * (producers * (share * depths - resident) * 128 + rest) + 16
-    return replace(made, shared=shared) if shared <= limit else None
 
 
 def whole(
@@ -289,7 +257,6 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
                     numbers = itertools.product((4, 8, 12, 16), (1, 2))
                     yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
             if kind == "backward":
-                yield once(graph, size, cluster, 1, chip.shared)
                 # to as many sequences as were timed
                 several = ((lines, _producers(size.units, lines)) for lines in range(1, 11))
                 yield from (sliced(graph, size, cluster, *number, chip.shared) for number in several)
@@ -313,8 +280,6 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
     Since a mean's numbers travel in 8 bytes, forward, 9 tiles of that LSTM took 0.78 to 0.96 on an H200, and the chosen
     ones were the fastest of two or three, or within 3 percent.
     """
-    if tile.each:
-        return tiling.rounds(chip, batch, directions, tile) * _once_time(size, tile)
     if tile.of_sequences:
         share = -(-batch // tiling.parts(chip, batch, directions, tile, kind))
         time = _sliced_time(size, share, tile) if tile.lines else _whole_time(size, share, kind, tile)
@@ -406,20 +371,3 @@ def _sliced_time(size: Size, share: int, tile: Tile) -> float:
     # since two tiles are sub-tiles: 256 units at batch 128 174 us, and 208 before, with TF32 products 189 and 237, 512
     # at 64 282 and 352 (H200); of fewer units, whose batch clusters of one tile can share, none were timed
     return 0.82 * time if share > 8 and size.units > 128 else time
-
-
-def _once_time(size: Size, tile: Tile) -> float:
-    """Microseconds of a step of kernels/once_backward.cu, as those of other kernels are estimated above.
-
-    A train step of 100 steps of LSTM with layer norm of r and c in bfloat16 on an H200, where this is less than what is
-    estimated of other kernels, in microseconds so and with the other kernel: 256 units at batch 8, 16 and 32 290 and
-    352, 278 and 355, 316 and 377; 128 at 32 and 64 260 and 314, 281 and 324; 64 at 128 263 and 327; 320 at 32 582 and
-    694; 512 at 8 and 16 362 and 493, 496 and 520.
-    """
-    strips, depths = tile.cluster * tile.slice // 16, size.recurrent * tile.slice // 16
-    streamed = _PRODUCERS * (-(-strips // _PRODUCERS) * depths - tile.resident)  # operands of 512 bytes
-    cells = -(-(tile.warps - _PRODUCERS) // 4)  # warps of a scheduler that compute the cell, which take turns
-    # 256 units at batch 1 took 240 us in 16 blocks, by kernels/sliced_backward.cu 224 (H100)
-    return (
-        1.1 + 0.1 * (tile.cluster == 16) + 0.0021 * strips * depths * tile.tiles + 0.003 * streamed + 0.3 * (cells - 1)
-    )

@@ -153,8 +153,6 @@ class Tile:
     """Forward: warps of each 16 units that compute the cell alone, while others multiply; 0: those do both."""
     arrivals: int = 1
     """Forward: the groups of 16 units of a block whose states come by a barrier of their own, or 1: all by one."""
-    each: int = 0
-    """Backward: columns of a product that a sequence takes (kernels/once_backward.cu); 0: one, in the other kernels."""
     whole: int = 0
     """Warps of one block that compute the cell of a whole sequence (kernels/whole_forward.cu); 0: in the other kernels
     every block does so for its own units."""
@@ -170,12 +168,12 @@ class Tile:
     @property
     def rows(self) -> int:
         """The most sequences of a cluster."""
-        return self.lines or 8 // max(1, self.each) * self.tiles
+        return self.lines or 8 * self.tiles
 
     @property
     def adding(self) -> int:
         """Backward: warps that have sums over the batch of the same units."""
-        return -(-self.rows // 2) if self.each else self.tiles * max(1, self.splits)
+        return self.tiles * max(1, self.splits)
 
     @property
     def planes(self) -> int:

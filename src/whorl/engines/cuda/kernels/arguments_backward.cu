@@ -1,5 +1,5 @@
-// What is given to kernels of backward that are of steps with means alone (once_backward.cu, whole_backward.cu,
-// sliced_backward.cu): as in staged_backward.cu, without options.
+// What is given to kernels of backward that are of steps with means alone (whole_backward.cu, sliced_backward.cu): as in
+// staged_backward.cu, without options.
 struct Arguments {
   const Gate* gates[2];
   const Weight* weights[2];
@@ -13,7 +13,7 @@ struct Arguments {
   Element* gate_gradients[2];
   Element* apart_gradients[2];
   Element* initial_gradients[STATES];
-  float* sums[2];  // [rows, SUMMED x UNITS]: a row of each couple of sequences in once_backward.cu, else of each sequence
+  float* sums[2];  // [rows, SUMMED x UNITS]: a row of each sequence
   const float* levels[2];
   long long time, batch;
   static constexpr Options o = {};

@@ -157,29 +157,6 @@ __device__ __forceinline__ void merge(
   }
 }
 
-// Of PLACES sums over a warp's threads each thread gets one, that of number lane / (32 / PLACES), over those LEAST and more
-// lanes from each other: so 8 sums take 9 shuffles where each by itself takes 5.
-template <int LEAST, int PLACES>
-__device__ __forceinline__ float dealt_sum(float (&own)[PLACES], int lane) {
-  int half = PLACES / 2;
-#pragma unroll
-  for (int away = 16; away >= LEAST; away /= 2) {
-    if (half > 0) {
-#pragma unroll
-      for (int i = 0; i < PLACES / 2; ++i)
-        if (i < half) {
-          const bool upper = lane & away;
-          const float given = upper ? own[i] : own[i + half], kept = upper ? own[i + half] : own[i];
-          own[i] = kept + __shfl_xor_sync(0xffffffffu, given, away);
-        }
-      half /= 2;
-    } else {
-      own[0] += __shfl_xor_sync(0xffffffffu, own[0], away);
-    }
-  }
-  return own[0];
-}
-
 // Over a warp of each of eight numbers of a thread: number 2 x (lane % 4) and the next.
 __device__ __forceinline__ float2 sums_of_warp(const float (&own)[8], int lane) {
   float rows[2][4] = {};  // number lane / 4, over 4 threads of two columns

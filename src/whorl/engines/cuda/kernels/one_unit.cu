@@ -1,5 +1,4 @@
-// Backward, where a thread computes the cell of one unit of a sequence (once_backward.cu, sliced_backward.cu): what it reads
-// at a step.
+// Backward, where a thread computes the cell of one unit of a sequence (sliced_backward.cu): what it reads at a step.
 struct Read {
   Gate gates[GATES], apart[MOST(APART)];
   Element y_gradient, before;
