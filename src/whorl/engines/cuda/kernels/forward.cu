@@ -568,7 +568,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
     const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
-    constexpr int PAIRS = (DEPTHS + 1) / 2;  // of depths: d and the next, or the next of the same group
+    constexpr int PAIRS = (DEPTHS + 1) / 2;  // of depths: d and the next; with ARRIVALS the next of the same group
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       const int turn = pair * ARRIVALS / PAIRS, d = ARRIVALS - 1 - turn + (pair - turn * PAIRS / ARRIVALS) * 2 * ARRIVALS;
@@ -583,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           low[n] = d + ARRIVALS < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
         }
 #if BY_STEP && !EXACT
-        const unsigned first = factor_of(d, n), second = d + ARRIVALS < DEPTHS ? factor_of(d + 1, n) : 0u;
+        const unsigned first = factor_of(d, n), second = d + ARRIVALS < DEPTHS ? factor_of(d + ARRIVALS, n) : 0u;
         b[n] = {times_pair(b[n].x, first), times_pair(b[n].y, first), times_pair(b[n].z, second), times_pair(b[n].w, second)};
 #endif
       }
@@ -593,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
           for (int n = 0; n < PART; ++n) {
             const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
-            bits[n][0] = at[0], bits[n][1] = d + ARRIVALS < DEPTHS ? at[TILES * 32] : 0u;
+            bits[n][0] = at[0], bits[n][1] = d + ARRIVALS < DEPTHS ? at[ARRIVALS * TILES * 32] : 0u;
           }
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {
@@ -632,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if HALVES && EXACT
             right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
             const float* const at =
-                scales + now * SCALES + ((split * DEPTHS + d + half) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
+                scales + now * SCALES + ((split * DEPTHS + d + half * ARRIVALS) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
             right[n].unscale = {at[0], at[4]};
 #endif
           }
