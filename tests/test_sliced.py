@@ -96,7 +96,7 @@ def test_tf32_is_multiplied_as_float16(
 
 
 def test_where_a_warp_has_the_units_of_a_block() -> None:
-    """LSTM with layer norm of r and c, as measured: where neither one exchange nor whole sequences are faster."""
+    """LSTM with layer norm of r and c, as measured: where whole sequences are not faster."""
 
     def numbers(units: int, batch: int, element: int, features: Features = source.PLAIN) -> tuple[int, int, int]:
         tile = grid.estimated(size_of(LSTM, units, element, features), H200, batch, 1, "backward")
@@ -111,7 +111,8 @@ def test_where_a_warp_has_the_units_of_a_block() -> None:
     assert numbers(20, 32, 4) == (2, 1, 4)  # one of the two blocks has no units
     assert numbers(384, 32, 2) == (16, 5, 6)
     assert numbers(512, 64, 2) == numbers(512, 64, 4) == (16, 10, 6)
-    others = (256, 64, 2), (256, 96, 2), (64, 128, 2), (128, 8, 2)
+    assert numbers(128, 8, 2) == (4, 1, 4)  # with 128 units at batch 16 92 us, by whole sequences 94 (H200)
+    others = (256, 64, 2), (256, 96, 2), (64, 128, 2), (96, 8, 2)
     assert [numbers(*size)[1] for size in others] == [0] * 4
     assert numbers(512, 32, 2, Features(mask=True))[1] == 0
     assert all(not tile.lines for tile in staging.fitting(LSTM, size_of(LSTM, 64, 2), A100, "backward"))
