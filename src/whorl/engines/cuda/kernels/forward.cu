@@ -78,7 +78,8 @@ static_assert(SUBS == 1 || 2 * PART % TAKERS == 0 || TAKERS % (2 * PART) == 0, "
 constexpr bool TRADED = POINTWISE > 0 && SUBS > 1 && MULTIPLYING == 8 && WARPS == 12 && RESIDENT * RECURRENT * PLANES > 28;
 // Two warps that share a scheduler are through with their products one after the other, and so one group's states come
 // before the other's.  With ARRIVALS they are multiplied meanwhile, those of the last group first: of LSTM with 512 units
-// at batch 32 a step took 0.80 us and takes 0.78, with TF32 products 1.00 and 0.90, at 128 1.60 and 1.56, 2.07 and 1.99 (H200).
+// at batch 32 a step that saves took 0.80 us and takes 0.78, with TF32 products 1.00 and 0.90, at 128 1.60 and 1.56, 2.07 and
+// 1.99 (H200).
 static_assert(ARRIVALS == 1 || (POINTWISE > 0 && ARRIVALS == GROUPS && DEPTHS % (2 * GROUPS) == 0 && !GATEWISE && !BY_STEP),
               "no such arrivals");
 static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other warps through shared memory");
@@ -536,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #endif
     };
-    if constexpr (ARRIVALS == 1) await_states(0);
+    if constexpr (ARRIVALS == 1) await_states(0);  // before scales that came with them; of several each before its product
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
