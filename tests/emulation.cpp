@@ -390,6 +390,16 @@ inline uint2 emulated_look_pair(const unsigned* at) {
 inline void emulated_put(unsigned* at, unsigned word) { *at = word, ++host::puts; }
 inline void emulated_put_pair(unsigned* at, unsigned first, unsigned second) { at[0] = first, at[1] = second, ++host::puts; }
 inline void emulated_fence() {}
+
+// --- and of sides.cu: blocks do not lie on multiprocessors in their order
+
+inline unsigned emulated_count_up(unsigned* at) { return ++host::puts, ++*at; }
+inline unsigned emulated_counted(const unsigned* at) {
+  look();
+  return *at + 1;
+}
+inline unsigned emulated_multiprocessor() { return blockIdx.x * 7 % gridDim.x; }
+
 template <class T>
 inline void emulated_keep(T&) {}
 inline void emulated_pause(unsigned) {}

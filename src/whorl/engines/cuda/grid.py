@@ -1,6 +1,7 @@
 """A kernel of a plan with its tile: how it is launched for a whole batch, in either regime."""
 
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from whorl.engines.cuda import measured, spreading, staging, tiling, tuned
 from whorl.engines.cuda.beside import Halving
 from whorl.engines.cuda.launch import Kernel
 from whorl.engines.cuda.memory import empty, laid_out
+from whorl.engines.cuda.sides import NOWHERE, Sides
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
@@ -236,6 +238,32 @@ class Prepared(NamedTuple):
     """What some of them are addresses in, which lives until the launch."""
 
 
+class Launch(NamedTuple):
+    """One of those that a batch takes."""
+
+    blocks: int
+    directions: int
+    where: tuple[int, ...] = ()
+    """Of blocks that exchange through L2 the first row and direction, and all directions."""
+    near: tuple[int, int] = (0, 0)
+    """The places for blocks of each side of L2; 0 and 0: a block's place is its number."""
+    places: tuple[int, ...] = ()
+    """What sides.cu takes, but for the address of what counts those that are taken."""
+
+
+def _launch(
+    tile: Spread, chip: Chip, groups: int, directions: int, where: tuple[int, ...], sides: Sides | None
+) -> Launch:
+    """The launch of some groups of blocks, in each of some directions."""
+    count = groups * tile.blocks
+    if not tile.sided:
+        return Launch(count, directions, where)
+    first, second = (0, 0) if sides is None or directions > 1 else sides.deal(groups, tile.blocks)
+    near = first * tile.blocks, second * tile.blocks
+    places = count, *near, *(NOWHERE if sides is None else sides.words)
+    return Launch(chip.multiprocessors if any(near) else count, directions, where, near, places)
+
+
 class Grid:
     """Launches of one kernel for a batch.
 
@@ -243,34 +271,35 @@ class Grid:
         size, kind: as the tile was chosen for.
         halver: where `kernel` takes weights as float16, how and by which kernel they are made so before it.
         filler: where its blocks exchange through L2, and nothing halves: what fills the words of that.
+        sides: the same, where all multiprocessors are its own: those of the GPU, if it has such.
     """
 
     def __init__(
         self, kernel: Kernel, tile: Tile | Spread, size: Size, chip: Chip, batch: int, directions: int, kind: str,
-        halver: tuple[Halving, Kernel] | None = None, filler: Kernel | None = None,
+        halver: tuple[Halving, Kernel] | None = None, filler: Kernel | None = None, sides: Sides | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.tile, self.batch, self.directions = kernel, tile, batch, directions
         self.chip, self.staged = chip, size.staged is not None
-        self.parts, self.words = -(-batch // tile.rows), 0
+        self.parts, self.words, self._counts = -(-batch // tile.rows), 0, 0
         if isinstance(tile, Tile) and (size.staged is None or kind == "forward" or tile.of_sequences):
             self.parts = tiling.parts(chip, batch, directions, tile, kind)
         if chip.early and isinstance(tile, Tile) and self.parts * tile.cluster * directions <= chip.multiprocessors:
             # What begins while another kernel ends finds few multiprocessors free, and would put two blocks on one:
             # forward of GRU 128x200x128 with TF32 products then took 215 us where it takes 150.
             self.kernel = kernel.alone(chip.shared // 2 + 1)
-        self._launches: list[tuple[int, int, tuple[int, ...]]] = [(self.parts * tile.cluster, directions, ())]
-        """Of each: blocks, directions, and of blocks that exchange the first row and direction, and all directions."""
+        self._launches = [Launch(self.parts * tile.cluster, directions)]
         if isinstance(tile, Spread):
-            self.words = spreading.words(size, tile, batch, directions, kind)
             at_once = tile.at_once(chip)
             beside = min(directions, at_once)  # directions in one launch
             each = at_once // beside  # groups of rows in one launch
+            firsts = product(range(0, directions, beside), range(0, self.parts, each))
             self._launches = [
-                (min(each, self.parts - part) * tile.blocks, beside, (part * tile.rows, direction, directions))
-                for direction in range(0, directions, beside)
-                for part in range(0, self.parts, each)
+                _launch(tile, chip, min(each, self.parts - part), beside, (part * tile.rows, first, directions), sides)
+                for first, part in firsts
             ]
-        self.halver, self._filler, self._quads = halver, filler, -(-self.words // 4)
+            self.words = -(-spreading.words(size, tile, batch, directions, kind) // 4) * 4
+            self._counts, self.words = self.words, self.words + 4 * len(self._launches)
+        self.halver, self._filler, self._quads = halver, filler, self.words // 4
         room = 16 * self._quads
         if halver is not None:  # behind the words through which blocks exchange lies what is made for each direction
             room += directions * halver[0].size
@@ -321,5 +350,9 @@ class Grid:
 
     def launch(self, stream: int, prepared: Prepared) -> None:
         """The kernel alone."""
-        for blocks, directions, where in self._launches:
-            self.kernel(stream, blocks, directions, *prepared.values, *where)
+        for number, launch in enumerate(self._launches):
+            values = *prepared.values, *launch.where
+            if launch.places:
+                counts = prepared.values[-1] + 4 * (self._counts + 4 * number) if any(launch.near) else 0
+                values = *values, counts, *launch.places
+            self.kernel(stream, launch.blocks, launch.directions, *values)

@@ -19,6 +19,7 @@ from whorl.engines.cuda.norms import KEPT, Norms, inside, normed
 from whorl.engines.cuda.options import Gradients, Options
 from whorl.engines.cuda.prepare import Numbers, filler, fills, halver, halving, kernels, size_of
 from whorl.engines.cuda.products import better_together, each_product, product
+from whorl.engines.cuda.sides import Sides, sides
 from whorl.engines.cuda.source import BY_GATE, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import by_link, staged, steps
@@ -107,10 +108,16 @@ class Layers:
             halvers = [own and (own, halver(own, self.chip, self.index)) for own in halvings]
             fillers = [filler(self.chip, self.index) if fills(own) else None for own in numbers]
         rows = zip(wanted, sizes, numbers, made, halvers, fillers, strict=True)
+        where = problem.batch, form.directions
         return [
-            Grid(kernel, own.tile, size, one.chip, problem.batch, form.directions, own.kind, halves, ones)
+            Grid(kernel, own.tile, size, one.chip, *where, own.kind, halves, ones, self._sides(own.tile, one.chip))
             for one, size, own, kernel, halves, ones in rows
         ]
+
+    def _sides(self, tile: Tile | Spread, chip: Chip) -> Sides | None:
+        """By which the blocks of a tile take places: all multiprocessors are theirs."""
+        wanted = isinstance(tile, Spread) and tile.sided and chip == self.chip
+        return sides(chip, self.index) if wanted else None
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         if (kind, features) not in self._made:

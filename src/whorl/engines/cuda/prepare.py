@@ -10,6 +10,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.intervals import bounded, contained, contained_inside
 from whorl.engines.cuda import beside, options, source, store
 from whorl.engines.cuda.launch import Kernel, is_loaded, loaded
+from whorl.engines.cuda.sides import PLACES
 from whorl.engines.cuda.source import PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import staged
@@ -85,7 +86,8 @@ def _load(numbers: Numbers, name: str, machine_code: bytes, chip: Chip, index: i
     fields = f"{count}Q"
     if source.has_options(cell, features):
         fields += options.layout(states, len(cell.inputs))
-    fields += "4Q" * together
+    if isinstance(tile, Spread):
+        fields += f"{4 + PLACES * tile.sided}Q"
     shared = shared_bytes(kind, cell, tile, chip.architecture)
     # Spread over all multiprocessors, behind the kernel that makes weights float16, LSTM 512x128 in TF32 took 109.0 us
     # forward where it began early and 106.7 where not: its blocks may then lie where those of the other end first.

@@ -202,7 +202,9 @@ def has_options(graph: Graph, features: Features) -> bool:
 
 
 def _spread(tile: Spread) -> dict[str, int]:
-    numbers = {"WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts, "ASIDE": int(tile.aside)}
+    numbers = {
+        "WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts, "ASIDE": int(tile.aside), "LULL": tile.lull,
+    }  # fmt: skip
     return numbers | ({} if tile.chunk else {"BLOCKS": tile.blocks, "BESIDE": int(tile.beside)})
 
 
@@ -234,6 +236,7 @@ def _source(
         f"#define STAGED {int(staged(graph))}",
         f"#define HALVES {int(tile.halves)}",
         f"#define SPREAD {int(isinstance(tile, Spread))}",
+        f"#define SIDED {int(isinstance(tile, Spread) and tile.sided)}",
         f"#define INSIDE {_inside(kind, graph, tile)}",
         f"#define BOUNDED {int(bounded(graph))}",
         f"#define BY_STEP {int(tile.by_step)}",
@@ -252,6 +255,7 @@ def _source(
         *([text_of("warpgroup.cu")] if wide else []),
         *([text_of("columns.cu")] if kind == "forward" and isinstance(tile, Tile) else []),
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
+        *([text_of("sides.cu")] if isinstance(tile, Spread) and tile.sided else []),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
         *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
         *([text_of("arguments_backward.cu")] if kind == "backward" and _way(graph, tile) in _WITHOUT_OPTIONS else []),

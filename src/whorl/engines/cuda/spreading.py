@@ -50,6 +50,10 @@ class Spread:
     """In which a part of the sequences' words arrive."""
     beside: bool = False
     """Forward: the product of a part of the units runs while the next part is on its way."""
+    lull: int = 0
+    """Cycles before a block asks for all that others give; 0: it asks for some, and for the rest when they came."""
+    sided: bool = False
+    """Its blocks take places among those that are on the same side of L2 (sides.py)."""
     chunk: int = 0
     """Backward: strips of 16 units whose sums a warp holds at once."""
     exact: bool = False
@@ -142,6 +146,7 @@ def forward(
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
     live += 16 * (anew and wide and parts == 1)  # else 29 words of LSTM with 1,500 units at batch 20 are spilled
+    live += 8 * (anew and wide and tiles == 3 and parts > 1)  # and 2 in three parts
     if rounds:  # else the compiler spills a few words, in true float32 a hundred
         live += (8 if operand(size, "forward") == 2 else 4) if own == 1 else 4 * (not halves)
     if size.exact and subs > 1 and not halves:
@@ -161,8 +166,12 @@ def forward(
     if shared > limit:
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, beside)
+    at_once = subs == planes == 1 and size.staged is None and operand(size, "forward") == 2
+    at_once = at_once and arriving <= _MOST_AT_ONCE[wide] and not (anew and tiles > 2)  # else two words are spilled
+    lull = (_LULL_MANY if tiles > 2 else _LULL[wide]) * at_once
+    sided = _sided(size, lull) and (tiles < 3 or size.element == 2)
     return Spread(
-        *made, exact=size.exact, halves=halves, by_step=anew, aside=aside,
+        *made, lull=lull, sided=sided, exact=size.exact, halves=halves, by_step=anew, aside=aside,
         collected=_collected(size, "forward", units, tiles, subs, collected),
     )  # fmt: skip
 
@@ -223,10 +232,26 @@ def backward(
     if shared > limit:
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
+    at_once = gathered > 1 and subs == 1 and size.staged is None and operand(size, "backward") == 2
+    lull = _LULL_BACK * (at_once and arriving <= _MOST_AT_ONCE[False])
     one = _collected(size, "backward", units, tiles, subs, collected)
     return Spread(
-        *made, wide=wide, parts=parts, chunk=chunk, exact=size.exact, halves=halves, collected=one, aside=aside
-    )
+        *made, wide=wide, parts=parts, lull=lull, sided=_sided(size, lull), chunk=chunk, exact=size.exact,
+        halves=halves, collected=one, aside=aside,
+    )  # fmt: skip
+
+
+def _sided(size: Size, lull: int) -> bool:
+    """Whether blocks take places by their side: where those are found, other registers are spilled with options."""
+    return size.bare and lull > 0
+
+
+_LULL, _LULL_MANY, _LULL_BACK = {False: 160, True: 200}, 300, 100
+"""Cycles forward, where one warp multiplies and where four do, and of more than 16 sequences at a time; backward.
+
+Words arrive some 280 cycles after they were sent from the same side of L2, and an answer takes as long as they did."""
+_MOST_AT_ONCE = {False: 16, True: 32}
+"""Registers of a thread for what it asks for at once, at most."""
 
 
 def _collected(size: Size, kind: str, units: int, tiles: int, subs: int, asked: bool | None) -> bool:
@@ -436,6 +461,8 @@ def _wide_ways(size: Size, units: int, shape: tuple[int, int]) -> Sequence[tuple
     scaled = operand(size, "forward") < size.element
     if size.bare and shape == (4, 1):
         return _WIDE_QUARTERS_SCALED if scaled else _WIDE_QUARTERS[size.recurrent > 3]
+    if size.bare and shape == (3, 1) and size.units > 1024:
+        return [(-(-size.units // 512), 0)]
     more: tuple[int, ...] = _WIDE_MORE if size.ahead or size.gate > size.element else ()
     more += _WIDE_SCALED.get((units, *shape), ()) if scaled else ()
     return [(1, 0), (2, 0), *((2, spilled) for spilled in more)]
@@ -631,7 +658,9 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
                 return count * max(LEAST[kind], (0.7 + tile.subs * part) * slow) + _BEGIN * (count - 1)
             part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.225 * read
             part += 0.4 * (tile.parts - 1) * (not tile.beside)
-            return count * (1.45 + tile.subs * part)
+            few = tile.lull > 0 and tile.tiles == 2 and tile.blocks > 48 and size.recurrent > 3 and count == 1
+            # 896 and 1,024 units at batch 32 1.90 and 1.86 us, with TF32 products 2.02: 2.49 and 2.75 estimated
+            return count * (1.45 + tile.subs * part) * (0.7 if few else 1.0)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step
             products *= 1 if tile.slice % 16 == 0 else 2
             states += size.masks * rows * size.units * 4

@@ -110,7 +110,7 @@ static_assert(BLOCKS * SLICE >= UNITS && (SOURCES - 1) * GATHERED * SLICE < UNIT
 typedef Operands<SHARE * DEPTHS, STREAMED> Weights;
 static_assert(!WARPGROUPS || (WARPS % 4 == 0 && CHUNK == SHARE && NOISE != GIVEN_BY_GATE && !INSIDE), "no products of four warps");
 typedef Arrival<ROWS, CHUNKS, GATHERED * OWN_WORDS + SCALES, PITCH, WARPS, gradient_at(WARPS, 0),
-                gradient_at(0, 128), PARTS, SUBS == 1, 0, 0> Gathered;
+                gradient_at(0, 128), PARTS, SUBS == 1 && LULL == 0, 0, 0> Gathered;
 
 struct Arguments {
   const Gate* gates[2];       // for each direction [time, batch, GATES x UNITS]: as forward saved them
@@ -143,6 +143,9 @@ struct Arguments {
   // means [directions, 2, batch, MEAN_WORDS]
   unsigned* ring;
   long long first_row, first_direction, directions;
+#if SIDED
+  Places places;
+#endif
 };
 
 // Sums are multiplied with part of what their gradients were divided by, then with the rest and what weights were: there
@@ -172,9 +175,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   unsigned* const masks = gradients + 2 * GRADIENT_WORDS;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % BLOCKS, source = rank / GATHERED, place = rank % GATHERED;
+#if SIDED
+  const unsigned own = own_place(a.places, memory);
+  if (own == NO_PLACE) return;
+#else
+  const unsigned own = blockIdx.x;
+#endif
+  const int rank = own % BLOCKS, source = rank / GATHERED, place = rank % GATHERED;
   const int direction = (int)a.first_direction + blockIdx.y, batch = (int)a.batch;
-  const int row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
+  const int row0 = (int)a.first_row + own / BLOCKS * (SUBS * ROWS);
   const Weight* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
@@ -712,6 +721,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int slot = 0; slot < slots_of(round); ++slot)
         arrivals[slot].look_at(from + slot * SLOT_WORDS + sub * ROWS * PITCH, rows_left(sub), lane, phase_of(t));
     };
+    if (LULL > 0) __syncthreads(), pause(LULL);  // warps that compute no cell would ask before others have given
     look_at(first);
 #pragma unroll
     for (int sub = first; sub < first + count; ++sub) {

@@ -89,7 +89,7 @@ __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
-                SUBS == 1 || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
+                SUBS == 1 && LULL == 0 || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
 #if BY_STEP
 typedef Levels<BLOCKS, PITCH, ROWS, WARPS> StepLevels;
 static_assert(!STAGED && PLANES == 1 && 32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && ROWS * PAIRS % 32 == 0,
@@ -126,6 +126,9 @@ struct Arguments {
   // ones: [1 + INSIDE, directions, RING, batch, PITCH], and for means [directions, 2, batch, MEAN_WORDS]
   unsigned* ring;
   long long first_row, first_direction, directions;
+#if SIDED
+  Places places;
+#endif
 };
 
 #if !INSIDE
@@ -161,8 +164,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   const int warp = own_warp(), lane = threadIdx.x % 32;
   const int group = WARPGROUPS ? warp % GROUPS : warp / SPLITS, split = WARPGROUPS ? warp / GROUPS : warp % SPLITS;
-  const int rank = blockIdx.x % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
-  const int batch = (int)a.batch, row0 = (int)a.first_row + blockIdx.x / BLOCKS * (SUBS * ROWS);
+#if SIDED
+  const unsigned place = own_place(a.places, memory);
+  if (place == NO_PLACE) return;
+#else
+  const unsigned place = blockIdx.x;
+#endif
+  const int rank = place % BLOCKS, direction = (int)a.first_direction + blockIdx.y;
+  const int batch = (int)a.batch, row0 = (int)a.first_row + place / BLOCKS * (SUBS * ROWS);
   const Weight* const weights = a.weights[direction];
 
   uint4 resident[MOST(RESIDENT)];
@@ -530,8 +539,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int sub = 0; sub < SUBS; ++sub) {
       const auto settle = [&](int part) {
-#if BY_STEP
         const unsigned* const from = seen + sub * ROWS * PITCH;
+        if (LULL > 0 && part == 0) {
+          __syncthreads();  // warps that compute no cell would ask before others have given
+          pause(LULL);
+#if BY_STEP
+          levels.look_at(levels_of(from), rows_left(sub), lane);
+#endif
+          arrival.look_at(from, rows_left(sub), lane, phase_before);
+        }
+#if BY_STEP
         uint2* const its_factors = factors + warp * (LEVEL_PITCH / 4);
         if (part == 0) {
           arrival.await_the_first(from, lane, phase_before);
@@ -543,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         arrival.settle(states + arrived_at, from, rows_left(sub), lane, phase_before, part,
                        Levelled<LEVEL_PITCH / 4, SLICE, WARPS>{its_factors});
 #else
-        arrival.settle(states + arrived_at, seen + sub * ROWS * PITCH, rows_left(sub), lane, phase_before, part);
+        arrival.settle(states + arrived_at, from, rows_left(sub), lane, phase_before, part);
 #endif
       };
       if (t > 0) {
@@ -1031,11 +1048,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
+    if (SUBS == 1 && FIRST && LULL == 0 && t + 1 < time) {
 #if BY_STEP
-    if (SUBS == 1 && !States::AFTER_ONE && t + 1 < time) levels.look_at(levels_of(seen_next), rows_left(0), lane);
+      if (!States::AFTER_ONE) levels.look_at(levels_of(seen_next), rows_left(0), lane);
+#endif
+      arrival.look_at(seen_next, rows_left(0), lane, phase);
+    }
+#if BY_STEP
     scales_now = SCALES - scales_now;
 #endif
-    if (SUBS == 1 && FIRST && t + 1 < time) arrival.look_at(seen_next, rows_left(0), lane, phase);
     if (comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;

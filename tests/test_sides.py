@@ -1,0 +1,243 @@
+"""Sides of L2: how they are told, which groups of blocks go where, and that each place is taken once."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import emulation
+import whorl
+from anew import made_anew
+from emulation import emulated
+from test_machine_code import needs_tools
+from whorl.cells import library
+from whorl.engines.cuda import grid, layers, sides, spreading
+from whorl.engines.cuda.kernel_text import text_of
+from whorl.engines.cuda.prepare import size_of
+from whorl.engines.cuda.sides import Sides, told
+from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.tiling import Chip, Size
+
+SMALL = Chip((9, 0), 12)
+H200 = Chip((9, 0), 132)
+
+
+def measured(near: float, far: float, count: int = 132, second: int = 66) -> tuple[list[int], list[int]]:
+    """Cycles of a word from a first multiprocessor to each, some of them far from it; their numbers in any order."""
+    draw = random.Random(1)
+    times = [0] + [round(draw.gauss(near if i < count - second else far, 25)) for i in range(1, count)]
+    numbers = draw.sample(range(count), count)
+    return times, numbers
+
+
+def test_sides_are_told_by_how_long_a_word_takes() -> None:
+    times, numbers = measured(990, 1340)
+    found = told(times, numbers)
+    assert found is not None
+    assert (found.count, len(found.second)) == (132, 66)
+    assert found.second == set(numbers[66:])
+    uneven = told(*measured(990, 1340, second=52))
+    assert uneven is not None
+    assert len(uneven.second) == 52
+
+
+@pytest.mark.parametrize(
+    "near, far, count, second",
+    [(990, 990, 132, 66), (990, 1050, 132, 66), (990, 1340, 132, 4), (990, 1340, 20, 10)],
+)
+def test_where_no_two_sides_lie_apart_there_are_none(near: int, far: int, count: int, second: int) -> None:
+    assert told(*measured(near, far, count, second)) is None
+
+
+def test_where_not_all_multiprocessors_are_ours_there_are_no_sides() -> None:
+    times, numbers = measured(990, 1340)
+    assert told(times, [number + 4 for number in numbers]) is None
+    assert told(times[:-1], numbers[:-1]) is None or sorted(numbers[:-1]) == list(range(131))
+
+
+@pytest.mark.parametrize(
+    "groups, blocks, dealt",
+    [
+        (2, 64, (1, 1)), (1, 64, (1, 0)), (4, 32, (2, 2)), (3, 32, (2, 1)), (3, 44, (1, 1)), (1, 94, (0, 0)),
+        (8, 16, (4, 4)), (5, 16, (3, 2)), (1, 66, (1, 0)), (1, 67, (0, 0)),
+    ],
+)  # fmt: skip
+def test_groups_are_dealt_evenly_as_far_as_sides_hold_them(groups: int, blocks: int, dealt: tuple[int, int]) -> None:
+    assert Sides(frozenset(range(66)), 132).deal(groups, blocks) == dealt
+
+
+def test_more_go_where_there_is_more_room() -> None:
+    assert Sides(frozenset(range(100)), 132).deal(4, 32) == (1, 3)
+
+
+def test_bits_say_the_side_of_each_multiprocessor() -> None:
+    given = Sides(frozenset([0, 31, 32, 130]), 132)
+    assert given.words == (1 | 1 << 31, 1, 0, 0, 1 << 2, 0, 0, 0)
+    assert len(sides.NOWHERE) + 4 == sides.PLACES
+    assert all(f"{name};" in text_of("sides.cu") for name in ("near[2]", "sides[8]"))
+
+
+@needs_tools
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_what_measures_compiles_for_every_architecture(capability: tuple[int, int]) -> None:
+    name, code = sides.code(Chip(capability, 108))
+    assert name.encode() in code
+
+
+def test_small_chips_and_captures_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "_round_trips", lambda *_: pytest.fail("it is measured"))
+    monkeypatch.setattr(sides, "_found", {})
+    assert sides.sides(Chip((10, 0), 300), 0) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert sides.sides(H200, 0) is None
+    assert sides._found == {}
+
+
+def test_what_was_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(sides, "_found", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sides, "_round_trips", lambda chip, index: asked.append(index) or measured(990, 1340))
+    first = sides.sides(H200, 1)
+    assert first is not None
+    assert sides.sides(H200, 1) is first
+    assert asked == [1]
+
+
+def test_one_direction_of_plain_layers_has_sides() -> None:
+    """With options registers would be spilled, and blocks of two directions are told by their numbers."""
+    lstm = library.lstm.graph
+    tile = spreading.choose(size_of(lstm, 1024, 2), H200, 32, 1, "forward")
+    assert tile is not None
+    assert tile.sided
+    given = Sides(frozenset(range(66)), 132)
+    alone = grid._launch(tile, H200, 2, 1, (0, 0, 1), given)
+    assert (alone.blocks, alone.directions, alone.near) == (132, 1, (64, 64))
+    assert alone.places == (128, 64, 64, *given.words)
+    both = grid._launch(tile, H200, 1, 2, (0, 0, 2), given)
+    assert (both.blocks, both.directions, both.near) == (64, 2, (0, 0))
+    unknown = grid._launch(tile, H200, 2, 1, (0, 0, 1), None)
+    assert (unknown.blocks, unknown.near, unknown.places) == (128, (0, 0), (128, 0, 0, *sides.NOWHERE))
+    other = grid._launch(replace(tile, sided=False), H200, 2, 1, (0, 0, 1), given)
+    assert (other.blocks, other.places) == (128, ())
+
+
+# --- places are taken -------------------------------------------------------------------------------------------------
+
+
+def on_twelve(given: Sides | None, order: int, folder: Path, patch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Output and gradients of an LSTM of five blocks, two groups of them forward, on twelve multiprocessors."""
+    patch.setattr(emulation, "CHIP", SMALL)
+    patch.setattr(emulation, "H200", replace(emulation.H200, multiprocessors=12))
+    patch.setattr(emulation, "ORDER", order)
+
+    def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
+        if way == "forward":
+            made = spreading.forward(size, 8, 1, 1, 8, 1, chip.shared)
+        else:
+            made = spreading.backward(size, 16, 2, 1, 1, 8, chip.shared)
+        return made and replace(made, sided=True)
+
+    patch.setattr(grid, "choose", chosen)
+    torch.manual_seed(0)
+    layer = whorl.LSTM(6, 40, dtype=torch.float16, engine="persistent")
+    x = torch.randn(9, 13, 6, dtype=torch.float16, requires_grad=True)
+    with emulated(folder) as inner:
+        inner.setattr(layers, "sides", lambda *_: given)
+        y = layer(x)[0]
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])]
+
+
+def of(second: Iterable[int], count: int = 12) -> Sides:
+    return Sides(frozenset(second), count)
+
+
+WAYS = {
+    "even": of(range(6, 12)),
+    "by turns": of(range(1, 12, 2)),
+    "one short": of(range(5, 12)),
+    "a group on both": of((0, 3, 5)),
+    "both groups on the first": of((4, 11)),
+    "both groups on the second": of(range(10)),
+    "nobody of the second comes": of(range(12, 24), 24),
+    "nobody of the first comes": of(range(12), 24),
+}
+"""Which multiprocessors lie on the second side; in the last two not those that are thought to be there run blocks."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_place_is_taken_once_whatever_lies_where(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By who is near, and by others where too few are; blocks that find none end."""
+    plain = on_twelve(None, 0, folder, monkeypatch)
+    for order in (0, 1, 2):
+        got = on_twelve(WAYS[way], order, folder, monkeypatch)
+        assert [torch.equal(a, b) for a, b in zip(got, plain, strict=True)] == [True] * len(plain)
+
+
+FAULTS = {
+    "who comes too late does not wait for the others": ("while (of_first + of_second < gridDim.x);", "while (false);"),
+    "two take the first place that is left": ("return of_first + late;", "return of_first;"),
+    "a place near the other side is taken for one of the first": (
+        "return first + of_second + late - left;", "return of_second + late - left;",
+    ),
+    "all count as the first side": ("number % 32) & 1;", "number % 32) & 0;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (right, wrong), on_host, changed = FAULTS[fault], emulation.on_host, []
+    plain = on_twelve(None, 0, folder, monkeypatch)
+
+    def faulty(source: str) -> str:
+        changed.append(right in source)
+        return on_host(source.replace(right, wrong))
+
+    monkeypatch.setattr(emulation, "on_host", faulty)
+    found: list[Any] = []
+    for given in WAYS.values():
+        for order in (0, 1):
+            try:
+                got = on_twelve(given, order, folder, monkeypatch)
+            except AssertionError as error:  # they wait for each other
+                found.append(error)
+            else:
+                found += [True for a, b in zip(got, plain, strict=True) if not torch.equal(a, b)]
+    assert any(changed)
+    if fault == "all count as the first side":
+        assert found == []  # it takes longer, no more
+    else:
+        assert found
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_two_sides_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    chip = Chip((properties.major, properties.minor), properties.multi_processor_count)
+    found = sides.sides(chip, 0)
+    assert found is None or 16 <= len(found.second) <= chip.multiprocessors - 16
+    if chip == H200:  # an H100 or an H200: what is measured there is no chance
+        assert found is not None
+        assert told(*sides._round_trips(chip, 0)) in (found, Sides(frozenset(range(132)) - found.second, 132))
+
+    def outcome(given: Sides | None, cell: str, units: int, batch: int) -> list[Tensor]:
+        made_anew(monkeypatch)
+        monkeypatch.setattr(layers, "sides", lambda *_: given)
+        torch.manual_seed(0)
+        layer = getattr(whorl, cell)(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent")
+        x = torch.randn(70, batch, units, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x)[0]
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])]
+
+    for cell, units, batch in (("LSTM", 1024, 32), ("LSTM", 768, 16), ("GRU", 1024, 20), ("LSTM", 1500, 20)):
+        plain = outcome(None, cell, units, batch)
+        for given in [found] * 3 + [Sides(frozenset(range(0, chip.multiprocessors, 3)), chip.multiprocessors)]:
+            assert all(map(torch.equal, outcome(given, cell, units, batch), plain))
