@@ -122,7 +122,7 @@ FAULTS = {
     ),
     "two products have one ring": ("first_seen + round * round_pitch", "first_seen + round_pitch", of_products_in(0)),
     "of what entered a product, a place in the ring is never made free": (
-        "i < PERIOD * INSIDE; ++i", "i < PERIOD * (INSIDE - 1); ++i", of_products_in(0, "gru_before"),
+        "round <= INSIDE; ++round) put(at", "round < INSIDE; ++round) put(at", of_products_in(0, "gru_before"),
     ),
     "parts of the batch have one place in the ring": (
         "round * round_pitch + sent_at + sub * ROWS * PITCH", "round * round_pitch + sent_at", of_products_in(3),

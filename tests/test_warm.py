@@ -108,3 +108,11 @@ def test_true_float32_asks_for_the_kernel_that_splits(
         assert ("split_float32" in asked) == wanted
         named = warm(layer.plan(x).problem, CHIP)
         assert {*named} == asked
+
+
+@pytest.mark.parametrize("units, sided", [(1024, True), (128, False)])
+def test_what_measures_sides_is_compiled_where_blocks_take_places_by_them(
+    units: int, sided: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["warm", "lstm", "--units", str(units), "--batch", "32", "--inference", *H200]) == 0
+    assert ("round_trips" in capsys.readouterr().out.splitlines()) == sided

@@ -271,7 +271,7 @@ class Grid:
         size, kind: as the tile was chosen for.
         halver: where `kernel` takes weights as float16, how and by which kernel they are made so before it.
         filler: where its blocks exchange through L2, and nothing halves: what fills the words of that.
-        sides: the same, where all multiprocessors are its own: those of the GPU, if it has such.
+        sides: of L2, by which blocks take places where `tile` says so; None: by their numbers.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from whorl.cells.cell import Graph
 from whorl.cells.expr import topological
 from whorl.engines import taped
 from whorl.engines.base import Continue, Engine, Grads
-from whorl.engines.cuda import aligned, asked, cudnn, grid, projected_inside, source, split
+from whorl.engines.cuda import aligned, asked, cudnn, grid, projected_inside, sides, source, split
 from whorl.engines.cuda.compile import missing
 from whorl.engines.cuda.layers import Layers, exact, largest, layers
 from whorl.engines.cuda.marked import Marked, is_marked, masks_of
@@ -37,6 +37,7 @@ from whorl.engines.cuda.prepare import (
 from whorl.engines.cuda.projected import Projected
 from whorl.engines.cuda.projected_inside import ProjectedInside, with_product
 from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.staged import have_gradients, spreadable, staged
 from whorl.engines.cuda.tiling import Chip
 from whorl.engines.native import CuDNN
@@ -255,6 +256,8 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
     made += [halver_code(one, chip) for one in map(halving, wanted) if one is not None]
     if any(map(fills, wanted)):
         made.append(filler_code(chip))
+    if any(isinstance(one.tile, Spread) and one.tile.sided for one in wanted):
+        made.append(sides.code(chip))
     if norm is not None:
         made += [norming_code(kind, norm, chip) for kind in ("forward", "backward")[: 1 + problem.gradient]]
     if problem.gradient and (form.bias or form.cell.vectors or norm is not None):

@@ -658,7 +658,8 @@ def _plain_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, 
                 return count * max(LEAST[kind], (0.7 + tile.subs * part) * slow) + _BEGIN * (count - 1)
             part = 0.0037 * products / tile.tiles + 0.0013 * products + 0.225 * read
             part += 0.4 * (tile.parts - 1) * (not tile.beside)
-            few = tile.lull > 0 and tile.tiles == 2 and tile.blocks > 48 and size.recurrent > 3 and count == 1
+            few = tile.lull > 0 and (tile.slice, tile.tiles) == (16, 2) and tile.blocks > 48 and size.recurrent > 3
+            few = few and count == 1 and batch * directions > 16
             # 896 and 1,024 units at batch 32 1.90 and 1.86 us, with TF32 products 2.02: 2.49 and 2.75 estimated
             return count * (1.45 + tile.subs * part) * (0.7 if few else 1.0)
         if size.bits or size.masks:  # a strip is multiplied for each of its gates; given masks are read at each step

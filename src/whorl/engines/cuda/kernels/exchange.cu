@@ -1,9 +1,9 @@
 // How blocks that are not of one cluster hand words to each other: through L2, without barriers and without flags.
 //
 // A word is its own flag.  Two-byte values go into a ring of buffers that is full of NOTHING, a pair of not-a-numbers
-// which no rounding makes: a reader looks until a word is another.  Once all have read a word its writer makes it
-// NOTHING again, and every PERIOD steps all threads fence; a buffer comes round again only two fences later, so what a
-// reader then sees is NOTHING or new, never old.  Values and sums in float32 give their last bit away for the phase,
+// which no rounding makes: a reader looks until a word is another.  PERIOD steps later, when all have long read a word, its
+// writer makes it NOTHING again, and every PERIOD steps all threads fence; a buffer comes round again only two fences later,
+// so what a reader then sees is NOTHING or new, never old.  Values and sums in float32 give their last bit away for the phase,
 // which changes each time that a buffer comes round: two buffers are enough, without clearing or fences, since who
 // writes at step t + 2 has read what all made of step t.  TF32 has not that bit.  All is filled with ones before a launch.
 
@@ -38,6 +38,9 @@ __device__ __forceinline__ void put_pair(unsigned* at, unsigned first, unsigned 
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(first), "r"(second));
 }
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// how many buffers on from that of a step the one lies which is made NOTHING then; in the first steps it is that already
+__device__ __forceinline__ int freed(int step) { return step % RING < PERIOD ? RING - PERIOD : -PERIOD; }
 
 __device__ __forceinline__ unsigned phase_of(int step) { return step / RING % 2; }
 #if ELEMENT_BYTES == 2 || HALVES

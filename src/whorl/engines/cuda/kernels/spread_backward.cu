@@ -723,6 +723,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     };
     if (LULL > 0) __syncthreads(), pause(LULL);  // warps that compute no cell would ask before others have given
     look_at(first);
+    if (LULL > 0 && comes_round && t % PERIOD == 0) fence();  // while all is on its way
 #pragma unroll
     for (int sub = first; sub < first + count; ++sub) {
       unsigned* const to = gradients + place_for(t, sub);
@@ -981,16 +982,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             both = {before.x + sums_now[i][0], before.y + sums_now[i][1], before.z + sums_now[i + 1][0],
                     before.w + sums_now[i + 1][1]};
           }
-        if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && row_there)  // everyone has read these
+        if (comes_round && row_there) {  // everyone has read these
+          unsigned* const old = given + ring_at + freed(t) * buffer + (turn * COMPUTED + j * PASS) * PITCH;
 #pragma unroll
-          for (int back = 0; back < PERIOD; ++back) {
-            unsigned* const old = given + (t - 2 * PERIOD + back) % RING * buffer + (turn * COMPUTED + j * PASS) * PITCH;
+          for (int g = 0; g < (INSIDE ? SLOTS : RECURRENT); ++g) put(old + g * GATE_APART, NOTHING);
 #pragma unroll
-            for (int g = 0; g < (INSIDE ? SLOTS : RECURRENT); ++g) put(old + g * GATE_APART, NOTHING);
-#pragma unroll
-            for (int slot = 0; slot < SLOTS; ++slot)
-              if (HALVES && pair == 0) put(old + slot * SLOT_WORDS + scale_at, NOTHING);
-          }
+          for (int slot = 0; slot < SLOTS; ++slot)
+            if (HALVES && pair == 0) put(old + slot * SLOT_WORDS + scale_at, NOTHING);
+        }
       }
     }
   };
@@ -1026,7 +1025,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     means_at += t % 2 == 0 ? mean_plane : -mean_plane;
 #endif
     ring_at = (t + 1) % RING == 0 ? 0 : ring_at + buffer;
-    if (comes_round && t % PERIOD == 0) fence();
+    if (LULL == 0 && comes_round && t % PERIOD == 0) fence();
     if constexpr (OPTIONS) {
       rows_before = rows, rows = next_rows;
       if (t + 2 < time) next_rows = rows_of(a, step_of(t + 2));

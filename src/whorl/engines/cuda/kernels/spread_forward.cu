@@ -547,6 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           levels.look_at(levels_of(from), rows_left(sub), lane);
 #endif
           arrival.look_at(from, rows_left(sub), lane, phase_before);
+          if (comes_round && (t - 1) % PERIOD == 0) fence();  // while all is on its way
         }
 #if BY_STEP
         uint2* const its_factors = factors + warp * (LEVEL_PITCH / 4);
@@ -1018,24 +1019,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int s = 0; s < STATES; ++s)
             leave_pair(a, s, end, after[j][0][s], after[j][1][s], item.there, item.there && has_second);
         }
-        if (comes_round && t % PERIOD == 0 && t >= 2 * PERIOD && item.there) {  // everyone has read these
-#pragma unroll
-          for (int i = 0; i < PERIOD * PLANES; ++i)
-            put(sent + (t - 2 * PERIOD + i / PLANES) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + i % PLANES * PLANE_PITCH,
-                NOTHING);
-#if BY_STEP
-          if (pair == 0)
-#pragma unroll
-            for (int i = 0; i < PERIOD; ++i)
-              put(sent + (t - 2 * PERIOD + i) % RING * buffer + (sub * ROWS + j * PASS) * PITCH + level_at, NOTHING);
-#endif
-#if INSIDE
-#pragma unroll
-          for (int i = 0; i < PERIOD * INSIDE; ++i)
-            put(sent + (1 + i / PERIOD) * round_pitch + (t - 2 * PERIOD + i % PERIOD) % RING * buffer + (sub * ROWS + j * PASS) * PITCH,
-                NOTHING);
-#endif
-        }
       }
       if constexpr (OPTIONS) {
         if (t + 1 < time) {
@@ -1048,6 +1031,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         }
       }
     }
+    if (comes_round) {  // everyone has read these
+      unsigned* const old = sent + sent_at + freed(t) * buffer;
+#pragma unroll
+      for (int i = 0; i < SUBS * OWN; ++i) {
+        if (!is_there(i / OWN, i % OWN)) continue;
+        unsigned* const at = old + (i / OWN * ROWS + i % OWN * PASS) * PITCH;
+#pragma unroll
+        for (int p = 0; p < PLANES; ++p) put(at + p * PLANE_PITCH, NOTHING);
+#if BY_STEP
+        if (pair == 0) put(at + level_at, NOTHING);
+#endif
+#if INSIDE
+#pragma unroll
+        for (int round = 1; round <= INSIDE; ++round) put(at + round * round_pitch, NOTHING);
+#endif
+      }
+    }
     if (SUBS == 1 && FIRST && LULL == 0 && t + 1 < time) {
 #if BY_STEP
       if (!States::AFTER_ONE) levels.look_at(levels_of(seen_next), rows_left(0), lane);
@@ -1057,7 +1057,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #if BY_STEP
     scales_now = SCALES - scales_now;
 #endif
-    if (comes_round && t % PERIOD == 0) fence();
+    if (LULL == 0 && comes_round && t % PERIOD == 0) fence();
     gates_at += row_step * GATES * UNITS;
     y_at += row_step * width;
 #if STAGED
