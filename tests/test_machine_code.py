@@ -111,6 +111,7 @@ def test_kernels_of_a_part_of_the_steps_spill_no_more(
     tile = grid.estimated(size_of(cell, units, dtype.itemsize), part_of(H200, layers), batch, 1, kind)
     assert tile is not None
     write = source.forward if kind == "forward" else source.backward
+    tile = grid.beside(tile)
     whole, part = (write(cell, units, dtype, tile, True, carried=carried) for carried in (False, True))
     found = []
     for text in (whole, part):

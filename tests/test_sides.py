@@ -123,7 +123,7 @@ def test_one_direction_of_plain_layers_has_sides() -> None:
     assert (both.blocks, both.directions, both.near) == (64, 2, (0, 0))
     unknown = grid._launch(tile, H200, 2, 1, (0, 0, 1), None)
     assert (unknown.blocks, unknown.near, unknown.places) == (128, (0, 0), (128, 0, 0, *sides.NOWHERE))
-    other = grid._launch(replace(tile, sided=False), H200, 2, 1, (0, 0, 1), given)
+    other = grid._launch(grid.beside(tile), H200, 2, 1, (0, 0, 1), given)  # layers beside each other have none
     assert (other.blocks, other.places) == (128, ())
 
 

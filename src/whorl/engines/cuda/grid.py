@@ -1,5 +1,6 @@
 """A kernel of a plan with its tile: how it is launched for a whole batch, in either regime."""
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -201,6 +202,11 @@ def likely(
     known = _known(*where)
     found: list[Tile | Spread] = [*_near(*where)[:each]]
     return list(dict.fromkeys([*found, *spreading.likely(*where)[:each], *([known] if known is not None else [])]))
+
+
+def beside(tile: Tile | Spread) -> Tile | Spread:
+    """A tile for kernels of several layers that run beside each other: none has all multiprocessors of a side."""
+    return replace(tile, sided=False) if isinstance(tile, Spread) else tile
 
 
 def described(tile: Tile | Spread, shared: int) -> str:

@@ -101,6 +101,7 @@ class Layers:
             assert tile is not None, "the obstacles say that it fits"
             flag = problem.gradient if kind == "forward" else form.bias
             sizes.append(size)
+            tile = grid.beside(tile) if carried else tile
             numbers.append(Numbers(kind, self.cell, form.units, problem.dtype, tile, flag, features, carried))
         with torch.cuda.device(self.index):
             made = kernels(numbers, self.chip, self.index)
@@ -110,14 +111,13 @@ class Layers:
         rows = zip(wanted, sizes, numbers, made, halvers, fillers, strict=True)
         where = problem.batch, form.directions
         return [
-            Grid(kernel, own.tile, size, one.chip, *where, own.kind, halves, ones, self._sides(own.tile, one.chip))
+            Grid(kernel, own.tile, size, one.chip, *where, own.kind, halves, ones, self._sides(own.tile))
             for one, size, own, kernel, halves, ones in rows
         ]
 
-    def _sides(self, tile: Tile | Spread, chip: Chip) -> Sides | None:
-        """By which the blocks of a tile take places: all multiprocessors are theirs."""
-        wanted = isinstance(tile, Spread) and tile.sided and chip == self.chip
-        return sides(chip, self.index) if wanted else None
+    def _sides(self, tile: Tile | Spread) -> Sides | None:
+        """By which the blocks of a tile take places."""
+        return sides(self.chip, self.index) if isinstance(tile, Spread) and tile.sided else None
 
     def _kernel(self, kind: str, features: Features) -> Grid:
         if (kind, features) not in self._made:

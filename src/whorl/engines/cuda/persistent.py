@@ -251,7 +251,7 @@ def warm(problem: Problem, chip: Chip) -> list[str]:
         if overlaps(whole, chip, kind):
             tile = grid.choose(size, part_of(chip, form.layers), problem.batch, form.directions, kind)
             assert tile is not None, "layers that run beside each other fit"
-            wanted.append(wanted[-1]._replace(tile=tile, carried=True))
+            wanted.append(wanted[-1]._replace(tile=grid.beside(tile), carried=True))
     made = codes(wanted, chip)
     made += [halver_code(one, chip) for one in map(halving, wanted) if one is not None]
     if any(map(fills, wanted)):

@@ -52,7 +52,7 @@ _finding = Lock()
 
 
 def sides(chip: Chip, index: int) -> Sides | None:
-    """Those of a GPU, measured at the first call, which takes some 5 ms; None where it has none that could be told.
+    """Those of a GPU, measured at the first call, which takes some 4 ms; None where it has none that could be told.
 
     Args:
         index: torch's number of the GPU.

@@ -146,7 +146,6 @@ def forward(
     live += _FORWARD_TWO[wide] + 24 * (tiles - 1) * (not wide) if planes > 1 else _extra(size, _FORWARD_EXTRA, tiles)
     live += 8 * tiles * (size.bits or bool(size.masks)) + _inside(size, "forward")
     live += 16 * (anew and wide and parts == 1)  # else 29 words of LSTM with 1,500 units at batch 20 are spilled
-    live += 8 * (anew and wide and tiles == 3 and parts > 1)  # and 2 in three parts
     if rounds:  # else the compiler spills a few words, in true float32 a hundred
         live += (8 if operand(size, "forward") == 2 else 4) if own == 1 else 4 * (not halves)
     if size.exact and subs > 1 and not halves:
@@ -167,7 +166,9 @@ def forward(
         return None
     made = (units, blocks, 1, tiles, subs, warps, resident, shared, groups, depths, wide, parts, beside)
     at_once = subs == planes == 1 and size.staged is None and operand(size, "forward") == 2
-    at_once = at_once and arriving <= _MOST_AT_ONCE[wide] and not (anew and tiles > 2)  # else two words are spilled
+    at_once = (
+        at_once and arriving <= _MOST_AT_ONCE[wide] and not anew
+    )  # train steps with softplus took 1,144 us, not 1,080
     lull = (_LULL_MANY if tiles > 2 else _LULL[wide]) * at_once
     sided = _sided(size, lull) and (tiles < 3 or size.element == 2)
     return Spread(
@@ -461,8 +462,6 @@ def _wide_ways(size: Size, units: int, shape: tuple[int, int]) -> Sequence[tuple
     scaled = operand(size, "forward") < size.element
     if size.bare and shape == (4, 1):
         return _WIDE_QUARTERS_SCALED if scaled else _WIDE_QUARTERS[size.recurrent > 3]
-    if size.bare and shape == (3, 1) and size.units > 1024:
-        return [(-(-size.units // 512), 0)]
     more: tuple[int, ...] = _WIDE_MORE if size.ahead or size.gate > size.element else ()
     more += _WIDE_SCALED.get((units, *shape), ()) if scaled else ()
     return [(1, 0), (2, 0), *((2, spilled) for spilled in more)]
