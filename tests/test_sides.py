@@ -39,7 +39,7 @@ def test_sides_are_told_by_how_long_a_word_takes() -> None:
     times, numbers = measured(990, 1340)
     found = told(times, numbers)
     assert found is not None
-    assert (found.count, len(found.second)) == (132, 66)
+    assert (found.all, len(found.second)) == (132, 66)
     assert found.second == set(numbers[66:])
     uneven = told(*measured(990, 1340, second=52))
     assert uneven is not None

@@ -29,12 +29,12 @@ class Sides(NamedTuple):
 
     second: frozenset[int]
     """Those of the second side."""
-    count: int
-    """All."""
+    all: int
+    """How many there are."""
 
     def deal(self, groups: int, blocks: int) -> tuple[int, int]:
         """How many of so many groups of blocks each side has for itself; what is left over lies on both."""
-        room = (self.count - len(self.second)) // blocks, len(self.second) // blocks
+        room = (self.all - len(self.second)) // blocks, len(self.second) // blocks
         first = min(room[0], max(-(-groups // 2), groups - room[1]))
         return first, min(room[1], groups - first)
 
