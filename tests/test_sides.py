@@ -57,7 +57,9 @@ def test_where_no_two_sides_lie_apart_there_are_none(near: int, far: int, count:
 def test_where_not_all_multiprocessors_are_ours_there_are_no_sides() -> None:
     times, numbers = measured(990, 1340)
     assert told(times, [number + 4 for number in numbers]) is None
-    assert told(times[:-1], numbers[:-1]) is None or sorted(numbers[:-1]) == list(range(131))
+    left_out = numbers.index(5)
+    times.pop(left_out), numbers.pop(left_out)
+    assert told(times, numbers) is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_what_measures_compiles_for_every_architecture(capability: tuple[int, in
     assert name.encode() in code
 
 
-def test_small_chips_and_captures_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_without_bits_and_captures_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sides, "_round_trips", lambda *_: pytest.fail("it is measured"))
     monkeypatch.setattr(sides, "_found", {})
     assert sides.sides(Chip((10, 0), 300), 0) is None
@@ -117,12 +119,12 @@ def test_one_direction_of_plain_layers_has_sides() -> None:
     assert tile.sided
     given = Sides(frozenset(range(66)), 132)
     alone = grid._launch(tile, H200, 2, 1, (0, 0, 1), given)
-    assert (alone.blocks, alone.directions, alone.near) == (132, 1, (64, 64))
+    assert (alone.blocks, alone.directions, alone.by_side) == (132, 1, True)
     assert alone.places == (128, 64, 64, *given.words)
     both = grid._launch(tile, H200, 1, 2, (0, 0, 2), given)
-    assert (both.blocks, both.directions, both.near) == (64, 2, (0, 0))
+    assert (both.blocks, both.directions, both.by_side) == (64, 2, False)
     unknown = grid._launch(tile, H200, 2, 1, (0, 0, 1), None)
-    assert (unknown.blocks, unknown.near, unknown.places) == (128, (0, 0), (128, 0, 0, *sides.NOWHERE))
+    assert (unknown.blocks, unknown.by_side, unknown.places) == (128, False, (128, 0, 0, *sides.NOWHERE))
     other = grid._launch(grid.beside(tile), H200, 2, 1, (0, 0, 1), given)  # layers beside each other have none
     assert (other.blocks, other.places) == (128, ())
 
@@ -185,7 +187,6 @@ FAULTS = {
     "a place near the other side is taken for one of the first": (
         "return first + of_second + late - left;", "return of_second + late - left;",
     ),
-    "all count as the first side": ("number % 32) & 1;", "number % 32) & 0;"),
 }  # fmt: skip
 
 
@@ -209,10 +210,7 @@ def test_a_planted_fault_is_found(fault: str, folder: Path, monkeypatch: pytest.
             else:
                 found += [True for a, b in zip(got, plain, strict=True) if not torch.equal(a, b)]
     assert any(changed)
-    if fault == "all count as the first side":
-        assert found == []  # it takes longer, no more
-    else:
-        assert found
+    assert found
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

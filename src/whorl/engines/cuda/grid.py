@@ -251,10 +251,13 @@ class Launch(NamedTuple):
     directions: int
     where: tuple[int, ...] = ()
     """Of blocks that exchange through L2 the first row and direction, and all directions."""
-    near: tuple[int, int] = (0, 0)
-    """The places for blocks of each side of L2; 0 and 0: a block's place is its number."""
     places: tuple[int, ...] = ()
     """What sides.cu takes, but for the address of what counts those that are taken."""
+
+    @property
+    def by_side(self) -> bool:
+        """Whether there are places for blocks of either side of L2; else a block's place is its number."""
+        return any(self.places[1:3])
 
 
 def _launch(
@@ -265,9 +268,8 @@ def _launch(
     if not tile.sided:
         return Launch(count, directions, where)
     first, second = (0, 0) if sides is None or directions > 1 else sides.deal(groups, tile.blocks)
-    near = first * tile.blocks, second * tile.blocks
-    places = count, *near, *(NOWHERE if sides is None else sides.words)
-    return Launch(chip.multiprocessors if any(near) else count, directions, where, near, places)
+    places = count, first * tile.blocks, second * tile.blocks, *(NOWHERE if sides is None else sides.words)
+    return Launch(chip.multiprocessors if first + second else count, directions, where, places)
 
 
 class Grid:
@@ -359,6 +361,6 @@ class Grid:
         for number, launch in enumerate(self._launches):
             values = *prepared.values, *launch.where
             if launch.places:
-                counts = prepared.values[-1] + 4 * (self._counts + 4 * number) if any(launch.near) else 0
+                counts = prepared.values[-1] + 4 * (self._counts + 4 * number) if launch.by_side else 0
                 values = *values, counts, *launch.places
             self.kernel(stream, launch.blocks, launch.directions, *values)

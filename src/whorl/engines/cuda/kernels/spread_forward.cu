@@ -89,7 +89,10 @@ __device__ constexpr int state_at(int row, int word) {
   return WARPGROUPS ? word / 4 * STRIDE + row * 4 + word % 4 : row * STRIDE + word;
 }
 typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARPS, state_at(WARPS, 0), state_at(0, 128), PARTS,
-                SUBS == 1 && LULL == 0 || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0, BESIDE ? 2 * DEPTHS : CHUNKS> States;
+                (SUBS == 1 && LULL == 0) || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0,
+                BESIDE ? 2 * DEPTHS : CHUNKS>
+    States;
+static_assert(LULL == 0 || (SUBS == 1 && !INSIDE && !BY_STEP), "a lull is for all states of a step, asked for once");
 #if BY_STEP
 typedef Levels<BLOCKS, PITCH, ROWS, WARPS> StepLevels;
 static_assert(!STAGED && PLANES == 1 && 32 % PAIRS == 0 && PASS * PAIRS % 32 == 0 && ROWS * PAIRS % 32 == 0,
@@ -543,9 +546,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (LULL > 0 && part == 0) {
           __syncthreads();  // warps that compute no cell would ask before others have given
           pause(LULL);
-#if BY_STEP
-          levels.look_at(levels_of(from), rows_left(sub), lane);
-#endif
           arrival.look_at(from, rows_left(sub), lane, phase_before);
           if (comes_round && (t - 1) % PERIOD == 0) fence();  // while all is on its way
         }
