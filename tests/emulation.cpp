@@ -402,7 +402,8 @@ inline unsigned emulated_multiprocessor() { return blockIdx.x * 7 % gridDim.x; }
 
 template <class T>
 inline void emulated_keep(T&) {}
-inline void emulated_pause(unsigned) {}
+inline unsigned emulated_ticks() { return 0; }
+inline void emulated_pause(unsigned, unsigned) {}
 inline void emulated_ready(float&) {}
 inline void emulated_ready(unsigned&) {}
 

@@ -441,17 +441,19 @@ def test_products_of_four_warps(
 
 
 @pytest.mark.parametrize(
-    "units, ahead",
+    "units, time, ahead",
     [
-        (520, (64, 1, 1, 8, 8, 2)),  # three pieces of 32 times 16 bytes in a row, two of them in the first part
-        (520, (64, 1, 2, 8, 4, 2)),  # four warps share the depth with the other four, two parts of the batch in turn
-        (780, (64, 2, 1, 8, 8, 4)),  # a part for each piece
+        # three pieces of 32 times 16 bytes in a row, two of them in the first part; words come round
+        (520, 36, (64, 1, 1, 8, 8, 2)),
+        (520, 3, (64, 1, 2, 8, 4, 2)),  # four warps share the depth with the other four, two parts of the batch in turn
+        (780, 3, (64, 2, 1, 8, 8, 4)),  # a part for each piece
     ],
 )
 @pytest.mark.parametrize("precision, nonlinearity", [("bfloat16", "tanh"), ("tf32", "tanh"), ("tf32", "relu")])
 def test_products_of_what_has_come_while_the_rest_is_on_its_way(
-    units: int, ahead: tuple[int, ...], precision: str, nonlinearity: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    units: int, time: int, ahead: tuple[int, ...], precision: str, nonlinearity: str, folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     def chosen(size: Size, chip: Chip, batch: int, directions: int, way: str) -> Spread | None:
         *tile, parts = ahead
         return spreading.forward(size, *tile, chip.shared, 9, parts=parts, wide=True)
@@ -460,7 +462,7 @@ def test_products_of_what_has_come_while_the_rest_is_on_its_way(
     monkeypatch.setattr(Spread, "at_once", lambda *_: 1)
     torch.manual_seed(1)
     tf32, dtype = precision == "tf32", torch.float32 if precision == "tf32" else torch.bfloat16
-    layer, x = whorl.RNN(6, units, nonlinearity=nonlinearity).to(dtype), torch.randn(3, 10, 6).to(dtype)
+    layer, x = whorl.RNN(6, units, nonlinearity=nonlinearity).to(dtype), torch.randn(time, 10, 6).to(dtype)
     truth = outcome(layer, x, torch.float64, "reference", folder, gradients=False)
     got = outcome(layer, x, dtype, "persistent", folder, tf32, gradients=False)
     with torch.no_grad():

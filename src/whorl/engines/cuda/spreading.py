@@ -51,7 +51,8 @@ class Spread:
     beside: bool = False
     """Forward: the product of a part of the units runs while the next part is on its way."""
     lull: int = 0
-    """Cycles before a block asks for all that others give; 0: it asks for some, and for the rest when they came."""
+    """Cycles before a block asks for all that others give, or for all of a part; 0: it asks for some, and for the rest
+    when they came."""
     sided: bool = False
     """Its blocks take places among those that are on the same side of L2 (sides.py)."""
     chunk: int = 0
@@ -234,7 +235,7 @@ def backward(
         return None
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
     at_once = gathered > 1 and subs == 1 and size.staged is None and operand(size, "backward") == 2
-    lull = _LULL_BACK * (at_once and arriving <= _MOST_AT_ONCE[False])
+    lull = _LULL_BACK * (at_once and arriving <= _MOST_AT_ONCE[wide and tiles < 3])
     one = _collected(size, "backward", units, tiles, subs, collected)
     return Spread(
         *made, wide=wide, parts=parts, lull=lull, sided=_sided(size, lull), chunk=chunk, exact=size.exact,
@@ -247,12 +248,15 @@ def _sided(size: Size, lull: int) -> bool:
     return size.bare and lull > 0
 
 
-_LULL, _LULL_MANY, _LULL_BACK = {False: 160, True: 200}, 300, 100
-"""Cycles forward, where one warp multiplies and where four do, and of more than 16 sequences at a time; backward.
+_LULL, _LULL_MANY, _LULL_BACK = {False: 280, True: 300}, 500, 100
+"""Cycles forward since a block has given its states, where one warp multiplies and where four do, and of more than 16
+sequences at a time; backward since what a step leaves is written.
 
 Words arrive some 280 cycles after they were sent from the same side of L2, and an answer takes as long as they did."""
 _MOST_AT_ONCE = {False: 16, True: 32}
-"""Registers of a thread for what it asks for at once, at most."""
+"""Registers of a thread for what it asks for at once, at most: the second forward where four warps multiply, backward
+there up to 16 sequences (LSTM with 1,024 units at batch 64 3.84 us a step without a lull and 3.54 with one, GRU 3.37
+and 2.99, at batch 32 with TF32 products 3.84 and 3.42; H200)."""
 
 
 def _collected(size: Size, kind: str, units: int, tiles: int, subs: int, asked: bool | None) -> bool:
@@ -462,6 +466,8 @@ def _wide_ways(size: Size, units: int, shape: tuple[int, int]) -> Sequence[tuple
     scaled = operand(size, "forward") < size.element
     if size.bare and shape == (4, 1):
         return _WIDE_QUARTERS_SCALED if scaled else _WIDE_QUARTERS[size.recurrent > 3]
+    if size.bare and shape == (3, 1) and size.units > 1024 and not scaled:
+        return _WIDE_THIRDS
     more: tuple[int, ...] = _WIDE_MORE if size.ahead or size.gate > size.element else ()
     more += _WIDE_SCALED.get((units, *shape), ()) if scaled else ()
     return [(1, 0), (2, 0), *((2, spilled) for spilled in more)]
@@ -506,6 +512,10 @@ _WIDE_QUARTERS = {False: [(4, 0)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
 batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92 (H200)."""
+_WIDE_THIRDS = [(3, -1)]
+"""Of 24 sequences and more than 1,024 units each third is few enough registers for a lull: with 1,500 units at batch 20 a
+step took LSTM 3.12 us, saved 3.12, all there without one 3.28 and 3.23; GRU, which would spill a word with an operand
+more in registers, 3.02 and 3.06, it was 3.21 and 3.18.  With TF32 products 3.29, but saved 3.54 where 3.48 (H200)."""
 _WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4))
 _WIDE_TWO = ((1, 2), (1, 3), (1, 6), (2, 3), (2, 4))  # of states in two planes fewer are held at a time
 

@@ -23,10 +23,14 @@ __device__ __forceinline__ uint2 look_pair(const unsigned* at) {
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
   return words;
 }
-// Lets so many cycles go by.
-__device__ __forceinline__ void pause(unsigned count) {
-  unsigned begun, now;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(begun));
+__device__ __forceinline__ unsigned ticks() {
+  unsigned now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  return now;
+}
+// Lets so many cycles go by from a tick on.
+__device__ __forceinline__ void pause(unsigned begun, unsigned count) {
+  unsigned now;
   do
     asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
   while (now - begun < count);

@@ -721,7 +721,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int slot = 0; slot < slots_of(round); ++slot)
         arrivals[slot].look_at(from + slot * SLOT_WORDS + sub * ROWS * PITCH, rows_left(sub), lane, phase_of(t));
     };
-    if (LULL > 0) __syncthreads(), pause(LULL);  // warps that compute no cell would ask before others have given
+    if (LULL > 0) __syncthreads(), pause(ticks(), LULL);  // warps that compute no cell would ask before others have given
     look_at(first);
     if (LULL > 0 && comes_round && t % PERIOD == 0) fence();  // while all is on its way
 #pragma unroll

@@ -92,6 +92,9 @@ typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARP
                 (SUBS == 1 && LULL == 0) || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0,
                 BESIDE ? 2 * DEPTHS : CHUNKS>
     States;
+// before pointers go on and not at the beginning of the next step; slower where states come in one part, and options' kernels
+// have no registers for it
+constexpr bool ASKS_EARLY = LULL > 0 && SIDED && PARTS > 1;
 static_assert(LULL == 0 || (SUBS == 1 && !INSIDE && !BY_STEP), "a lull is for all states of a step, asked for once");
 #if BY_STEP
 typedef Levels<BLOCKS, PITCH, ROWS, WARPS> StepLevels;
@@ -395,6 +398,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int level_at = PLANE_PITCH + rank - unit / WORD_ELEMENTS;  // beside where the first pair's states are sent
   const auto levels_of = [&](const unsigned* from) { return from - lane * 4 + PLANE_PITCH; };
 #endif
+  unsigned given_at = 0;  // when the block had given its states
+  const auto look_after_lull = [&](const unsigned* from, int step) {
+    pause(given_at, LULL);
+    arrival.look_at(from, rows_left(0), lane, phase_of(step));
+    if (comes_round && step % PERIOD == 0) fence();  // while all is on its way
+  };
   int weights_at = warp * STREAMED * 32 + lane, arrived_at = state_at(warp, lane * 4);
   int partial_to = (split * ROWS + lane % 4 * 2) * SUM_STRIDE + (INSIDE ? 0 : group * SHARE * 16) + lane / 4 * 2;
   int partial_from = own_row * SUM_STRIDE + pair * (INSIDE ? 2 : 4);
@@ -543,12 +552,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     for (int sub = 0; sub < SUBS; ++sub) {
       const auto settle = [&](int part) {
         const unsigned* const from = seen + sub * ROWS * PITCH;
-        if (LULL > 0 && part == 0) {
-          __syncthreads();  // warps that compute no cell would ask before others have given
-          pause(LULL);
-          arrival.look_at(from, rows_left(sub), lane, phase_before);
-          if (comes_round && (t - 1) % PERIOD == 0) fence();  // while all is on its way
-        }
+        if (LULL > 0 && !ASKS_EARLY && part == 0) look_after_lull(from, t - 1);
 #if BY_STEP
         uint2* const its_factors = factors + warp * (LEVEL_PITCH / 4);
         if (part == 0) {
@@ -965,6 +969,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         end_step();
       }
 #endif
+      if (LULL > 0) {
+        __syncthreads();  // warps that compute no cell would ask before others have given
+        given_at = ticks();
+      }
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
@@ -1048,6 +1056,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #endif
       }
     }
+    if (ASKS_EARLY && t + 1 < time) look_after_lull(seen_next, t);
     if (SUBS == 1 && FIRST && LULL == 0 && t + 1 < time) {
 #if BY_STEP
       if (!States::AFTER_ONE) levels.look_at(levels_of(seen_next), rows_left(0), lane);

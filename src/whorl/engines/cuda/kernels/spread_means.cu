@@ -110,7 +110,7 @@ __device__ __forceinline__ void count_units(int stage, bool wanted, int lane, fl
 __device__ __forceinline__ void take(
     int stage, const unsigned* from, unsigned phase, bool wanted, int lane, Numbers (&taken)[MOST_TURNS], float (&units)[EACH]) {
   const int words = words_of(stage) * beside(stage);
-  if (PAUSE > 0) pause(PAUSE);
+  if (PAUSE > 0) pause(ticks(), PAUSE);
   const auto look_at = [&](int turn) {
     const int first = member(stage, lane, turn);
     taken[turn].look_at(words, from + first * words_of(stage));
@@ -243,7 +243,7 @@ __device__ __forceinline__ void take_means(
   }
   Numbers found;
   found.fill(phase);
-  pause(PAUSE_FOUND);
+  pause(ticks(), PAUSE_FOUND);
   if (wanted) found.look_at(words_of(stage), made);
   for (;;) {
     const bool all = !found.is_missing(words_of(stage), phase);
