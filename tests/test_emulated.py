@@ -447,6 +447,7 @@ def test_products_of_four_warps(
         (520, 36, (64, 1, 1, 8, 8, 2)),
         (520, 3, (64, 1, 2, 8, 4, 2)),  # four warps share the depth with the other four, two parts of the batch in turn
         (780, 3, (64, 2, 1, 8, 8, 4)),  # a part for each piece
+        (520, 4, (64, 3, 1, 8, 8, 3)),  # 24 sequences, whose outputs of four bytes go before the lull
     ],
 )
 @pytest.mark.parametrize("precision, nonlinearity", [("bfloat16", "tanh"), ("tf32", "tanh"), ("tf32", "relu")])

@@ -214,7 +214,7 @@ def test_lstm_at_batch_32_takes_blocks_of_16_units_that_stay_in_registers(units:
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_1500_units_ask_for_their_states_in_thirds_after_a_lull(name: str) -> None:
-    """On an H200 at batch 20 LSTM 3.12 us a step and 3.28 without, GRU 3.02 and 3.21; saved with TF32 products slower."""
+    """On an H200 at batch 20 LSTM 3.12 us a step, 3.28 without, GRU 3.02 and 3.21; saved with TF32 products slower."""
     cell = CELLS[name].graph
     tile = grid.choose(size_of(cell, 1500, 2), H200, 20, 1, "forward")
     assert isinstance(tile, Spread)
@@ -228,7 +228,7 @@ def test_1500_units_ask_for_their_states_in_thirds_after_a_lull(name: str) -> No
 
 
 def test_what_many_threads_gather_waits_for_a_lull_where_four_warps_multiply_it() -> None:
-    """Backward on an H200: LSTM at batch 64 3.84 us a step without and 3.54 with one, TF32 at batch 32 3.84 and 3.42."""
+    """Backward on an H200: LSTM at batch 64 3.84 us a step and 3.54 with one, TF32 at batch 32 3.84 and 3.42."""
     for name, units, batch, element in (("lstm", 1024, 64, 2), ("gru", 1024, 64, 2), ("lstm", 1024, 32, 4)):
         tile = grid.choose(size_of(CELLS[name].graph, units, element), H200, batch, 1, "backward")
         assert isinstance(tile, Spread)

@@ -169,7 +169,7 @@ def forward(
     at_once = subs == planes == 1 and size.staged is None and operand(size, "forward") == 2
     # with scales that travel a train step of 1,024 units at batch 32 took 1,144 us, without a lull 1,080
     at_once = at_once and arriving <= _MOST_AT_ONCE[wide] and not anew
-    lull = (_LULL_MANY if tiles > 2 else _LULL[wide]) * at_once
+    lull = (_LULL_MANY[size.element] if tiles > 2 else _LULL[wide]) * at_once
     # with TF32 products, 1,024 units at batch 128, a step would have 10 instructions for what is spilled
     sided = _sided(size, lull) and (tiles < 3 or size.element == 2)
     return Spread(
@@ -248,9 +248,11 @@ def _sided(size: Size, lull: int) -> bool:
     return size.bare and lull > 0
 
 
-_LULL, _LULL_MANY, _LULL_BACK = {False: 280, True: 300}, 500, 100
+_LULL, _LULL_MANY, _LULL_BACK = {False: 280, True: 300}, {2: 500, 4: 300}, 100
 """Cycles forward since a block has given its states, where one warp multiplies and where four do, and of more than 16
-sequences at a time; backward since what a step leaves is written.
+sequences at a time, by bytes; of four bytes since their outputs were written: LSTM with 1,024 units at batch 128 took
+4.38 to 4.41 us a step of saving so, and 4.95 where 500 cycles began with what was given (two H200s).  Backward since
+what a step leaves is written.
 
 Words arrive some 280 cycles after they were sent from the same side of L2, and an answer takes as long as they did."""
 _MOST_AT_ONCE = {False: 16, True: 32}
@@ -513,8 +515,8 @@ _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
 batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92 (H200)."""
 _WIDE_THIRDS = [(3, -1)]
-"""Of 24 sequences and more than 1,024 units each third is few enough registers for a lull: with 1,500 units at batch 20 a
-step took LSTM 3.12 us, saved 3.12, all there without one 3.28 and 3.23; GRU, which would spill a word with an operand
+"""Of 24 sequences and more than 1,024 units each third is few enough registers for a lull: with 1,500 units at batch 20
+a step took LSTM 3.12 us, saved 3.12, all there without one 3.28 and 3.23; GRU, which would spill a word with an operand
 more in registers, 3.02 and 3.06, it was 3.21 and 3.18.  With TF32 products 3.29, but saved 3.54 where 3.48 (H200)."""
 _WIDE_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4))
 _WIDE_TWO = ((1, 2), (1, 3), (1, 6), (2, 3), (2, 4))  # of states in two planes fewer are held at a time

@@ -92,9 +92,10 @@ typedef Arrival<ROWS, CHUNKS, (UNITS + 1) / 2 * (2 / WORD_ELEMENTS), PITCH, WARP
                 (SUBS == 1 && LULL == 0) || INSIDE, PLANE_PITCH, state_at(ROWS, 0), BESIDE ? SPLITS : 0,
                 BESIDE ? 2 * DEPTHS : CHUNKS>
     States;
-// before pointers go on and not at the beginning of the next step; slower where states come in one part, and options' kernels
-// have no registers for it
+// At the end of a step, before pointers go on, and not at the beginning of the next: that is slower where states come in one
+// part, and options' kernels have no registers for it.
 constexpr bool ASKS_EARLY = LULL > 0 && SIDED && PARTS > 1;
+constexpr bool OUTPUTS_FIRST = ELEMENT_BYTES == 4 && TILES > 2;  // their way is longer than a lull, which begins behind them
 static_assert(LULL == 0 || (SUBS == 1 && !INSIDE && !BY_STEP), "a lull is for all states of a step, asked for once");
 #if BY_STEP
 typedef Levels<BLOCKS, PITCH, ROWS, WARPS> StepLevels;
@@ -399,7 +400,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const auto levels_of = [&](const unsigned* from) { return from - lane * 4 + PLANE_PITCH; };
 #endif
   unsigned given_at = 0;  // when the block had given its states
+  const auto meet = [&] {
+    __syncthreads();  // warps that compute no cell would ask before others have given
+    given_at = ticks();
+  };
   const auto look_after_lull = [&](const unsigned* from, int step) {
+    if (OUTPUTS_FIRST) meet();
     pause(given_at, LULL);
     arrival.look_at(from, rows_left(0), lane, phase_of(step));
     if (comes_round && step % PERIOD == 0) fence();  // while all is on its way
@@ -969,10 +975,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         end_step();
       }
 #endif
-      if (LULL > 0) {
-        __syncthreads();  // warps that compute no cell would ask before others have given
-        given_at = ticks();
-      }
+      if (LULL > 0 && !OUTPUTS_FIRST) meet();
 
 #pragma unroll
       for (int j = 0; j < OWN; ++j) {
