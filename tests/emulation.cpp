@@ -603,7 +603,9 @@ extern "C" int launch(
       const unsigned sleepers = (all + alike - 1) / alike, late = any ? drawn(sleepers) : 0;
       unsigned left = all, *const asleep = (unsigned*)calloc(sleepers, sizeof(unsigned));
       bool ran = true, again = false;  // again: none has anything to do but to look
-      for (int idle = 0; left && ran && idle <= 4000000; ++idle) {
+      auto puts = host::puts;
+      unsigned in_vain = 0;  // times that all looked since anything was put
+      for (int idle = 0; left && ran && idle <= 4000000 && in_vain <= 20000; ++idle) {
         ran = false;
         const unsigned far = 16411 % all;  // a prime that is larger than the number of threads: it meets each
         const unsigned begin = any ? drawn(all) : 0, apart = !any ? 1 : drawn(2) ? far : all - far;
@@ -627,6 +629,7 @@ extern "C" int launch(
           else if (how >= ONE_WARP && one == late) asleep[one] = 20;
         if (any && how == SINGLE) asleep[drawn(all)] = drawn(64);  // a few at once: others soon wait for each
         again = looks && !ran && !slept;
+        if (again) in_vain = puts == host::puts ? in_vain + 1 : 0, puts = host::puts;
         ran = ran || slept || looks;
       }
       over = left == 0;  // else they wait for each other

@@ -70,7 +70,7 @@ def again_in_another_order(request: pytest.FixtureRequest, monkeypatch: pytest.M
 
 def of_four_warps(folder: Path, patch: pytest.MonkeyPatch) -> None:
     parts = (64, 2, 1, 8, 8, 4)
-    test_products_of_what_has_come_while_the_rest_is_on_its_way(780, parts, "bfloat16", "tanh", folder, patch)
+    test_products_of_what_has_come_while_the_rest_is_on_its_way(780, 3, parts, "bfloat16", "tanh", folder, patch)
 
 
 def of_clusters(folder: Path, patch: pytest.MonkeyPatch) -> None:
