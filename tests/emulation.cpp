@@ -216,6 +216,7 @@ inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
 OF_BOTH unsigned __ballot_sync(unsigned, bool value);
 OF_BOTH unsigned __reduce_max_sync(unsigned, unsigned value);
 inline bool __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
+inline bool __any_sync(unsigned, bool value) { return __ballot_sync(~0u, value) != 0; }
 inline unsigned __shfl_sync(unsigned, unsigned value, int from) { return shuffle_words(value, host::lane() ^ from); }
 inline int __shfl_sync(unsigned, int value, int from) { return shuffle_words(value, host::lane() ^ from); }
 inline float __shfl_sync(unsigned, float value, int from) {

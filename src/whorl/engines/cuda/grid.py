@@ -42,8 +42,10 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
     return _estimated(size, chip, batch, directions, kind) if known is None else known
 
 
-def _known(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | None:
-    return measured.forward(size, chip, batch, directions) if kind == "forward" else None
+def _known(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
+    if kind != "forward":
+        return None
+    return measured.spread(size, chip, batch, directions) or measured.forward(size, chip, batch, directions)
 
 
 def _estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:

@@ -9,7 +9,8 @@ products LSTM of 64 units 0.69, others 0.79 to 0.99; in two bytes 0.79 (GRU, 384
 
 from bisect import bisect_left
 
-from whorl.engines.cuda import tiling
+from whorl.engines.cuda import spreading, tiling
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 _UNITS, _BATCH = (64, 128, 256, 384, 512), (16, 32, 64, 128, 256)
@@ -78,6 +79,21 @@ def forward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | None:
     return tiling.forward(size, cluster, subs, splits, chip.shared, subs=subs, pointwise=pointwise)
 
 
+def spread(size: Size, chip: Chip, batch: int, directions: int) -> Spread | None:
+    """The tile of blocks that exchange through L2 where it took less time than a cluster's; None elsewhere.
+
+    LSTM with 512 units at batch 128, of whose clusters seven run at once and so have 24 sequences each: in bfloat16
+    1.39 us a step and saved 1.49, in clusters 1.50 and 1.58, with TF32 products 1.75 and 1.90, 1.86 and 1.99; with 480
+    units 1.47 and 1.54, 1.54 and 1.61; at batch 112, where clusters have 16, 1.44 and 1.10 (H200, 2026-11-28).
+    """
+    if chip != Chip((9, 0), 132) or not (448 < size.units <= _UNITS[-1] and 112 < batch * directions <= 128):
+        return None
+    if not size.bare or not _alike(size) or size.recurrent < 4 or (size.element == 4 and not _scaled(size)):
+        return None
+    parts = 2 if size.element == 2 else 1
+    return spreading.forward(size, 32, 2, 1, 8, 8, chip.shared, parts=parts, wide=True)
+
+
 def worth(size: Size) -> float:
     """What steps of these tiles count for, of those that are estimated to be the fastest.
 
@@ -87,12 +103,20 @@ def worth(size: Size) -> float:
     return 0.7 if size.element == 4 and size.recurrent > 3 and size.units <= _UNITS[0] and not size.exact else 1.0
 
 
+def _alike(size: Size) -> bool:
+    """Whether a cell is as LSTM and GRU."""
+    return size.gate == size.element and size.states == size.recurrent - 2
+
+
+def _scaled(size: Size) -> bool:
+    """Whether float32 is multiplied as float16, with scales for all steps where it is not exact."""
+    return size.halves and (size.exact or not size.by_step)
+
+
 def _found(size: Size, row: int, column: int) -> str:
     """What `_TILES` has, and with options what was measured with them; "-" for nothing."""
     kind = "rounded" if size.element == 2 else "exact" if size.exact else "scaled"
-    if size.gate != size.element or size.states != size.recurrent - 2:  # not as those of LSTM and GRU
-        return "-"
-    if size.element == 4 and (not size.halves or (size.by_step and not size.exact)):
+    if not _alike(size) or (size.element == 4 and not _scaled(size)):
         return "-"
     if size.plain:
         lines = _TILES.get((kind, size.recurrent))

@@ -169,7 +169,8 @@ def forward(
     at_once = subs == planes == 1 and size.staged is None and operand(size, "forward") == 2
     # with scales that travel a train step of 1,024 units at batch 32 took 1,144 us, without a lull 1,080
     at_once = at_once and arriving <= _MOST_AT_ONCE[wide] and not anew
-    lull = (_LULL_MANY[size.element] if tiles > 2 else _LULL[wide]) * at_once
+    most = _LULL_MANY[size.element] if tiles > 2 else _LULL_PARTS if parts > 1 else _LULL[wide]
+    lull = most * at_once
     # with TF32 products, 1,024 units at batch 128, a step would have 10 instructions for what is spilled
     sided = _sided(size, lull) and (tiles < 3 or size.element == 2)
     return Spread(
@@ -248,11 +249,12 @@ def _sided(size: Size, lull: int) -> bool:
     return size.bare and lull > 0
 
 
-_LULL, _LULL_MANY, _LULL_BACK = {False: 280, True: 300}, {2: 500, 4: 300}, 100
-"""Cycles forward since a block has given its states, where one warp multiplies and where four do, and of more than 16
-sequences at a time, by bytes; of four bytes since their outputs were written: LSTM with 1,024 units at batch 128 took
-4.38 to 4.41 us a step of saving so, and 4.95 where 500 cycles began with what was given (two H200s).  Backward since
-what a step leaves is written.
+_LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 500, 4: 150}, 100
+"""Cycles forward since a block has given its states, where one warp multiplies and where four do, where those of up
+to 16 sequences come in parts, and of more than 16 at a time, by bytes; of four bytes since their outputs were written:
+LSTM with 1,024 units at batch 128 took 4.38 to 4.41 us a step of saving so, and 4.95 where 500 cycles began with what
+was given (two H200s).  Backward since what a step leaves is written.  In us a step, LSTM, inference (H200): 512 units
+at batch 128 1.39, with 200 cycles 1.41, with 260 1.46; 1,024 at 32 1.74, with 300 1.77; 768 at 16 1.11, with 350 1.18.
 
 Words arrive some 280 cycles after they were sent from the same side of L2, and an answer takes as long as they did."""
 _MOST_AT_ONCE = {False: 16, True: 32}
@@ -470,6 +472,8 @@ def _wide_ways(size: Size, units: int, shape: tuple[int, int]) -> Sequence[tuple
         return _WIDE_QUARTERS_SCALED if scaled else _WIDE_QUARTERS[size.recurrent > 3]
     if size.bare and shape == (3, 1) and size.units > 1024 and not scaled:
         return _WIDE_THIRDS
+    if size.bare and shape == (2, 1) and size.recurrent * units > 64 and not scaled:
+        return [(min(4, -(-size.units // 256)), 0)]  # a part is 16 bytes of each lane for a row
     more: tuple[int, ...] = _WIDE_MORE if size.ahead or size.gate > size.element else ()
     more += _WIDE_SCALED.get((units, *shape), ()) if scaled else ()
     return [(1, 0), (2, 0), *((2, spilled) for spilled in more)]
@@ -510,7 +514,7 @@ _OF_PARTS = {False: 2, True: 0}
 """Operands that are spilled where `_in_parts` says so, by whether products are TF32's: GRU with 2,048 units at batch 64
 took 1,358 us over 100 steps in one part in float16 and 1,236 so, with two operands less or more 1,265 and 1,275; in
 bfloat16 1,249 and 1,242, with TF32 products 1,671 and 1,599 (H200)."""
-_WIDE_QUARTERS = {False: [(4, 0)], True: [(4, 2), (4, 0)]}
+_WIDE_QUARTERS = {False: [(4, -2)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
 batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92 (H200)."""

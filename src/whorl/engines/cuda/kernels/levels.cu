@@ -35,16 +35,10 @@ struct Levels {
     }
   }
   __device__ __forceinline__ void settle(const unsigned* from, int lane) {
-    for (;;) {
-      bool all = true;
+    while (__any_sync(0xffffffffu, is_missing(words, 0)))
 #pragma unroll
       for (int p = 0; p < COUNT; ++p)
-        if (is_missing(words[p], 0)) {
-          words[p] = one(from, p * 32 + lane);
-          all = false;
-        }
-      if (all) break;
-    }
+        if (is_missing(words[p], 0)) words[p] = one(from, p * 32 + lane);
   }
   // `factors` are where the warp's first row has its own
   __device__ __forceinline__ void keep(uint2* factors, float* scales, int left, int lane) {

@@ -403,14 +403,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int p = 0; p < TOGETHER; ++p)
         if (p0 + p < SOURCES) words[p] = look_pair(from + (p0 + p) * plane);
       for (;;) {
-        bool all = true;
+        unsigned other = 0;
 #pragma unroll
         for (int p = 0; p < TOGETHER; ++p)
-          if (p0 + p < SOURCES && ((words[p].x ^ phase) | (words[p].y ^ phase)) & 1u) {
+          if (p0 + p < SOURCES) other |= (words[p].x ^ phase) | (words[p].y ^ phase);
+        if ((other & 1u) == 0) break;
+#pragma unroll
+        for (int p = 0; p < TOGETHER; ++p)
+          if (p0 + p < SOURCES && ((words[p].x ^ phase) | (words[p].y ^ phase)) & 1u)
             words[p] = look_pair(from + (p0 + p) * plane);
-            all = false;
-          }
-        if (all) break;
       }
 #pragma unroll
       for (int p = 0; p < TOGETHER; ++p)
