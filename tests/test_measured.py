@@ -39,7 +39,8 @@ def test_each_fits_and_all_its_clusters_run_at_once(precision: str, gates: int, 
         assert tile is not None
         assert tile.pointwise
         assert -(-batch // tile.rows) <= H200.resident(tile.cluster)
-        assert grid.estimated(sized(precision, gates, own), H200, batch, 1, "forward") == tile
+        spread = measured.spread(sized(precision, gates, own), H200, batch, 1)
+        assert grid.estimated(sized(precision, gates, own), H200, batch, 1, "forward") == (spread or tile)
 
 
 @needs_tools
@@ -79,6 +80,33 @@ def test_they_stand_where_they_were_measured(
 ) -> None:  # fmt: skip
     tile = measured.forward(sized(precision, gates, units, features), H200, batch, directions)
     assert (tile and (tile.cluster, tile.subs, tile.splits, tile.pointwise)) == wanted
+
+
+@pytest.mark.parametrize(
+    "precision, gates, units, batch, directions, features, parts",
+    [
+        ("rounded", 4, 512, 128, 1, PLAIN, 2),
+        ("rounded", 4, 480, 113, 1, PLAIN, 2),
+        ("rounded", 4, 512, 64, 2, PLAIN, 2),  # as many sequences in two directions
+        ("scaled", 4, 512, 128, 1, PLAIN, 1),
+        ("rounded", 4, 512, 112, 1, PLAIN, None),  # of whose clusters seven have 16 sequences each
+        ("rounded", 4, 512, 129, 1, PLAIN, None),
+        ("rounded", 4, 448, 128, 1, PLAIN, None),
+        ("rounded", 3, 512, 128, 1, PLAIN, None),
+        ("exact", 4, 512, 128, 1, PLAIN, None),
+        ("rounded", 4, 512, 128, 1, Features(mask=True), None),
+    ],
+)
+def test_more_sequences_than_clusters_have_are_spread(
+    precision: str, gates: int, units: int, batch: int, directions: int, features: Features, parts: int | None
+) -> None:
+    size = sized(precision, gates, units, features)
+    tile = measured.spread(size, H200, batch, directions)
+    assert (tile and (tile.slice, tile.tiles, tile.wide, tile.parts)) == (parts and (32, 2, True, parts))
+    if tile is not None:
+        assert -(-batch // tile.rows) * directions <= tile.at_once(H200)
+        assert grid.estimated(size, H200, batch, directions, "forward") == tile
+    assert measured.spread(size, Chip((9, 0), 114), batch, directions) is None
 
 
 @pytest.mark.parametrize("name", ["rnn_tanh", "rnn_relu"])

@@ -108,7 +108,7 @@ OPTIONS: dict[str, Any] = {
         ("gru", "bf16", 512, 128, "step", Tile, Tile),
         ("lstm", "tf32", 512, 32, None, Tile, Tile),
         ("lstm", "tf32", 512, 96, None, Tile, Tile),
-        ("lstm", "tf32", 512, 128, None, Tile, Spread),
+        ("lstm", "tf32", 512, 128, None, Spread, Spread),
         ("lstm", "tf32", 256, 128, None, Tile, Tile),
         ("lstm", "tf32", 256, 512, None, Tile, Spread),
         ("lstm", "tf32", 650, 20, None, Spread, Tile),
@@ -225,6 +225,15 @@ def test_1500_units_ask_for_their_states_in_thirds_after_a_lull(name: str) -> No
         assert isinstance(other, Spread)
         assert other.parts != 3
         assert other.lull == 0
+
+
+@pytest.mark.parametrize("units, batch, parts", [(512, 128, 2), (1024, 64, 4)])
+def test_16_sequences_of_32_units_a_block_come_in_parts(units: int, batch: int, parts: int) -> None:
+    """LSTM in bfloat16 on an H200: 512 units 1.50 us a step, in halves 1.39; 1,024 2.44, in quarters 2.28."""
+    tile = grid.estimated(size_of(CELLS["lstm"].graph, units, 2), H200, batch, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert (tile.slice, tile.tiles, tile.subs, tile.wide, tile.beside) == (32, 2, 1, True, True)
+    assert (tile.parts, tile.lull) == (parts, 160)
 
 
 def test_what_many_threads_gather_waits_for_a_lull_where_four_warps_multiply_it() -> None:

@@ -117,13 +117,15 @@ def test_softplus_is_multiplied_as_scaled_float16_where_that_is_faster() -> None
 def test_warps_for_the_cell_as_measured(batch: int, units: int, warps: int, subs: tuple[int, int]) -> None:
     """They took the least time on an H200: 0.815 us a step beside 0.988, 1.85 beside 2.11, 0.47 beside 0.51.
 
-    In bfloat16 and with TF32 products; with a sub-tile that no sequence reaches 0.94 beside 0.96, 1.06 and 1.16.
+    In bfloat16 and with TF32 products; with a sub-tile that no sequence reaches 0.94 beside 0.96, 1.06 and 1.16.  512
+    units at batch 128 are spread (measured.py).
     """
     for element, count in zip((2, 4), subs, strict=True):
         tile = tiling.choose(size_of(library.lstm.graph, units, element), H200, batch, 1, "forward")
         assert tile is not None
         assert (tile.warps, tile.subs, tile.pointwise) == (warps, count, 2)
-    assert isinstance(grid.estimated(LSTM._replace(units=units), H200, batch, 1, "forward"), Tile)
+    found = grid.estimated(LSTM._replace(units=units), H200, batch, 1, "forward")
+    assert isinstance(found, Spread if (batch, units) == (128, 512) else Tile)
 
 
 @pytest.mark.parametrize(

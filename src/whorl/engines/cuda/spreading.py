@@ -517,7 +517,9 @@ bfloat16 1,249 and 1,242, with TF32 products 1,671 and 1,599 (H200)."""
 _WIDE_QUARTERS = {False: [(4, -2)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
-batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92 (H200)."""
+batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92.  GRU with
+two operands less than are counted in registers, of which none is spilled, takes 3.36 and saved 3.38 us; with one more 2
+words are, with two more 6: 3.30 and 3.57 (H200)."""
 _WIDE_THIRDS = [(3, -1)]
 """Of 24 sequences and more than 1,024 units each third is few enough registers for a lull: with 1,500 units at batch 20
 a step took LSTM 3.12 us, saved 3.12, all there without one 3.28 and 3.23; GRU, which would spill a word with an operand
