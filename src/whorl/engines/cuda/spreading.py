@@ -169,8 +169,8 @@ def forward(
     at_once = subs == planes == 1 and size.staged is None and operand(size, "forward") == 2
     # with scales that travel a train step of 1,024 units at batch 32 took 1,144 us, without a lull 1,080
     at_once = at_once and arriving <= _MOST_AT_ONCE[wide] and not anew
-    most = _LULL_MANY[size.element] if tiles > 2 else _LULL_PARTS if parts > 1 else _LULL[wide]
-    lull = most * at_once
+    cycles = _LULL_MANY[size.element] if tiles > 2 else _LULL_PARTS if parts > 1 else _LULL[wide]
+    lull = cycles * at_once
     # with TF32 products, 1,024 units at batch 128, a step would have 10 instructions for what is spilled
     sided = _sided(size, lull) and (tiles < 3 or size.element == 2)
     return Spread(

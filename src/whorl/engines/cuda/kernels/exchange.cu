@@ -48,7 +48,7 @@ __device__ __forceinline__ int freed(int step) { return step % RING < PERIOD ? R
 
 __device__ __forceinline__ unsigned phase_of(int step) { return step / RING % 2; }
 #if ELEMENT_BYTES == 2 || HALVES
-// NOTHING is the largest of all words: one comparison tells of many, where a branch for each word kept all waiting.
+// NOTHING is the largest of all words: one comparison tells of many.  One for each word, after the other, kept all waiting.
 struct Missing {
   unsigned most = 0;
   __device__ __forceinline__ void add(const uint4& words, unsigned) {
