@@ -254,7 +254,8 @@ _LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 5
 to 16 sequences come in parts, and of more than 16 at a time, by bytes; of four bytes since their outputs were written:
 LSTM with 1,024 units at batch 128 took 4.38 to 4.41 us a step of saving so, and 4.95 where 500 cycles began with what
 was given (two H200s).  Backward since what a step leaves is written.  In us a step, LSTM, inference (H200): 512 units
-at batch 128 1.39, with 200 cycles 1.41, with 260 1.46; 1,024 at 32 1.74, with 300 1.77; 768 at 16 1.11, with 350 1.18.
+at batch 128 1.39, with 200 cycles 1.41, with 260 1.46; and where lanes went on alone (exchange.cu) 1,024 at 32 1.74,
+with 300 1.77, 768 at 16 1.11, with 350 1.18, 1,024 at 128 with TF32 products 3.82, with 300 3.95.
 
 Words arrive some 280 cycles after they were sent from the same side of L2, and an answer takes as long as they did."""
 _MOST_AT_ONCE = {False: 16, True: 32}
@@ -518,8 +519,8 @@ _WIDE_QUARTERS = {False: [(4, -2)], True: [(4, 2), (4, 0)]}
 _WIDE_QUARTERS_SCALED = [(4, 2), (4, 5), (4, 6)]
 """Of 32 sequences the product of a quarter of the units runs while the next quarter is on its way. With 1,024 units at
 batch 128 a step took LSTM 4.09 us, in halves 4.06, where all had to be there 4.17; GRU 3.72, 3.81 and 3.92.  GRU with
-two operands less than are counted in registers, of which none is spilled, takes 3.36 and saved 3.38 us; with one more 2
-words are, with two more 6: 3.30 and 3.57 (H200)."""
+two operands less than are counted in registers, of which none is spilled, takes 3.36 and saved 3.38 us; with as many 6
+words are, where lanes go on alone (exchange.cu), and it took 3.30 and 3.57 (H200)."""
 _WIDE_THIRDS = [(3, -1)]
 """Of 24 sequences and more than 1,024 units each third is few enough registers for a lull: with 1,500 units at batch 20
 a step took LSTM 3.12 us, saved 3.12, all there without one 3.28 and 3.23; GRU, which would spill a word with an operand
