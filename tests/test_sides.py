@@ -1,9 +1,11 @@
 """Sides of L2: how they are told, which groups of blocks go where, and that each place is taken once."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from whorl.engines.cuda import grid, layers, sides, spreading
 from whorl.engines.cuda.kernel_text import text_of
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.sides import Sides, told
+from whorl.engines.cuda.source import AT_RANDOM, DRAWN, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size
 
@@ -110,12 +113,17 @@ def test_what_was_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [1]
 
 
-def test_one_direction_of_plain_layers_has_sides() -> None:
-    """With options registers would be spilled, and blocks of two directions are told by their numbers."""
-    lstm = library.lstm.graph
+def test_one_direction_has_sides_forward_without_options() -> None:
+    """With options registers would be spilled forward, and blocks of two directions are told by their numbers."""
+    lstm, zoneout = library.lstm.graph, Features(zoneout=(AT_RANDOM, AT_RANDOM))
+    for kind, features in product(
+        ("forward", "backward"), (PLAIN, zoneout, Features(noise=DRAWN), Features(mask=True))
+    ):
+        tile = spreading.choose(size_of(lstm, 1024, 2, features), H200, 32, 1, kind)
+        assert tile is not None
+        assert tile.sided is (kind == "backward" or features is PLAIN)
     tile = spreading.choose(size_of(lstm, 1024, 2), H200, 32, 1, "forward")
     assert tile is not None
-    assert tile.sided
     given = Sides(frozenset(range(66)), 132)
     alone = grid._launch(tile, H200, 2, 1, (0, 0, 1), given)
     assert (alone.blocks, alone.directions, alone.by_side) == (132, 1, True)
@@ -131,8 +139,14 @@ def test_one_direction_of_plain_layers_has_sides() -> None:
 # --- places are taken -------------------------------------------------------------------------------------------------
 
 
-def on_twelve(given: Sides | None, order: int, folder: Path, patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Output and gradients of an LSTM of five blocks, two groups of them forward, on twelve multiprocessors."""
+def on_twelve(
+    given: Sides | None, order: int, folder: Path, patch: pytest.MonkeyPatch, own: Mapping[str, Any] = {}
+) -> list[Tensor]:
+    """Output and gradients of an LSTM of five blocks, two groups of them forward, on twelve multiprocessors.
+
+    Args:
+        own: options of the layer; with some, its sequences have lengths and resets too.
+    """
     patch.setattr(emulation, "CHIP", SMALL)
     patch.setattr(emulation, "H200", replace(emulation.H200, multiprocessors=12))
     patch.setattr(emulation, "ORDER", order)
@@ -146,11 +160,12 @@ def on_twelve(given: Sides | None, order: int, folder: Path, patch: pytest.Monke
 
     patch.setattr(grid, "choose", chosen)
     torch.manual_seed(0)
-    layer = whorl.LSTM(6, 40, dtype=torch.float16, engine="persistent")
+    layer = whorl.LSTM(6, 40, dtype=torch.float16, engine="persistent", **own)
     x = torch.randn(9, 13, 6, dtype=torch.float16, requires_grad=True)
+    marks = dict(lengths=torch.arange(13) % 9 + 1, reset=torch.rand(9, 13) < 0.2) if own else {}
     with emulated(folder) as inner:
         inner.setattr(layers, "sides", lambda *_: given)
-        y = layer(x)[0]
+        y = layer(x, **marks)[0]
         return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])]
 
 
@@ -177,6 +192,21 @@ def test_each_place_is_taken_once_whatever_lies_where(way: str, folder: Path, mo
     plain = on_twelve(None, 0, folder, monkeypatch)
     for order in (0, 1, 2):
         got = on_twelve(WAYS[way], order, folder, monkeypatch)
+        assert [torch.equal(a, b) for a, b in zip(got, plain, strict=True)] == [True] * len(plain)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zoneout": dict(zoneout=0.2),
+    "step": dict(recurrent_dropout=0.2, recurrent_dropout_mode="step"),
+    "gate": dict(recurrent_dropout=0.2, recurrent_dropout_mode="gate"),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_places_are_taken_with_options_too(option: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = on_twelve(None, 0, folder, monkeypatch, OPTIONS[option])
+    for way in ("by turns", "a group on both", "nobody of the first comes"):
+        got = on_twelve(WAYS[way], 1, folder, monkeypatch, OPTIONS[option])
         assert [torch.equal(a, b) for a, b in zip(got, plain, strict=True)] == [True] * len(plain)
 
 
@@ -224,16 +254,25 @@ def test_a_gpu_with_two_sides_gives_the_same_bits(monkeypatch: pytest.MonkeyPatc
         assert found is not None
         assert told(*sides._round_trips(chip, 0)) in (found, Sides(frozenset(range(132)) - found.second, 132))
 
-    def outcome(given: Sides | None, cell: str, units: int, batch: int) -> list[Tensor]:
+    def outcome(
+        given: Sides | None, cell: str, units: int, batch: int, dtype: torch.dtype, option: str
+    ) -> list[Tensor]:
         made_anew(monkeypatch)
         monkeypatch.setattr(layers, "sides", lambda *_: given)
         torch.manual_seed(0)
-        layer = getattr(whorl, cell)(units, units, device="cuda", dtype=torch.bfloat16, engine="persistent")
-        x = torch.randn(70, batch, units, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        y = layer(x)[0]
+        own = dict(device="cuda", dtype=dtype, engine="persistent", **OPTIONS.get(option, {}))
+        layer = getattr(whorl, cell)(units, units, **own)
+        x = torch.randn(70, batch, units, device="cuda", dtype=dtype, requires_grad=True)
+        marks = {} if option in ("", *OPTIONS) else dict(lengths=torch.arange(batch, device="cuda") * 3 % 70 + 1)
+        y = layer(x, **marks)[0]
         return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])]
 
-    for cell, units, batch in (("LSTM", 1024, 32), ("LSTM", 768, 16), ("GRU", 1024, 20), ("LSTM", 1500, 20)):
-        plain = outcome(None, cell, units, batch)
+    wanted = [("LSTM", 1024, 32), ("LSTM", 768, 16), ("GRU", 1024, 20), ("LSTM", 1500, 20), ("LSTM", 1024, 64)]
+    wide = [(*one, torch.bfloat16, "") for one in wanted]
+    wide += [
+        (*wanted[0], dtype, option) for dtype in (torch.bfloat16, torch.float32) for option in (*OPTIONS, "lengths")
+    ]
+    for one in [*wide, (*wanted[2], torch.bfloat16, "lengths"), (*wanted[4], torch.bfloat16, "step")]:
+        plain = outcome(None, *one)
         for given in [found] * 3 + [Sides(frozenset(range(0, chip.multiprocessors, 3)), chip.multiprocessors)]:
-            assert all(map(torch.equal, outcome(given, cell, units, batch), plain))
+            assert all(map(torch.equal, outcome(given, *one), plain)), one

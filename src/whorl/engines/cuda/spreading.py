@@ -171,8 +171,9 @@ def forward(
     at_once = at_once and arriving <= _MOST_AT_ONCE[wide] and not anew
     cycles = _LULL_MANY[size.element] if tiles > 2 else _LULL_PARTS if parts > 1 else _LULL[wide]
     lull = cycles * at_once
-    # with TF32 products, 1,024 units at batch 128, a step would have 10 instructions for what is spilled
-    sided = _sided(size, lull) and (tiles < 3 or size.element == 2)
+    # with options other registers would be spilled; with TF32 products, 1,024 units at batch 128, a step would have 10
+    # instructions for what is
+    sided = lull > 0 and size.bare and (tiles < 3 or size.element == 2)
     return Spread(
         *made, lull=lull, sided=sided, exact=size.exact, halves=halves, by_step=anew, aside=aside,
         collected=_collected(size, "forward", units, tiles, subs, collected),
@@ -239,14 +240,9 @@ def backward(
     lull = _LULL_BACK * (at_once and arriving <= _MOST_AT_ONCE[wide and tiles < 3])
     one = _collected(size, "backward", units, tiles, subs, collected)
     return Spread(
-        *made, wide=wide, parts=parts, lull=lull, sided=_sided(size, lull), chunk=chunk, exact=size.exact,
+        *made, wide=wide, parts=parts, lull=lull, sided=lull > 0, chunk=chunk, exact=size.exact,
         halves=halves, collected=one, aside=aside,
     )  # fmt: skip
-
-
-def _sided(size: Size, lull: int) -> bool:
-    """Whether blocks take places by their side: where those are found, other registers are spilled with options."""
-    return size.bare and lull > 0
 
 
 _LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 500, 4: 150}, 100
