@@ -6,14 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import whorl
 from cells_for_tests import CELLS
 from test_machine_code import disassembled, needs_tools, time_loop
+from whorl.cells.library import make_lstm
 from whorl.engines.cuda import grid, measured, source
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import PLAIN, Features
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import Chip, Size, Tile
 
 H200 = Chip((9, 0), 132)
+ALL = Features(
+    lengths=True, order=True, mask=True, reset=True, noise=source.DRAWN, zoneout=(source.AT_RANDOM, source.AT_RANDOM)
+)
+"""Most options at once."""
+BY_GATE = Features(noise=source.BY_GATE)
 PRECISIONS = {"rounded": (torch.bfloat16, False), "scaled": (torch.float32, False), "exact": (torch.float32, True)}
 NAMES = {4: "lstm", 3: "gru"}
 _FEWEST = measured._UNITS[0] // 2
@@ -62,7 +70,13 @@ def test_nothing_is_spilled(precision: str, gates: int, units: int, batch: int, 
         ("scaled", 4, 64, 1, 1, PLAIN, (4, 1, 2, 2)),
         ("exact", 3, 128, 100, 1, PLAIN, (4, 1, 2, 2)),
         ("rounded", 4, 256, 128, 1, Features(noise=source.BY_GATE), (8, 2, 2, 4)),
-        ("scaled", 4, 256, 128, 1, Features(noise=source.BY_GATE), (8, 2, 2, 4)),
+        ("scaled", 4, 256, 128, 1, Features(noise=source.BY_GATE), (8, 2, 2, 2)),
+        ("rounded", 4, 256, 32, 1, ALL, (16, 1, 2, 2)),
+        ("rounded", 4, 256, 16, 1, ALL, None),
+        ("scaled", 4, 256, 32, 1, BY_GATE, (16, 1, 4, 4)),
+        ("scaled", 4, 256, 32, 1, ALL, None),
+        ("rounded", 4, 256, 32, 1, Features(noise=source.DRAWN), None),
+        ("scaled", 4, 256, 128, 1, ALL, (8, 2, 2, 4)),
         ("scaled", 4, 512, 32, 1, Features(lengths=True, order=True), (16, 1, 2, 2)),
         ("scaled", 4, 256, 96, 1, PLAIN, None),  # 1.02 to 1.05 of the time
         ("rounded", 4, 32, 32, 1, PLAIN, None),
@@ -82,6 +96,66 @@ def test_they_stand_where_they_were_measured(
     assert (tile and (tile.cluster, tile.subs, tile.splits, tile.pointwise)) == wanted
 
 
+def test_states_of_any_size_have_a_tile_of_their_own() -> None:
+    softplus = make_lstm(activation=whorl.softplus).graph
+    tile = measured.forward(size_of(softplus, 256, 4), H200, 128, 1)
+    assert tile is not None
+    assert (tile.cluster, tile.subs, tile.splits, tile.pointwise, tile.by_step) == (8, 3, 2, 4, True)
+    for units, batch, element in ((128, 128, 4), (256, 64, 4), (512, 64, 4), (256, 128, 2)):
+        tile = measured.forward(size_of(softplus, units, element), H200, batch, 1)
+        assert tile is None or element == 2
+
+
+@pytest.mark.parametrize(
+    "precision, units, batch, directions, features, wanted",
+    [
+        ("scaled", 256, 32, 1, BY_GATE, ("Tile", 16, 4)),
+        ("scaled", 256, 16, 2, BY_GATE, ("Tile", 16, 4)),
+        ("scaled", 256, 128, 1, BY_GATE, ("Tile", 32, 8)),
+        ("scaled", 256, 64, 2, BY_GATE, ("Tile", 32, 8)),
+        ("rounded", 256, 32, 1, ALL, ("Tile", 16, 4)),
+        ("scaled", 256, 64, 1, BY_GATE, None),
+        ("scaled", 512, 32, 1, BY_GATE, None),
+        ("scaled", 256, 32, 1, PLAIN, None),
+        ("scaled", 256, 32, 1, ALL, None),
+        ("rounded", 256, 32, 1, BY_GATE, None),
+        ("rounded", 256, 32, 1, Features(mask=True), None),
+        ("exact", 256, 32, 1, BY_GATE, None),
+    ],
+)
+def test_some_kernels_backward_were_measured(
+    precision: str, units: int, batch: int, directions: int, features: Features, wanted: tuple[str, int, int] | None
+) -> None:
+    size = sized(precision, 4, units, features)
+    tile = measured.backward(size, H200, batch, directions)
+    got = tile and (type(tile).__name__, tile.slice, tile.warps)
+    assert got == wanted
+    if tile is not None:
+        assert grid.estimated(size, H200, batch, directions, "backward") == tile
+        assert grid.likely(size, H200, batch, directions, "backward", 1)[-1] == tile
+    assert measured.backward(size, Chip((9, 0), 114), batch, directions) is None
+
+
+OWN_TILES = [
+    (256, 32, "float32", BY_GATE, "forward"), (256, 32, "float32", BY_GATE, "backward"), (256, 128, "float32", BY_GATE, "backward"),
+    (256, 32, "bfloat16", ALL, "backward"), (256, 32, "bfloat16", ALL, "forward"),
+    (256, 128, "float32", BY_GATE, "forward"), (512, 128, "bfloat16", BY_GATE, "forward"),
+]  # fmt: skip
+
+
+@needs_tools
+@pytest.mark.parametrize("units, batch, dtype, features, kind", OWN_TILES)
+def test_with_options_nothing_is_spilled(
+    units: int, batch: int, dtype: str, features: Features, kind: str, tmp_path: Path
+) -> None:
+    cell, of = CELLS["lstm"].graph, getattr(torch, dtype)
+    tile = grid.estimated(size_of(cell, units, of.itemsize, features), H200, batch, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    loop = time_loop(disassembled(write(cell, units, of, tile, True, features), tile, tmp_path / "kernel.cubin"))
+    assert [line for line in loop if re.search(r"\b(LDL|STL)\b", line)] == []
+
+
 @pytest.mark.parametrize(
     "precision, gates, units, batch, directions, features, parts",
     [
@@ -95,6 +169,8 @@ def test_they_stand_where_they_were_measured(
         ("rounded", 3, 512, 128, 1, PLAIN, None),
         ("exact", 4, 512, 128, 1, PLAIN, None),
         ("rounded", 4, 512, 128, 1, Features(mask=True), None),
+        ("scaled", 4, 512, 128, 1, BY_GATE, None),
+        ("rounded", 4, 512, 112, 1, BY_GATE, None),
     ],
 )
 def test_more_sequences_than_clusters_have_are_spread(
@@ -107,6 +183,14 @@ def test_more_sequences_than_clusters_have_are_spread(
         assert -(-batch // tile.rows) * directions <= tile.at_once(H200)
         assert grid.estimated(size, H200, batch, directions, "forward") == tile
     assert measured.spread(size, Chip((9, 0), 114), batch, directions) is None
+
+
+def test_masks_by_gate_are_spread_too() -> None:
+    size = sized("rounded", 4, 512, BY_GATE)
+    tile = grid.estimated(size, H200, 128, 1, "forward")
+    assert tile == measured.spread(size, H200, 128, 1)
+    assert isinstance(tile, Spread)
+    assert (tile.slice, tile.tiles, tile.groups, tile.wide, tile.parts) == (32, 2, 4, False, 1)
 
 
 @pytest.mark.parametrize("name", ["rnn_tanh", "rnn_relu"])

@@ -59,6 +59,15 @@ def test_sums_over_rows_in_float32_are_cut(dtype: torch.dtype, depths: list[int]
     assert torch.equal(steps.sum_of_rows(a[:0], b[:0]), torch.zeros(5, 7, dtype=dtype))
 
 
+def test_sums_of_a_large_result_are_cut_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum reads and writes all of it."""
+    monkeypatch.setattr(steps, "_LARGE", 35)
+    with Depths() as depth:
+        steps.sum_of_rows(torch.randn(3000, 5), torch.randn(3000, 7))
+        steps.sum_of_rows(torch.randn(3000, 5), torch.randn(3000, 6))
+    assert depth.found == [2048, 952, 512, 512, 512, 512, 512, 440]
+
+
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 @pytest.mark.parametrize("cell, form", thinned(2, CELLS, FORMS))
 def test_equals_the_reference(place: str, cell: str, form: str) -> None:

@@ -43,9 +43,8 @@ def estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) ->
 
 
 def _known(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:
-    if kind != "forward":
-        return None
-    return measured.spread(size, chip, batch, directions) or measured.forward(size, chip, batch, directions)
+    where = size, chip, batch, directions
+    return measured.backward(*where) if kind == "backward" else measured.spread(*where) or measured.forward(*where)
 
 
 def _estimated(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile | Spread | None:

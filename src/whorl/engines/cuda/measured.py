@@ -66,17 +66,32 @@ _FULL = 0.875  # of a column from 128 on: with fewer sequences, of which smaller
 
 def forward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | None:
     """The tile that was measured for a size and a chip; None where none was, or what is estimated is as fast."""
-    many = batch * directions
-    row, column = bisect_left(_UNITS, size.units), bisect_left(_BATCH, many)
-    if chip != Chip((9, 0), 132) or row == len(_UNITS) or column == len(_BATCH) or 2 * size.units <= _UNITS[0]:
-        return None
-    if not size.exact and many <= _FULL * _BATCH[column] and _BATCH[column] >= 128:
-        return None
-    found = _found(size, row, column)
+    place = _place(size, chip, batch * directions)
+    found = "-" if place is None else _found(size, *place)
     if found == "-":
         return None
     cluster, subs, splits, pointwise = map(int, found.split("."))
     return tiling.forward(size, cluster, subs, splits, chip.shared, subs=subs, pointwise=pointwise)
+
+
+def backward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | Spread | None:
+    """The same backward, of LSTM with options."""
+    place = _place(size, chip, batch * directions)
+    if place is None or not size.optional or size.states != 2:
+        return None
+    where = _UNITS[place[0]], _BATCH[place[1]]
+    if size.bits and size.drawn and size.element == 4 and where in _BY_GATE:
+        cluster, tiles, warps = _BY_GATE[where]
+        return tiling.backward(size._replace(halves=False), cluster, tiles, warps, chip.shared, splits=2)
+    if size.many and size.element == 2 and where == (256, 32):  # all options at once 94 us and 101
+        return tiling.backward(size, 16, 1, 4, chip.shared, splits=2)
+    return None
+
+
+_BY_GATE = {(256, 32): (16, 1, 4), (256, 128): (8, 2, 8)}
+"""Blocks of the cluster, tiles and warps that multiply TF32 itself: 94 us for 100 steps and 98, and 194 and 197, and no
+weights become float16 before them.  Spread the latter took 178, but what a graph has beside a cluster's then comes
+behind it: a train step 538 us and not 519."""
 
 
 def spread(size: Size, chip: Chip, batch: int, directions: int) -> Spread | None:
@@ -89,10 +104,24 @@ def spread(size: Size, chip: Chip, batch: int, directions: int) -> Spread | None
     """
     if chip != Chip((9, 0), 132) or not (448 < size.units <= _UNITS[-1] and 112 < batch <= 128 and directions == 1):
         return None
-    if not size.bare or not _alike(size) or size.recurrent < 4:
+    if not _alike(size) or size.recurrent < 4:
+        return None
+    if size.bits and size.drawn and size.element == 2:  # masks by gate: 100 steps 208 us, in clusters 238
+        return spreading.forward(size, 32, 2, 1, 8, 4, chip.shared)
+    if not size.bare:
         return None
     parts = 2 if size.element == 2 else 1
     return spreading.forward(size, 32, 2, 1, 8, 8, chip.shared, parts=parts, wide=True)
+
+
+def _place(size: Size, chip: Chip, many: int) -> tuple[int, int] | None:
+    """The line and the column of `_TILES` for so many sequences of both directions; None where none stands."""
+    row, column = bisect_left(_UNITS, size.units), bisect_left(_BATCH, many)
+    if chip != Chip((9, 0), 132) or row == len(_UNITS) or column == len(_BATCH) or 2 * size.units <= _UNITS[0]:
+        return None
+    if not size.exact and many <= _FULL * _BATCH[column] and _BATCH[column] >= 128:
+        return None
+    return row, column
 
 
 def worth(size: Size) -> float:
@@ -104,27 +133,41 @@ def worth(size: Size) -> float:
     return 0.7 if size.element == 4 and size.recurrent > 3 and size.units <= _UNITS[0] and not size.exact else 1.0
 
 
-def _alike(size: Size) -> bool:
-    """Whether a cell is as LSTM and GRU: float32 as float16, with scales for all steps where it is not exact."""
-    halves = size.element == 2 or (size.halves and (size.exact or not size.by_step))
+def _alike(size: Size, by_step: bool = False) -> bool:
+    """Whether a cell is as LSTM and GRU: float32 as float16, with scales for all steps where it is not exact.
+
+    Args:
+        by_step: but for that: its scales are found anew at each step.
+    """
+    halves = size.element == 2 or (size.halves and (size.exact or size.by_step is by_step))
+    halves = halves and not (by_step and (size.element == 2 or size.exact or size.recurrent < 4))
     return halves and size.gate == size.element and size.states == size.recurrent - 2
 
 
 def _found(size: Size, row: int, column: int) -> str:
     """What `_TILES` has, and with options what was measured with them; "-" for nothing."""
     kind = "rounded" if size.element == 2 else "exact" if size.exact else "scaled"
-    if not _alike(size):
-        return "-"
+    where = _UNITS[row], _BATCH[column]
+    if kind == "rounded" and where == (256, 32) and size.many and size.optional:  # all options at once 65 us and 71
+        return "16.1.2.2"
+    if not _alike(size):  # softplus, whose states may be of any size: 100 steps 118 us and 138, 141 and 146
+        known = {(256, 128): "8.3.2.4", (512, 32): "16.3.4.2"}
+        return known.get(where, "-") if _alike(size, by_step=True) and size.plain else "-"
     if size.plain:
         lines = _TILES.get((kind, size.recurrent))
         return lines.split("\n")[1 + row].split()[column] if lines else "-"
     if size.recurrent < 4 or size.staged or size.masks or size.exact:
         return "-"
-    where = _UNITS[row], _BATCH[column]
-    if where == (256, 128):
+    if where == (256, 128) and kind == "rounded":
         # 100 steps that save for backward 0.93 to 0.98 of the time in two bytes, but 0.99 with lengths, whose inference
-        # takes 1.03; by gate with TF32 products 0.97, all options at once 0.88, others 0.94 to 1.02, lengths 1.05
-        return "8.2.2.4" if (not size.ragged if kind == "rounded" else size.bits or size.many) else "-"
+        # takes 1.03
+        return "8.2.2.4" if not size.ragged else "-"
+    if where == (256, 128):
+        # by gate with TF32 products 0.94, with four warps of the cell 0.97; all options at once 0.88 with those; others
+        # 0.94 to 1.02, lengths 1.05
+        return "8.2.2.2" if size.bits and size.drawn else "8.2.2.4" if size.bits or size.many else "-"
+    if kind == "scaled" and where == (256, 32):  # by gate 69 us and 70
+        return "16.1.4.4" if size.bits and size.drawn else "-"
     # where no sub-tile without sequences leaves registers to those that multiply: lengths 0.92, by gate 0.95, peephole
     # 0.95, all options at once 0.97
     if kind == "scaled" and where == (512, 32) and (size.ragged or size.bits or size.many or size.vectors):

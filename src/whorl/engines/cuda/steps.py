@@ -82,8 +82,9 @@ def matrix_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
 
 
-_LONGEST = 512
-"""Rows of one sum in float32."""
+_LONGEST, _LONGEST_LARGE, _LARGE = 512, 2048, 1 << 23
+"""Rows of one sum in float32; of a result of so many elements, which is read and written again for each such sum: of
+6,400 rows and 8,192 x 2,048 sums of 512 took 4.7 ms, of 2,048 4.2 (H200)."""
 
 
 def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def sum_of_rows(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.dtype != torch.float32:
         return torch.mm(a.t(), b)
-    parts = zip(a.split(_LONGEST), b.split(_LONGEST), strict=True)
+    longest = _LONGEST_LARGE if a.shape[1] * b.shape[1] >= _LARGE else _LONGEST
+    parts = zip(a.split(longest), b.split(longest), strict=True)
     first, other = next(parts)
     total = torch.mm(first.t(), other)
     for first, other in parts:

@@ -4,7 +4,7 @@ A step is cuBLAS's products and, between them, one launch of the cell's own line
 captured in CUDA graphs that serve every call of the same sizes, so launches cost nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from math import prod
@@ -14,13 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whorl.engines.base import Engine, Grads, Step, as_bytes, from_bytes
-from whorl.engines.cuda import stream
+from whorl.engines.cuda import split, stream
+from whorl.engines.cuda.aligned import Products
 from whorl.engines.cuda.compile import missing
+from whorl.engines.cuda.layers import exact, largest
 from whorl.engines.cuda.source import saving
 from whorl.engines.cuda.steps import Kernels, Sizes, kernels, matrix_product, sum_of_rows, sweep
+from whorl.engines.cuda.tiling import Chip
 from whorl.noise import RECURRENT, ZONEOUT, Given, Noise, given, tag, threshold
 from whorl.problem import VIRTUAL, Call, Outcome, Plan, Problem, autocast_is_on
-from whorl.weights import LayerWeights, join, split
+from whorl.weights import LayerWeights, join
+from whorl.weights import split as per_layer
 
 NONE, HELD, BY_GATE, BY_STEP, DRAWN = range(5)
 """Kinds of noise in the recurrent product, as stepwise.cu numbers them."""
@@ -68,6 +72,14 @@ class Stepwise(Engine):
     def backward(self, plan: Plan, call: Call, y: Tensor, saved: Sequence[Tensor], grads: Grads) -> Grads:
         with torch.autocast("cuda", enabled=False) if autocast_is_on("cuda") else nullcontext():
             return _Pass(plan.problem, call).backward(y, saved, grads)
+
+
+def _multiplier(problem: Problem, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What multiplies x with its weights, as `matrix_product` does: where that is worth it in parts (split.py)."""
+    chip, (sizes, most) = Chip(problem.device.capability, problem.device.multiprocessors), largest(problem)
+    if device.type != "cuda" or not split.needed(exact(problem), most, chip):
+        return matrix_product
+    return Products(chip, device.index, problem.dtype.itemsize, sizes, most, exact=True)
 
 
 class _Rows:
@@ -130,8 +142,9 @@ class _Pass:
         self.dtype, self.device = problem.dtype, call.x.device
         self.wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
         self.kernels = kernels(form.cell, problem.dtype, self.device)
+        self.product = _multiplier(problem, self.device)
         self.widths = [form.state_width(index) for index in range(len(form.cell.states))]
-        self.weights, self.given = split(form, call.weights), given(form, call)
+        self.weights, self.given = per_layer(form, call.weights), given(form, call)
         rows = self.rows
         self.extras = [
             self.widened(extra.reshape(rows.outer, -1).expand(rows.outer, form.units)) for extra in call.inputs
@@ -300,7 +313,7 @@ class _One:
         ih, bias = self._weights.ih, self._weights.bias_ih
         made = self._pass.empty(self._rows.outer, ih.shape[0])
         if self._input is None or self._input.dim() == 2:
-            matrix_product(self._with_input_mask(x, self._input), ih.t(), made)
+            self._pass.product(self._with_input_mask(x, self._input), ih.t(), made)
         else:
             units = self._form.units
             for gate, mask in enumerate(self._input):

@@ -41,7 +41,7 @@ def source(graph: Graph, dtype: torch.dtype) -> Source:
             parts.append(f"{way}_{index}")
             kernels.append(
                 f'extern "C" __global__ void __launch_bounds__({most}) NAME({way}_{index})(const Step s) {{\n'
-                f"  const Arguments a = *s.a;\n  kernel::{way}_part<{index}>(a, {step});\n}}"
+                f"  __shared__ Arguments a;\n  kernel::bring(s.a, a);\n  kernel::{way}_part<{index}>(a, {step});\n}}"
             )
     text = _filled(text_of("stepwise.cu"), {_UNITS: [_units(graph, dtype)], _SEGMENTS: kernels})
     return Source(text, _names(graph, dtype, parts), made)

@@ -101,19 +101,28 @@ struct Arguments {
   real* through;    // [batch, width], or by gate: what that gives
 };
 
-// A thread's place: its row, and of the row its units.
+// A thread's place: its row, and of the row its units; `alone` one unit, which the compiler is to know.
 struct Place {
   int64_t row, first, last;
+  bool alone;
+  __forceinline__ int64_t after(int64_t u) const { return alone ? last_number : u + 1; }
+  static constexpr int64_t last_number = int64_t(~uint64_t(0) >> 1);
 };
 
 __forceinline__ Place place_of(const Arguments& a, bool whole_rows) {
   const int64_t larger = a.units > a.width ? a.units : a.width;
   if (whole_rows) {
     const int64_t each = (larger + blockDim.x - 1) / blockDim.x, first = threadIdx.x * each;
-    return {(int64_t)blockIdx.x, first, first + each};
+    return {(int64_t)blockIdx.x, first, first + each, false};
   }
   const int64_t u = (int64_t)blockIdx.y * blockDim.x + threadIdx.x;
-  return {(int64_t)blockIdx.x, u, u + 1};
+  return {(int64_t)blockIdx.x, u, u + 1, true};
+}
+
+// All of a block, to shared memory: in registers their addresses leave room for half as many threads.
+__forceinline__ void bring(const Arguments* from, Arguments& to) {
+  for (int i = threadIdx.x; i < int(sizeof(Arguments) / 4); i += blockDim.x) ((int*)&to)[i] = ((const int*)from)[i];
+  __syncthreads();
 }
 
 __forceinline__ int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
@@ -173,7 +182,8 @@ __forceinline__ Kept kept_of(const Arguments& a, int64_t r, int64_t o, int64_t t
 }
 
 __forceinline__ void row_of(const Arguments& a, Row& row, const Place& p, int64_t o) {
-  row.units = a.units, row.first = at_most(p.first, a.units), row.last = at_most(p.last, a.units);
+  row.units = a.units, row.first = at_most(p.first, a.units);
+  row.last = p.alone ? row.first + (p.first < a.units) : at_most(p.last, a.units);
   row.x = a.x + o * GATES * a.units;
   row.r = a.r + p.row * (a.by_gate ? a.units : RECURRENT * a.units);
 #pragma unroll
@@ -198,17 +208,17 @@ __forceinline__ void enter(const Arguments& a, const Place& p, int64_t step) {
   const int64_t r = p.row, t = time_of(a, step), o = outer_of(a, t, r);
   if (t >= length_of(a, r)) {
     if (a.entered && !a.starts)
-      for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) put(a.entered + o * a.width + u, real(0));
+      for (int64_t u = p.first; u < at_most(p.last, a.width); u = p.after(u)) put(a.entered + o * a.width + u, real(0));
     return;
   }
   if (cut(a, t, r))
 #pragma unroll
     for (int s = 0; s < STATES; ++s)
-      for (int64_t u = p.first, i = r * width_of(a, s) + u; u < at_most(p.last, width_of(a, s)); ++u, ++i)
+      for (int64_t u = p.first, i = r * width_of(a, s) + u; u < at_most(p.last, width_of(a, s)); u = p.after(u), ++i)
         a.states[s][i] = a.reset_to[s] ? a.reset_to[s][i] : real(0);
   if (RECURRENT == 0) return;
   const bool now = counts(a, o);
-  for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) {
+  for (int64_t u = p.first; u < at_most(p.last, a.width); u = p.after(u)) {
     const real h = now ? a.states[0][r * a.width + u] : real(0);
     store* const to = a.entering + r * a.width + u;
     for (int kind = 0; kind < (a.by_gate ? RECURRENT : 1); ++kind)
@@ -226,15 +236,15 @@ __forceinline__ void commit(const Arguments& a, const Place& p, int64_t step) {
   const int64_t r = p.row, t = time_of(a, step), o = outer_of(a, t, r), larger = larger_of(a);
   if (t >= length_of(a, r)) {
     if (!a.starts) {
-      for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) put(a.y + o * a.y_stride + u, real(0));
+      for (int64_t u = p.first; u < at_most(p.last, a.width); u = p.after(u)) put(a.y + o * a.y_stride + u, real(0));
 #pragma unroll
       for (int s = 0; s < STATES; ++s)
-        for (int64_t u = p.first; u < at_most(p.last, width_of(a, s)) && a.sequences[s]; ++u)
+        for (int64_t u = p.first; u < at_most(p.last, width_of(a, s)) && a.sequences[s]; u = p.after(u))
           put(a.sequences[s] + o * a.sequence_strides[s] + u, real(0));
     }
   } else {
     const bool now = counts(a, o);
-    for (int64_t u = p.first; u < at_most(p.last, larger); ++u) {
+    for (int64_t u = p.first; u < at_most(p.last, larger); u = p.after(u)) {
       Kept kept;
       if (now) kept = kept_of(a, r, o, t, u);
 #pragma unroll
@@ -266,7 +276,7 @@ __forceinline__ void commit(const Arguments& a, const Place& p, int64_t step) {
 __forceinline__ void operand(const Arguments& a, const Place& p, int64_t o, int64_t t, const Link& link, int place) {
   const real* const value = a.scratch + (link.operand * a.batch + p.row) * a.units;
   store* const to = a.second + (place * a.batch + p.row) * a.units;
-  for (int64_t u = p.first; u < at_most(p.last, a.units); ++u) {
+  for (int64_t u = p.first; u < at_most(p.last, a.units); u = p.after(u)) {
     put(to + u, value[u] * noise(a, p.row, o, t, link.gate, u));
     store* const kept = a.operands[link.product];
     if (!kept) continue;
@@ -295,11 +305,11 @@ __forceinline__ void forward_part(const Arguments& a, int64_t step) {
     if (a.bias_hh && SEGMENT == 0)
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g)
-        for (int64_t u = row.first; u < row.last; ++u) ((real*)row.r)[row.r_offset[g] + u] += a.bias_hh[g * a.units + u];
+        for (int64_t u = row.first; u < row.last; u = p.after(u)) ((real*)row.r)[row.r_offset[g] + u] += a.bias_hh[g * a.units + u];
 #pragma unroll
     for (int l = 0; l < FORWARD_LINK_COUNT; ++l)
       if (FORWARD_LINKS[l].segment == SEGMENT - 1 && a.bias_hh)
-        for (int64_t u = row.first; u < row.last; ++u)
+        for (int64_t u = row.first; u < row.last; u = p.after(u))
           row.scratch[FORWARD_LINKS[l].result * row.padded + u] += a.bias_hh[FORWARD_LINKS[l].gate * a.units + u];
     forward_segment(SEGMENT, row, {threadIdx.x});
     if (FORWARD_MEANS > 0) __syncthreads();
@@ -308,12 +318,12 @@ __forceinline__ void forward_part(const Arguments& a, int64_t step) {
     for (int l = 0; l < FORWARD_LINK_COUNT; ++l)
       if (FORWARD_LINKS[l].segment == SEGMENT) operand(a, p, o, t, FORWARD_LINKS[l], place++);
     if (SEGMENT == FORWARD_SEGMENTS - 1 && a.projected)
-      for (int64_t u = row.first; u < row.last; ++u) {
+      for (int64_t u = row.first; u < row.last; u = p.after(u)) {
         put(a.second + r * a.units + u, row.after[0][u]);
         if (a.unprojected) a.unprojected[o * a.units + u] = a.second[r * a.units + u];
       }
   } else if (!a.starts || t < length_of(a, r)) {
-    for (int64_t u = p.first; u < at_most(p.last, a.units); ++u) {
+    for (int64_t u = p.first; u < at_most(p.last, a.units); u = p.after(u)) {
 #pragma unroll
       for (int l = 0; l < FORWARD_LINK_COUNT; ++l)
         if (FORWARD_LINKS[l].segment == SEGMENT && a.operands[FORWARD_LINKS[l].product])
@@ -334,10 +344,10 @@ __forceinline__ void finish(const Arguments& a, const Place& p, int64_t step) {
   if (counts(a, o)) {
 #pragma unroll
     for (int s = 0; s < STATES; ++s)
-      for (int64_t u = p.first; u < at_most(p.last, a.units) && !(s == 0 && a.projected); ++u)
+      for (int64_t u = p.first; u < at_most(p.last, a.units) && !(s == 0 && a.projected); u = p.after(u))
         a.dstates[s][r * width_of(a, s) + u] += a.made[(s * a.batch + r) * larger + u];
     if (LEAVES > 0)
-      for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) {
+      for (int64_t u = p.first; u < at_most(p.last, a.width); u = p.after(u)) {
         real sum = 0;
         if (a.by_gate) {
 #pragma unroll
@@ -352,7 +362,7 @@ __forceinline__ void finish(const Arguments& a, const Place& p, int64_t step) {
   if (cut(a, t, r))
 #pragma unroll
     for (int s = 0; s < STATES; ++s)
-      for (int64_t u = p.first, i = r * width_of(a, s) + u; u < at_most(p.last, width_of(a, s)); ++u, ++i) {
+      for (int64_t u = p.first, i = r * width_of(a, s) + u; u < at_most(p.last, width_of(a, s)); u = p.after(u), ++i) {
         if (a.dreset[s]) a.dreset[s][i] += a.dstates[s][i];
         a.dstates[s][i] = real(0);
       }
@@ -364,9 +374,9 @@ __forceinline__ void begin(const Arguments& a, const Place& p, int64_t step) {
   const int64_t r = p.row, t = time_of(a, step), o = outer_of(a, t, r), larger = larger_of(a);
   const bool inside = t < length_of(a, r), now = inside && counts(a, o);
   if (!now && a.projected && (inside || !a.starts))
-    for (int64_t u = p.first; u < at_most(p.last, a.width); ++u) put(a.dprojected + o * a.width + u, real(0));
+    for (int64_t u = p.first; u < at_most(p.last, a.width); u = p.after(u)) put(a.dprojected + o * a.width + u, real(0));
   if (!inside) return;
-  for (int64_t u = p.first; u < at_most(p.last, larger); ++u) {
+  for (int64_t u = p.first; u < at_most(p.last, larger); u = p.after(u)) {
     Kept kept;
     if (now) kept = kept_of(a, r, o, t, u);
 #pragma unroll
@@ -436,7 +446,7 @@ __forceinline__ void backward_part(const Arguments& a, int64_t step) {
 #pragma unroll
     for (int l = 0; l < BACKWARD_LINK_COUNT; ++l)
       if (BACKWARD_LINKS[l].segment == SEGMENT - 1 && a.noise_kind)
-        for (int64_t u = row.first; u < row.last; ++u)
+        for (int64_t u = row.first; u < row.last; u = p.after(u))
           row.scratch[BACKWARD_LINKS[l].result * row.padded + u] *= noise(a, r, o, t, BACKWARD_LINKS[l].gate, u);
     if (BACKWARD_MEANS > 0) __syncthreads();
     backward_segment(SEGMENT, row, {threadIdx.x});
@@ -446,12 +456,12 @@ __forceinline__ void backward_part(const Arguments& a, int64_t step) {
     for (int l = 0; l < BACKWARD_LINK_COUNT; ++l)
       if (BACKWARD_LINKS[l].segment == SEGMENT) {
         const real* const value = row.scratch + BACKWARD_LINKS[l].operand * row.padded;
-        for (int64_t u = row.first; u < row.last; ++u) put(a.second + (place * a.batch + r) * a.units + u, value[u]);
+        for (int64_t u = row.first; u < row.last; u = p.after(u)) put(a.second + (place * a.batch + r) * a.units + u, value[u]);
         ++place;
       }
   }
   if (SEGMENT < BACKWARD_SEGMENTS - 1) return;
-  for (int64_t u = p.first; u < at_most(p.last, a.units); ++u) {
+  for (int64_t u = p.first; u < at_most(p.last, a.units); u = p.after(u)) {
     if (!now && there) {
 #pragma unroll
       for (int g = 0; g < GATES; ++g) put(a.dx + (o * GATES + g) * a.units + u, real(0));
@@ -492,19 +502,23 @@ extern "C" __global__ void NAME(start)(const __grid_constant__ Start s) {
 }
 extern "C" __global__ void NAME(advance)(const Step s) { s.a->base += s.offset; }
 extern "C" __global__ void NAME(enter)(const Step s) {
-  const Arguments a = *s.a;  // a copy: what a kernel writes is then known to change none of it
+  __shared__ Arguments a;
+  kernel::bring(s.a, a);
   kernel::enter(a, kernel::place_of(a, false), 0);
 }
 extern "C" __global__ void NAME(commit)(const Step s) {
-  const Arguments a = *s.a;
+  __shared__ Arguments a;
+  kernel::bring(s.a, a);
   kernel::commit(a, kernel::place_of(a, false), a.base + s.offset);
 }
 extern "C" __global__ void NAME(begin)(const Step s) {
-  const Arguments a = *s.a;
+  __shared__ Arguments a;
+  kernel::bring(s.a, a);
   kernel::begin(a, kernel::place_of(a, false), a.time - 1 - a.base - s.offset);
 }
 extern "C" __global__ void NAME(finish)(const Step s) {
-  const Arguments a = *s.a;
+  __shared__ Arguments a;
+  kernel::bring(s.a, a);
   kernel::finish(a, kernel::place_of(a, false), 0);
 }
 
