@@ -26,7 +26,7 @@ _SHIM = """
 #define uint8_t gpu_uint8
 #define __forceinline__ inline
 #define __global__ static
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static
 #define __syncthreads()

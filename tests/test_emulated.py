@@ -471,6 +471,23 @@ def test_products_of_what_has_come_while_the_rest_is_on_its_way(
     assert_near(got, plain, truth, TF32_EPS if tf32 else torch.finfo(dtype).eps)
 
 
+def test_with_options_products_run_beside_what_comes_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers as where all parts come first."""
+    found = []
+    for both in (False, True):
+
+        def chosen(size: Size, chip: Chip, *_: Any, both: bool = both) -> Spread | None:
+            made = spreading.forward(size, 32, 1, 1, 8, 8, chip.shared, 9, parts=2, wide=True)
+            return made and replace(made, beside=both, sided=both, lull=110)
+
+        monkeypatch.setattr(grid, "choose", chosen)
+        torch.manual_seed(1)
+        layer = whorl.LSTM(6, 520, zoneout=0.2, engine="persistent").to(torch.bfloat16)
+        with emulated(folder), torch.no_grad():
+            found.append(layer(torch.randn(20, 10, 6).to(torch.bfloat16))[0])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_exact_products_where_blocks_exchange(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random sizes, each in any tile that fits, with initial states that are larger than what the cell makes."""

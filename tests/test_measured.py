@@ -22,6 +22,7 @@ ALL = Features(
 )
 """Most options at once."""
 BY_GATE = Features(noise=source.BY_GATE)
+ZONEOUT = Features(zoneout=(source.AT_RANDOM, source.AT_RANDOM))
 PRECISIONS = {"rounded": (torch.bfloat16, False), "scaled": (torch.float32, False), "exact": (torch.float32, True)}
 NAMES = {4: "lstm", 3: "gru"}
 _FEWEST = measured._UNITS[0] // 2
@@ -137,9 +138,10 @@ def test_some_kernels_backward_were_measured(
 
 
 OWN_TILES = [
-    (256, 32, "float32", BY_GATE, "forward"), (256, 32, "float32", BY_GATE, "backward"), (256, 128, "float32", BY_GATE, "backward"),
-    (256, 32, "bfloat16", ALL, "backward"), (256, 32, "bfloat16", ALL, "forward"),
-    (256, 128, "float32", BY_GATE, "forward"), (512, 128, "bfloat16", BY_GATE, "forward"),
+    (256, 32, "float32", BY_GATE, "forward"), (256, 32, "float32", BY_GATE, "backward"),
+    (256, 128, "float32", BY_GATE, "forward"), (256, 128, "float32", BY_GATE, "backward"),
+    (256, 32, "bfloat16", ALL, "forward"), (256, 32, "bfloat16", ALL, "backward"),
+    (512, 128, "bfloat16", BY_GATE, "forward"), (512, 128, "bfloat16", ZONEOUT, "forward"),
 ]  # fmt: skip
 
 
@@ -168,6 +170,12 @@ def test_with_options_nothing_is_spilled(
         ("rounded", 4, 448, 128, 1, PLAIN, None),
         ("rounded", 3, 512, 128, 1, PLAIN, None),
         ("exact", 4, 512, 128, 1, PLAIN, None),
+        ("rounded", 4, 512, 128, 1, ZONEOUT, 2),
+        ("scaled", 4, 512, 128, 1, ZONEOUT, None),
+        ("rounded", 4, 512, 128, 1, ZONEOUT._replace(noise=source.DRAWN), None),
+        ("rounded", 4, 512, 128, 1, ZONEOUT._replace(reset=True), None),
+        ("rounded", 4, 512, 128, 1, Features(noise=source.DRAWN), None),
+        ("rounded", 4, 512, 128, 1, Features(noise=source.HELD), None),
         ("rounded", 4, 512, 128, 1, Features(mask=True), None),
         ("scaled", 4, 512, 128, 1, BY_GATE, None),
         ("rounded", 4, 512, 112, 1, BY_GATE, None),
@@ -180,6 +188,7 @@ def test_more_sequences_than_clusters_have_are_spread(
     tile = measured.spread(size, H200, batch, directions)
     assert (tile and (tile.slice, tile.tiles, tile.wide, tile.parts)) == (parts and (32, 2, True, parts))
     if tile is not None:
+        assert (tile.beside, tile.sided, tile.lull > 0) == (True, True, True)
         assert -(-batch // tile.rows) * directions <= tile.at_once(H200)
         assert grid.estimated(size, H200, batch, directions, "forward") == tile
     assert measured.spread(size, Chip((9, 0), 114), batch, directions) is None

@@ -283,6 +283,42 @@ def test_true_float32_is_left_to_cudnn_past_what_few_launches_hold(units: int, b
         assert decide(replace(asked, gradient=gradient)).engine == ("persistent" if own else "cudnn")
 
 
+@pytest.mark.parametrize(
+    "change, engine",
+    [
+        ({}, "stepwise"),
+        ({"gradient": False}, "stepwise"),
+        ({"units": 3072, "batch": 128}, "stepwise"),
+        ({"units": 1600, "batch": 32}, "stepwise"),
+        ({"cell": library.gru.graph}, "stepwise"),
+        ({"layers": 2}, "stepwise"),
+        ({"batch": 256}, "cudnn"),
+        ({"batch": 1}, "cudnn"),
+        ({"units": 4096}, "cudnn"),
+        ({"directions": 2}, "cudnn"),
+        ({"inputs": 3000}, "cudnn"),  # more than a third of the columns
+        ({"inputs": 64}, "cudnn"),
+        ({"time": 20}, "cudnn"),  # rows too few for parts
+        ({"packed": True}, "cudnn"),
+        ({"device": replace(H200, tf32=False, capability=(10, 0))}, "cudnn"),
+        ({"cell": library.rnn_tanh.graph, "units": 2560}, "cudnn"),
+    ],
+)
+def test_true_float32_of_many_units_goes_step_by_step(change: dict[str, Any], engine: str) -> None:
+    """Where an H200 took less time so than with cuDNN."""
+    of_form = {name: change[name] for name in ("units", "cell", "layers", "directions", "inputs") if name in change}
+    inputs = of_form.get("inputs", of_form.get("units", 2048))
+    form = replace(LSTM, **(dict(units=2048, layers=1, directions=1) | of_form | dict(inputs=inputs)))
+    asked = replace(HALF, form=form, dtype=torch.float32, batch=64, time=100, device=replace(H200, tf32=False))
+    asked = replace(asked, **{name: value for name, value in change.items() if name not in of_form})
+    made = decide(asked)
+    assert made.engine == engine
+    assert decide(replace(asked, device=replace(asked.device, tf32=True))).engine != "stepwise"
+    assert decide(asked, "cudnn").engine == "cudnn"
+    if engine == "stepwise":
+        assert "takes less time step by step, with products of x on tensor cores" in str(made.refusals[1])
+
+
 @pytest.mark.parametrize("cell, most", [("lstm", 1536), ("gru", 1584), ("rnn_tanh", 2368)])
 def test_the_most_units_of_true_float32(cell: str, most: int) -> None:
     form = replace(LSTM, units=2500, cell=getattr(library, cell).graph)

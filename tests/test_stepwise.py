@@ -228,3 +228,11 @@ def test_a_call_is_captured_and_replayed_with_new_numbers() -> None:
 def test_many_units(kind: str, dtype: torch.dtype) -> None:
     graph = CELLS[{"LSTM": "lstm", "GRU": "gru"}[kind]]
     check("cuda", graph, Case(time=9, batch=3, inputs=70, units=2816), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_large_products_of_true_float32_are_made_in_parts(kind: str) -> None:
+    graph = CELLS[{"LSTM": "lstm", "GRU": "gru"}[kind]]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        check("cuda", graph, Case(time=40, batch=64, inputs=1536, units=2048), torch.float32)
