@@ -102,7 +102,7 @@ OPTIONS: dict[str, Any] = {
         ("lstm", "bf16", 256, 32, "zoneout", Tile, Tile),
         ("lstm", "bf16", 256, 128, "zoneout", Tile, Tile),
         ("lstm", "bf16", 512, 32, "gate", Tile, Tile),
-        ("lstm", "bf16", 512, 128, "gate", Tile, Spread),
+        ("lstm", "bf16", 512, 128, "gate", Spread, Spread),
         ("lstm", "bf16", 512, 128, "lengths", Spread, Spread),
         ("gru", "bf16", 168, 62, "zoneout", Tile, Tile),
         ("gru", "bf16", 512, 128, "step", Tile, Tile),

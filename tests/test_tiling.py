@@ -85,7 +85,7 @@ MEASURED = [  # kind, cell, features, element, units, batch: cluster, units of a
     ("forward", "lstm", PLAIN, 2, 256, 64, (8, 32, 12)), ("forward", "gru", PLAIN, 2, 384, 64, (8, 48, 12)),
     ("forward", "lstm", MANY, 2, 256, 128, (4, 64, 8)), ("forward", "lstm", MANY, 4, 256, 128, (8, 32, 12)),
     ("forward", "lstm", MANY, 2, 128, 128, (4, 32, 4)), ("forward", "lstm", MASK, 2, 512, 128, (16, 32, 12)),
-    ("backward", "lstm", ZONEOUT, 2, 256, 128, (8, 32, 8)), ("backward", "lstm", MANY, 2, 256, 32, (8, 32, 4)),
+    ("backward", "lstm", ZONEOUT, 2, 256, 128, (8, 32, 8)), ("backward", "lstm", MANY, 2, 256, 32, (16, 16, 4)),
     ("backward", "lstm", BY_STEP, 2, 256, 32, (16, 16, 8)), ("backward", "lstm", ZONEOUT, 2, 256, 32, (16, 16, 4)),
     ("backward", "lstm", ZONEOUT, 4, 256, 32, (16, 16, 8)), ("backward", "lstm", MASK, 4, 256, 32, (16, 16, 8)),
     ("backward", "lstm", source.Features(noise=source.BY_GATE), 4, 256, 128, (8, 32, 8)),

@@ -75,7 +75,7 @@ def forward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | None:
     return tiling.forward(size, cluster, subs, splits, chip.shared, subs=subs, pointwise=pointwise)
 
 
-def backward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | Spread | None:
+def backward(size: Size, chip: Chip, batch: int, directions: int) -> Tile | None:
     """The same backward, of LSTM with options."""
     place = _place(size, chip, batch * directions)
     if place is None or not size.optional or size.states != 2:

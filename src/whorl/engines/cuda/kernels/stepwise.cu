@@ -105,8 +105,7 @@ struct Arguments {
 struct Place {
   int64_t row, first, last;
   bool alone;
-  __forceinline__ int64_t after(int64_t u) const { return alone ? last_number : u + 1; }
-  static constexpr int64_t last_number = int64_t(~uint64_t(0) >> 1);
+  __forceinline__ int64_t after(int64_t u) const { return alone ? int64_t(~uint64_t(0) >> 1) : u + 1; }
 };
 
 __forceinline__ Place place_of(const Arguments& a, bool whole_rows) {
@@ -305,7 +304,8 @@ __forceinline__ void forward_part(const Arguments& a, int64_t step) {
     if (a.bias_hh && SEGMENT == 0)
 #pragma unroll
       for (int g = 0; g < RECURRENT; ++g)
-        for (int64_t u = row.first; u < row.last; u = p.after(u)) ((real*)row.r)[row.r_offset[g] + u] += a.bias_hh[g * a.units + u];
+        for (int64_t u = row.first; u < row.last; u = p.after(u))
+          ((real*)row.r)[row.r_offset[g] + u] += a.bias_hh[g * a.units + u];
 #pragma unroll
     for (int l = 0; l < FORWARD_LINK_COUNT; ++l)
       if (FORWARD_LINKS[l].segment == SEGMENT - 1 && a.bias_hh)
@@ -456,7 +456,8 @@ __forceinline__ void backward_part(const Arguments& a, int64_t step) {
     for (int l = 0; l < BACKWARD_LINK_COUNT; ++l)
       if (BACKWARD_LINKS[l].segment == SEGMENT) {
         const real* const value = row.scratch + BACKWARD_LINKS[l].operand * row.padded;
-        for (int64_t u = row.first; u < row.last; u = p.after(u)) put(a.second + (place * a.batch + r) * a.units + u, value[u]);
+        for (int64_t u = row.first; u < row.last; u = p.after(u))
+          put(a.second + (place * a.batch + r) * a.units + u, value[u]);
         ++place;
       }
   }
