@@ -9,8 +9,6 @@ from torch import Tensor
 
 from whorl.cells import library
 from whorl.engines.base import Engine, Grads, as_bytes, from_bytes
-from whorl.engines.cuda import cudnn
-from whorl.engines.cuda.stepwise import Stepwise
 from whorl.problem import Call, Form, Outcome, Plan, Problem
 from whorl.weights import NATIVE_MODES, LayerWeights, join, kinds, split
 
@@ -212,10 +210,6 @@ class CuDNN(Engine):
         if problem.additions:
             found.append(f"cuDNN does not take {', '.join(problem.additions)}")
         return found
-
-    def slower(self, problem: Problem) -> list[str]:
-        reasons = cudnn.slower(problem)
-        return [] if reasons and Stepwise().obstacles(problem) else reasons
 
     def forward(self, plan: Plan, call: Call) -> Outcome:
         problem, form = plan.problem, plan.problem.form

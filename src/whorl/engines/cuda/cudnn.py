@@ -1,9 +1,11 @@
-"""What cuDNN takes for a step on an H200, as far as it decides which of two engines is the faster."""
+"""What cuDNN takes on an H200, as far as it decides which of two engines is the faster."""
 
 import torch
 
 from whorl.cells import library
 from whorl.engines.cuda import split
+from whorl.engines.cuda.stepwise import Stepwise
+from whorl.engines.native import CuDNN
 from whorl.problem import Problem
 
 _TERMS = {
@@ -32,23 +34,29 @@ def step_time(problem: Problem) -> float:
     return step * (_ODD if units % 8 and width == 2 else 1.0)
 
 
-def slower(problem: Problem) -> list[str]:
-    """Where engine `stepwise` takes less time: in true float32, of more units than one launch holds.
+class CuDNNBesideStepwise(CuDNN):
+    """cuDNN, but for what engine `stepwise` does in less time."""
 
-    Its products with x are made on tensor cores (split.py), which is most of what it gains.  On an H200 (2026-11-28),
-    calls of 40 steps as CUDA graphs, LSTM and GRU with 1,600 to 3,072 units at batch 32 to 128, it took 0.70 to 0.97 of
-    cuDNN's time in inference and 0.78 to 0.99 in training; with 2,048 at batch 64 and 100 steps, and after that its
-    kernels took less, LSTM 0.87 and 0.87, GRU 0.80 and 0.82.  At batch 256 it took 0.84 to 1.00 and 0.93 to 1.05, at 1
-    1.07 and 1.11, in two directions 1.04 and 1.01, and where x has few columns, 256, LSTM 1.03 and 0.89.
-    """
-    form, gates = problem.form, len(problem.form.cell.gates)
-    if problem.dtype != torch.float32 or problem.tf32 or problem.device.capability != (9, 0) or problem.packed:
-        return []
-    plain = form.cell in (library.lstm.graph, library.gru.graph) and not form.projection and form.directions == 1
-    if not plain or not 1600 <= form.units <= 3072 or not 32 <= problem.batch <= 128:
-        return []
-    rows, inputs = problem.time * problem.batch, [form.layer_inputs(layer) for layer in range(form.layers)]
-    if not all(2 * of >= form.units and split.worth(rows, of, gates * form.units) for of in inputs):
-        return []
-    what = f"{'training' if problem.gradient else 'inference'} of {form.units} units at batch {problem.batch}"
-    return [f"{what} in float32 takes less time step by step, with products of x on tensor cores"]
+    def slower(self, problem: Problem) -> list[str]:
+        """In true float32, of more units than one launch holds.
+
+        The products with x of `stepwise` are made on tensor cores (split.py), which is most of what it gains.  On an
+        H200 (2026-11-28), calls of 40 steps as CUDA graphs, LSTM and GRU with 1,600 to 3,072 units at batch 32 to 128,
+        it took 0.70 to 0.97 of cuDNN's time in inference and 0.78 to 0.99 in training; with 2,048 at batch 64 and 100
+        steps, and after that its kernels took less, LSTM 0.87 and 0.87, GRU 0.80 and 0.82.  At batch 256 it took 0.84
+        to 1.00 and 0.93 to 1.05, at 1 1.07 and 1.11, in two directions 1.04 and 1.01, and where x has few columns, 256,
+        LSTM 1.03 and 0.89.
+        """
+        form, gates = problem.form, len(problem.form.cell.gates)
+        if problem.dtype != torch.float32 or problem.tf32 or problem.device.capability != (9, 0) or problem.packed:
+            return []
+        plain = form.cell in (library.lstm.graph, library.gru.graph) and not form.projection and form.directions == 1
+        if not plain or not 1600 <= form.units <= 3072 or not 32 <= problem.batch <= 128:
+            return []
+        rows, inputs = problem.time * problem.batch, [form.layer_inputs(layer) for layer in range(form.layers)]
+        if not all(2 * of >= form.units and split.worth(rows, of, gates * form.units) for of in inputs):
+            return []
+        if Stepwise().obstacles(problem):
+            return []
+        what = f"{'training' if problem.gradient else 'inference'} of {form.units} units at batch {problem.batch}"
+        return [f"{what} in float32 takes less time step by step, with products of x on tensor cores"]
