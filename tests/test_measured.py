@@ -102,9 +102,15 @@ def test_states_of_any_size_have_a_tile_of_their_own() -> None:
     tile = measured.forward(size_of(softplus, 256, 4), H200, 128, 1)
     assert tile is not None
     assert (tile.cluster, tile.subs, tile.splits, tile.pointwise, tile.by_step) == (8, 3, 2, 4, True)
-    for units, batch, element in ((128, 128, 4), (256, 64, 4), (512, 64, 4), (256, 128, 2)):
-        tile = measured.forward(size_of(softplus, units, element), H200, batch, 1)
-        assert tile is None or element == 2
+    tile = measured.forward(size_of(softplus, 512, 4), H200, 32, 1)
+    assert tile is not None
+    assert (tile.cluster, tile.subs, tile.splits, tile.pointwise, tile.by_step) == (16, 3, 4, 2, True)
+    for units, batch in ((128, 128), (256, 64), (512, 64)):
+        assert measured.forward(size_of(softplus, units, 4), H200, batch, 1) is None
+    # in two bytes nothing is scaled
+    assert measured.forward(size_of(softplus, 256, 2), H200, 128, 1) == measured.forward(
+        sized("rounded", 4, 256), H200, 128, 1
+    )
 
 
 @pytest.mark.parametrize(

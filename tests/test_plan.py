@@ -301,6 +301,7 @@ def test_true_float32_is_left_to_cudnn_past_what_few_launches_hold(units: int, b
         ({"time": 20}, "cudnn"),  # rows too few for parts
         ({"packed": True}, "cudnn"),
         ({"device": replace(H200, tf32=False, capability=(10, 0))}, "cudnn"),
+        ({"device": replace(H200, tf32=False, tf32_products=True)}, "cudnn"),  # its products would be of TF32
         ({"cell": library.rnn_tanh.graph, "units": 2560}, "cudnn"),
     ],
 )

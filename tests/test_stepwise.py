@@ -1,6 +1,7 @@
 """Engine `stepwise` against `reference` in float64: its kernels compiled for the host here, and run on a GPU."""
 
 import threading
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from whorl import compiler
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import steps, stepwise_source
 from whorl.engines.cuda.compile import cubin, missing
+from whorl.problem import switches
 
 ON_THE_HOST = pytest.mark.skipif(not compiler.found(), reason=f"no C++ compiler: {compiler.remedy()}")
 PLACES = [pytest.param("cpu", marks=ON_THE_HOST), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -66,6 +68,31 @@ def test_sums_of_a_large_result_are_cut_less(monkeypatch: pytest.MonkeyPatch) ->
         steps.sum_of_rows(torch.randn(3000, 5), torch.randn(3000, 7))
         steps.sum_of_rows(torch.randn(3000, 5), torch.randn(3000, 6))
     assert depth.found == [2048, 952, 512, 512, 512, 512, 512, 440]
+
+
+@pytest.fixture
+def matmul_precision() -> Any:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_a_graph_of_other_products_is_another(monkeypatch: pytest.MonkeyPatch, matmul_precision: None) -> None:
+    """The switch of torch's products of float32 is captured with them."""
+    found = OrderedDict()
+    monkeypatch.setattr(steps, "_workspaces", found)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(steps._Workspace, "run", lambda self, *given, **kinds: None)
+    for dtype, counts in ((torch.float32, (1, 2, 2)), (torch.bfloat16, (3, 3, 3))):
+        made = stepwise_source.source(CELLS["lstm"], dtype)
+        own = steps.Kernels(made, CELLS["lstm"], dtype, torch.device("cpu"), lambda part, size: None)
+        weight = torch.zeros(32, 8, dtype=dtype)
+        for precision, count in zip(("highest", "high", "highest"), counts, strict=True):
+            torch.set_float32_matmul_precision(precision)
+            assert switches("cuda", dtype)[2] is (dtype == torch.float32 and precision == "high")
+            steps.sweep(own, "forward", steps.Sizes(3, 8, 8, False, False), 4, {}, weight, None)
+            assert len(found) == count
 
 
 @pytest.mark.parametrize("place", PLACES, indirect=True)

@@ -111,6 +111,8 @@ class Device:
     """On CUDA: torch's switches let recurrent layers in float32 multiply in TF32; read for float32 alone."""
     multiprocessors: int = 0
     """Of a CUDA device; 0 elsewhere."""
+    tf32_products: bool = False
+    """On CUDA: torch's switches let products of matrices in float32 be of TF32; read for float32 alone."""
 
 
 # What a call may have beside x, initial states and dropout between layers, and how a reason names it.
@@ -323,6 +325,8 @@ class Facts(NamedTuple):
     constants: tuple[str, ...] = ()
     virtual: bool = False
     outputs: bool = True
+    tf32_products: bool = False
+    """torch's switch of TF32 in products of matrices, where the dtype is float32 on CUDA."""
 
 
 def facts(
@@ -336,21 +340,25 @@ def facts(
     extras = () if plain else _extras(call, sequences)
     packed, initial, drops = sizes is not None, bool(call.states), bool(call.dropout)
     dtype = x.dtype
-    enabled, tf32 = switches(kind, dtype)
+    enabled, tf32, tf32_products = switches(kind, dtype)
     virtual = is_virtual(call.tensors)
     if virtual:  # make_fx may follow sizes, which a plan takes as they are
         time, batch = int(time), int(batch)
     return Facts(
         kind, where.index, enabled, dtype, time, batch, packed, initial, drops, extras, gradient, tf32, constants,
-        virtual, outputs,
+        virtual, outputs, tf32_products,
     )  # fmt: skip
 
 
-def switches(kind: str, dtype: torch.dtype) -> tuple[bool, bool]:
-    """torch's own, of a kind of device: whether its native library is on, and TF32 in recurrent layers of a dtype."""
+def switches(kind: str, dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """torch's own, of a kind of device: whether its native library is on, and TF32 in recurrent layers of a dtype and
+    in products of matrices.
+    """
     enabled = torch._C._get_cudnn_enabled() if kind == "cuda" else torch._C._get_mkldnn_enabled()
     # What torch's own recurrent layers ask: torch.backends.cudnn.allow_tf32 sets it, cudnn.rnn.fp32_precision is it.
-    return enabled, dtype is torch.float32 and kind == "cuda" and _get_fp32_precision("cuda", "rnn") == "tf32"
+    if dtype is not torch.float32 or kind != "cuda":
+        return enabled, False, False
+    return enabled, _get_fp32_precision("cuda", "rnn") == "tf32", _get_fp32_precision("cuda", "matmul") == "tf32"
 
 
 def _extras(call: Call, sequences: bool) -> tuple[str, ...]:
@@ -372,7 +380,7 @@ def problem(form: str, known: Facts) -> Problem:
     """The problem that a layer (as `Form.to_json` writes it) and the facts of a call make."""
     return Problem(
         form=Form.from_json(form),
-        device=_device(known.device, known.ordinal, known.enabled, known.tf32),
+        device=_device(known.device, known.ordinal, known.enabled, known.tf32, known.tf32_products),
         dtype=known.dtype,
         time=known.time,
         batch=known.batch,
@@ -482,7 +490,7 @@ def autocast_is_on(kind: str) -> bool:
 
 
 @lru_cache
-def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
+def _device(kind: str, index: int | None, enabled: bool, tf32: bool, tf32_products: bool) -> Device:
     if kind == "cpu":
         if not (enabled and torch.backends.mkldnn.is_available()):
             return Device("cpu", "cpu", compiler=compiler.found())
@@ -495,7 +503,10 @@ def _device(kind: str, index: int | None, enabled: bool, tf32: bool) -> Device:
         bfloat16 = version >= 91300 and capability >= (8, 0)
         count = torch.cuda.get_device_properties(index).multi_processor_count
         name = torch.cuda.get_device_name(index)
-        return Device("cuda", name, capability, version, bfloat16=bfloat16, tf32=tf32, multiprocessors=count)
+        return Device(
+            "cuda", name, capability, version, bfloat16=bfloat16, tf32=tf32, multiprocessors=count,
+            tf32_products=tf32_products,
+        )  # fmt: skip
     return Device(kind, kind)
 
 

@@ -40,18 +40,20 @@ class CuDNNBesideStepwise(CuDNN):
     def slower(self, problem: Problem) -> list[str]:
         """In true float32, of more units than one launch holds.
 
-        The products with x of `stepwise` are made on tensor cores (split.py), which is most of what it gains.  On an
-        H200 (2026-11-28), calls of 40 steps as CUDA graphs, LSTM and GRU with 1,600 to 3,072 units at batch 32 to 128,
-        it took 0.70 to 0.97 of cuDNN's time in inference and 0.78 to 0.99 in training; with 2,048 at batch 64 and 100
-        steps, and after that its kernels took less, LSTM 0.87 and 0.87, GRU 0.80 and 0.82.  At batch 256 it took 0.84
+        The products with x of `stepwise` are made on tensor cores (split.py), which is most of what it gains.  With
+        2,048 units at batch 64, 100 steps as CUDA graphs, it took of cuDNN's time in inference and training LSTM 0.88
+        and 0.87, GRU 0.81 and 0.82 (H200, 2026-11-28).  An earlier text, whose kernels took 2.6 us a step longer
+        forward and 3.9 backward, and which up to 2,048 units made some products in four sums, since left out, took over
+        40 steps of both with 1,600 to 3,072 units at batch 32 to 128 0.70 to 0.97 and 0.78 to 0.99; at batch 256 0.84
         to 1.00 and 0.93 to 1.05, at 1 1.07 and 1.11, in two directions 1.04 and 1.01, and where x has few columns, 256,
-        LSTM 1.03 and 0.89.
+        LSTM 1.03 and 0.89.  Not where torch's products of matrices are of TF32, which those of each step then are.
         """
         form, gates = problem.form, len(problem.form.cell.gates)
-        if problem.dtype != torch.float32 or problem.tf32 or problem.device.capability != (9, 0) or problem.packed:
+        device = problem.device
+        if problem.dtype != torch.float32 or problem.tf32 or device.tf32_products or device.capability != (9, 0):
             return []
         plain = form.cell in (library.lstm.graph, library.gru.graph) and not form.projection and form.directions == 1
-        if not plain or not 1600 <= form.units <= 3072 or not 32 <= problem.batch <= 128:
+        if not plain or problem.packed or not 1600 <= form.units <= 3072 or not 32 <= problem.batch <= 128:
             return []
         rows, inputs = problem.time * problem.batch, [form.layer_inputs(layer) for layer in range(form.layers)]
         if not all(2 * of >= form.units and split.worth(rows, of, gates * form.units) for of in inputs):
