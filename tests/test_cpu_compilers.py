@@ -311,4 +311,4 @@ def test_a_compiler_that_fails_is_a_reason_and_what_runs_instead_is_said(broken:
     layer.engine = "cpu"
     with pytest.raises(whorl.UnsupportedError, match="makes no kernels here"):
         layer(x)
-    assert command in problem._device("cpu", None, True, False).compiler
+    assert command in problem._device("cpu", None, *problem.switches("cpu", x.dtype)).compiler
