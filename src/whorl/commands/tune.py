@@ -51,10 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
                 try:
                     for choice in tune(decide(problem, "persistent"), device):
                         first, best = next(iter(choice.times)), choice.best
-                        told = {
-                            tile: described(tile, shared_bytes(choice.kind, form.cell, tile, gpu.chip.architecture))
+                        shared = {
+                            tile: shared_bytes(choice.kind, form.cell, tile, gpu.chip.architecture)
                             for tile in (first, best)
                         }
+                        told = {tile: described(tile, shared[tile], gpu.chip, form.directions) for tile in shared}
                         print(f"  {choice.kind:8} {choice.times[first]:8.1f} us as estimated, {told[first]}")
                         if best != first:
                             print(f"  {'':8} {choice.times[best]:8.1f} us at best, {told[best]}")

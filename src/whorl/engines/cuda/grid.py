@@ -210,7 +210,7 @@ def beside(tile: Tile | Spread) -> Tile | Spread:
     return replace(tile, sided=False) if isinstance(tile, Spread) else tile
 
 
-def described(tile: Tile | Spread, shared: int) -> str:
+def described(tile: Tile | Spread, shared: int, chip: Chip, directions: int) -> str:
     """A tile in words: who holds the weights for which sequences, and what of a multiprocessor a block takes.
 
     Args:
@@ -218,7 +218,12 @@ def described(tile: Tile | Spread, shared: int) -> str:
     """
     room = f"{tile.warps} warps, up to {tiling.given_registers(tile.warps)} registers a thread, {shared / 1024:.0f} KiB"
     if isinstance(tile, Spread):
-        who = f"{tile.blocks} blocks that exchange through L2"
+        who, ways = f"{tile.blocks} blocks that exchange through L2", []
+        if tile.sided and directions == 1 and 2 * tile.blocks <= chip.multiprocessors:
+            ways.append("on one side of it where its two can be told apart")
+        if tile.lull:
+            ways.append(f"each looks for what the others give after a lull of {tile.lull} cycles")
+        who += f" ({'; '.join(ways)})" * bool(ways)
     else:
         who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
         who += ", each with the cell of whole sequences," * (tile.whole > 0)

@@ -89,8 +89,9 @@ def described(problem: Problem, chip: Chip, kind: str) -> str:
     where = f"chunks of {captured} steps" if launched == captured else f"chunks of {captured} steps in a CUDA graph"
     if launched != captured:
         where += ", one by one without" if launched == problem.time else f", of {launched} without"
+    tile = grid.beside(tile)
     shared = shared_bytes(kind, form.cell, tile, chip.architecture)
-    return f"layers beside each other, in {where}; then {grid.described(tile, shared)}"
+    return f"layers beside each other, in {where}; then {grid.described(tile, shared, part, 1)}"
 
 
 @lru_cache(maxsize=1024)
