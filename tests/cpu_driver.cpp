@@ -317,9 +317,10 @@ uint64_t products(int64_t threads) {
 
 // Whether a digest is the same with any number of threads: with all, after memory was denied, and where threads are.
 template <typename Body>
-void same(const char* what, const char* name, Body digest_of) {
+void same(const char* what, const char* name, Body digest_of, bool with_denials = true) {
   uint64_t alone = 0;
   for (const Threads& way : WAYS) {
+    if (way.memory_denied && !with_denials) continue;
     denying = way.memory_denied, denied::every_other_thread = way.threads_denied;
     const uint64_t made = digest_of(way);
     if (&way == WAYS) alone = made;
@@ -355,8 +356,11 @@ int main() {
     for (int which = 0; which < 8 && takes; ++which) {
       const bool reverse = which & 1, initial = which & 2, within = which & 4;
       const int64_t noise = which % 2 ? 4 : 1 + which / 2 % 2;
+      // memory is denied in half of them, of each two of the three in all four ways: such calls take the most time
+      const bool with_denials = reverse ^ initial ^ within ^ 1;
       auto call = [&](bool marks, int64_t kind) {
-        same("plain", names[index], [&](Threads way) { return plain(cell, reverse, initial, within, marks, kind, way); });
+        same("plain", names[index],
+             [&](Threads way) { return plain(cell, reverse, initial, within, marks, kind, way); }, with_denials);
       };
       call(false, 0), call(false, noise), call(true, which & 4 ? noise : 0);
     }
