@@ -44,7 +44,11 @@ def test_keras_own_tests_pass(backend: str, tmp_path: Path) -> None:
     environment = os.environ | {
         "KERAS_BACKEND": backend,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time of small programs is their compilation
+        # most of the time of small programs is their compilation, and many are made again and again
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "OMP_NUM_THREADS": "1",
     }
