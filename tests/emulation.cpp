@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#if !defined(__x86_64__) || defined(__SANITIZE_ADDRESS__)
+#if !defined(__x86_64__)
 #include <setjmp.h>
 #include <ucontext.h>
 #endif
@@ -83,9 +83,9 @@ struct Block {
 // Copies arrive, and products of four warps are computed, when they are waited for, not before.
 struct Copy { unsigned char *to, data[16]; int bytes; };
 struct Product { float (*sums)[4], (*beside)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
-// From where a thread goes on.  What libc's jumps do beside takes as long as what a thread does between two of them, but
-// AddressSanitizer has to see them.
-#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
+// From where a thread goes on.  What libc's jumps do beside takes as long as what a thread does between two of them, and
+// longer under AddressSanitizer, which asks the system for each.
+#if defined(__x86_64__)
 typedef void* Place;  // the end of its stack, where its registers lie
 extern "C" __attribute__((visibility("hidden"))) void go_on(Place* leave, Place enter);
 asm(".text\n.hidden go_on\ngo_on:\n"
@@ -569,18 +569,22 @@ void multiply_first(int count) {
   host::now->products.drop(count);
 }
 
-extern "C" { uint64_t order_of_threads; }  // 0: one after the other; else the generator's next number
+extern "C" {
+uint64_t order_of_threads;  // 0: one after the other; else the generator's next number
+uint64_t bytes_of_stack = host::STACK;
+}
 inline unsigned drawn(unsigned below) {
   order_of_threads = order_of_threads * 6364136223846793005u + 1442695040888963407u;
   return (unsigned)((order_of_threads >> 32) * below >> 32);
 }
 
-// `shared`: bytes of a block's shared memory.  0: all is well, 1: threads wait for each other, 2: who has less wrote to more.
+// `shared`: bytes of a block's shared memory; `stacks`: room for those of a cluster's threads, which a launch leaves as
+// they are.  0: all is well, 1: threads wait for each other, 2: who has less wrote to more.
 extern "C" int launch(
-    unsigned grid, unsigned second, unsigned block, unsigned cluster, unsigned shared, const void* arguments) {
+    unsigned grid, unsigned second, unsigned block, unsigned cluster, unsigned shared, const void* arguments,
+    unsigned char* stacks) {
   host::arguments_of_launch = arguments, grid_of_launch = {grid, second, 1}, host::threads = block, host::in_cluster = cluster;
   const unsigned all = block * cluster;
-  unsigned char* const stacks = (unsigned char*)malloc(host::STACK * all);  // most of it is never touched
   bool over = true, within = true;
   for (unsigned y = 0; over && y < second; ++y)
     for (unsigned first = 0; over && first < grid; first += cluster) {
@@ -641,7 +645,6 @@ extern "C" int launch(
       for (unsigned i = 0; i < all; ++i) free(fibers[i].copies.items), free(fibers[i].products.items);
       free(fibers), free(asleep), free(host::blocks);
     }
-  free(stacks);
   return !over ? 1 : !within ? 2 : 0;
 }
 #endif

@@ -7,6 +7,7 @@ The kernels are the real sources with the real tiles; only the functions of `ptx
 """
 
 import ctypes
+import mmap
 import re
 import struct
 import threading
@@ -53,6 +54,7 @@ LIBRARIES = ("-nodefaultlibs", "-lm", "-lc", "-lgcc")  # without the library of 
 ORDER = 0
 """From which the order is drawn in which threads run; 0: one after the other."""
 _HOST = Path(__file__).with_suffix(".cpp")
+_BRACE = re.compile("[{}]")
 
 
 def on_host(source: str) -> str:
@@ -61,8 +63,9 @@ def on_host(source: str) -> str:
     for match in re.finditer(r"__device__ __forceinline__ [\w ]+?(\w+)\(((?:[^()]|\([^()]*\))*)\) \{", source):
         depth, end = 1, match.end()
         while depth:
-            depth += {"{": 1, "}": -1}.get(source[end], 0)
-            end += 1
+            brace = _BRACE.search(source, end)
+            assert brace is not None
+            depth, end = depth + (1 if brace[0] == "{" else -1), brace.end()
         if "asm" not in source[match.end() : end]:
             continue
         parameters = [
@@ -105,11 +108,25 @@ class Kernel:
         cluster = grid if self.together else self.cluster
         with _running:
             ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
-            status = self._library.launch(grid, second, self.block, cluster, self.shared, packed)
+            each = ctypes.c_uint64.in_dll(self._library, "bytes_of_stack").value
+            stacks = ctypes.c_char.from_buffer(_stacks(self.block * cluster * each))
+            status = self._library.launch(grid, second, self.block, cluster, self.shared, packed, ctypes.byref(stacks))
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self.shared} bytes of its launch"
 
 
+def _stacks(size: int) -> mmap.mmap:
+    """Memory for the stacks of a launch's threads, most of whose pages the launch before has touched."""
+    global _kept
+    if len(_kept) >= size:
+        return _kept
+    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size <= 1 << 30:  # of some 4,000 threads, which touch a few pages each
+        _kept = made
+    return made
+
+
+_kept = mmap.mmap(-1, 1)
 _kernels: dict[int, Kernel] = {}
 _running = threading.Lock()  # one kernel at a time: its threads are fibers of the thread that launches it
 

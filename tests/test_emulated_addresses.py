@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from test_cpu_compilers import sanitizer
 
 HERE = Path(__file__).parent

@@ -422,7 +422,11 @@ def test_no_estimate_of_two_bytes_is_below_the_least(units: int, kind: str, elem
 def test_a_lull_and_places_by_sides_are_told() -> None:
     """Two directions have no side, nor has a group for which one half of an H200's L2 has too few multiprocessors."""
     where = "on one side of it where its two can be told apart; "
-    for units, batch, directions, blocks, one in ((1024, 32, 1, 64, where), (1024, 32, 2, 64, ""), (1500, 20, 1, 94, "")):
+    for units, batch, directions, blocks, one in (
+        (1024, 32, 1, 64, where),
+        (1024, 32, 2, 64, ""),
+        (1500, 20, 1, 94, ""),
+    ):
         tile = grid.estimated(size_of(library.lstm.graph, units, 2), H200, batch, 1, "forward")
         assert isinstance(tile, Spread)
         assert tile.sided
