@@ -106,13 +106,18 @@ class Kernel:
 
     def launch(self, grid: int, second: int, packed: bytes) -> None:
         cluster = grid if self.together else self.cluster
-        with _running:
-            ctypes.c_uint64.in_dll(self._library, "order_of_threads").value = ORDER
-            each = ctypes.c_uint64.in_dll(self._library, "bytes_of_stack").value
-            stacks = ctypes.c_char.from_buffer(_stacks(self.block * cluster * each))
-            status = self._library.launch(grid, second, self.block, cluster, self.shared, packed, ctypes.byref(stacks))
+        status = run(self._library, grid, second, self.block, cluster, self.shared, packed)
         assert status != 1, f"the threads of {self.name} wait for each other"
         assert status == 0, f"{self.name} writes to more shared memory than the {self.shared} bytes of its launch"
+
+
+def run(library: ctypes.CDLL, grid: int, second: int, block: int, cluster: int, shared: int, packed: bytes) -> int:
+    """Launch the kernel of a library; what it gives is said in emulation.cpp."""
+    with _running:
+        ctypes.c_uint64.in_dll(library, "order_of_threads").value = ORDER
+        stacks = _stacks(block * cluster * ctypes.c_uint64.in_dll(library, "bytes_of_stack").value)
+        room = ctypes.byref(ctypes.c_char.from_buffer(stacks))
+        return library.launch(grid, second, block, cluster, shared, packed, room)
 
 
 def _stacks(size: int) -> mmap.mmap:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import whorl
-from emulation import FLAGS, emulated
+from emulation import FLAGS, emulated, run
 from host_library import built
 from test_machine_code import listed, needs_tools
 from test_stepper import CELLS, OPTIONS, assert_equals_the_layer, drawn, make, stepped
@@ -40,10 +40,11 @@ class HostKernel:
 
     def __init__(self, code: bytes, name: str, device: int, block: int, *rest: Any, **more: Any) -> None:
         self._block, self._shared, self._layout = block, rest[0], struct.Struct(rest[2])
-        self._launch = ctypes.CDLL(code.decode()).launch
+        self._library = ctypes.CDLL(code.decode())
 
     def __call__(self, stream: int, grid: int, second: int, *values: Any) -> None:
-        assert self._launch(grid, second, self._block, 1, self._shared, self._layout.pack(*values)) == 0
+        packed = self._layout.pack(*values)
+        assert run(self._library, grid, second, self._block, 1, self._shared, packed) == 0
 
 
 def on_host(source: str, folder: Path) -> bytes:
