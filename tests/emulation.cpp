@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#if !defined(__x86_64__)
+#ifndef __x86_64__
 #include <setjmp.h>
 #include <ucontext.h>
 #endif
@@ -85,7 +85,7 @@ struct Copy { unsigned char *to, data[16]; int bytes; };
 struct Product { float (*sums)[4], (*beside)[4]; int tiles; bool shared, add; uint4 a; unsigned rows, columns; };
 // From where a thread goes on.  What libc's jumps do beside takes as long as what a thread does between two of them, and
 // longer under AddressSanitizer, which asks the system for each.
-#if defined(__x86_64__)
+#ifdef __x86_64__
 typedef void* Place;  // the end of its stack, where its registers lie
 extern "C" __attribute__((visibility("hidden"))) void go_on(Place* leave, Place enter);
 asm(".text\n.hidden go_on\ngo_on:\n"

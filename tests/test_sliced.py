@@ -125,7 +125,7 @@ def test_it_is_told_in_words() -> None:
     """Of 13 warps four are in one of a multiprocessor's four parts, and have 128 registers a thread."""
     tile = staging.sliced(LSTM, size_of(LSTM, 512, 2), 16, 5, 8, H200.shared)
     assert tile is not None
-    words = grid.described(tile, tile.shared, H200, 1)
+    words = grid.described(tile, tile.shared, 1)
     assert words.startswith(
         "a cluster of 16 blocks, with a warp for each sequence, for up to 5 sequences, 32 units a block"
     )

@@ -420,18 +420,16 @@ def test_no_estimate_of_two_bytes_is_below_the_least(units: int, kind: str, elem
 
 
 def test_a_lull_and_places_by_sides_are_told() -> None:
-    """Two directions have no side, nor has a group for which one half of an H200's L2 has too few multiprocessors."""
-    where = "on one side of it where its two can be told apart; "
-    for units, batch, directions, blocks, one in (
-        (1024, 32, 1, 64, where),
-        (1024, 32, 2, 64, ""),
-        (1500, 20, 1, 94, ""),
-    ):
-        tile = grid.estimated(size_of(library.lstm.graph, units, 2), H200, batch, 1, "forward")
-        assert isinstance(tile, Spread)
-        assert tile.sided
-        lull = f"each looks for what the others give after a lull of {tile.lull} cycles"
-        told = grid.described(tile, tile.shared, H200, directions)
-        assert told.startswith(f"{blocks} blocks that exchange through L2 ({one}{lull}) for up to ")
-    told = grid.described(replace(tile, sided=False, lull=0), tile.shared, H200, 1)
-    assert told.startswith("94 blocks that exchange through L2 for up to 24 sequences, 16 units a block (")
+    """Two directions take no places by their side."""
+    tile = grid.estimated(size_of(library.lstm.graph, 1024, 2), H200, 32, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert tile.sided
+    side, lull = "on one side of it where that is known and has room", f"after a lull of {tile.lull} cycles"
+    who, rest = "64 blocks that exchange through L2", " for up to 16 sequences, 16 units a block ("
+    looks = f"each looks for what the others give {lull}"
+    for directions, sided, cycles, ways in (
+        (1, True, tile.lull, f" ({side}; {looks})"), (2, True, tile.lull, f" ({looks})"),
+        (1, True, 0, f" ({side})"), (1, False, 0, ""),
+    ):  # fmt: skip
+        told = grid.described(replace(tile, sided=sided, lull=cycles), tile.shared, directions)
+        assert told.startswith(who + ways + rest)

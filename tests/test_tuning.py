@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 def _described(tile: Tile | Spread, cell: Graph = library.lstm.graph) -> str:
-    return described(tile, shared_bytes("forward", cell, tile, CHIP.architecture), CHIP, 1)
+    return described(tile, shared_bytes("forward", cell, tile, CHIP.architecture), 1)
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
                             tile: shared_bytes(choice.kind, form.cell, tile, gpu.chip.architecture)
                             for tile in (first, best)
                         }
-                        told = {tile: described(tile, shared[tile], gpu.chip, form.directions) for tile in shared}
+                        told = {tile: described(tile, shared[tile], form.directions) for tile in shared}
                         print(f"  {choice.kind:8} {choice.times[first]:8.1f} us as estimated, {told[first]}")
                         if best != first:
                             print(f"  {'':8} {choice.times[best]:8.1f} us at best, {told[best]}")

@@ -210,7 +210,7 @@ def beside(tile: Tile | Spread) -> Tile | Spread:
     return replace(tile, sided=False) if isinstance(tile, Spread) else tile
 
 
-def described(tile: Tile | Spread, shared: int, chip: Chip, directions: int) -> str:
+def described(tile: Tile | Spread, shared: int, directions: int) -> str:
     """A tile in words: who holds the weights for which sequences, and what of a multiprocessor a block takes.
 
     Args:
@@ -219,8 +219,8 @@ def described(tile: Tile | Spread, shared: int, chip: Chip, directions: int) -> 
     room = f"{tile.warps} warps, up to {tiling.given_registers(tile.warps)} registers a thread, {shared / 1024:.0f} KiB"
     if isinstance(tile, Spread):
         who, ways = f"{tile.blocks} blocks that exchange through L2", []
-        if tile.sided and directions == 1 and 2 * tile.blocks <= chip.multiprocessors:
-            ways.append("on one side of it where its two can be told apart")
+        if tile.sided and directions == 1:
+            ways.append("on one side of it where that is known and has room")
         if tile.lull:
             ways.append(f"each looks for what the others give after a lull of {tile.lull} cycles")
         who += f" ({'; '.join(ways)})" * bool(ways)

@@ -91,7 +91,7 @@ def described(problem: Problem, chip: Chip, kind: str) -> str:
         where += ", one by one without" if launched == problem.time else f", of {launched} without"
     tile = grid.beside(tile)
     shared = shared_bytes(kind, form.cell, tile, chip.architecture)
-    return f"layers beside each other, in {where}; then {grid.described(tile, shared, part, 1)}"
+    return f"layers beside each other, in {where}; then {grid.described(tile, shared, 1)}"
 
 
 @lru_cache(maxsize=1024)

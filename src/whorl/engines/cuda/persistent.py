@@ -144,7 +144,7 @@ class Persistent(Engine):
             how = "" if tile == grid.estimated(*where) else ", as `whorl tune` measured"
             reason = grid.closer(tile, size, chip, kind)
             shared = shared_bytes(kind, form.cell, tile, chip.architecture)
-            text = grid.described(tile, shared, chip, form.directions)
+            text = grid.described(tile, shared, form.directions)
             lines.append(f"{kind}: {text}{how}{'; ' * bool(reason)}{reason}")
             if halving(Numbers(kind, form.cell, form.units, problem.dtype, tile, False, features)) is not None:
                 lines[-1] += "; its weights become float16 in a kernel of its own before it"
