@@ -226,6 +226,7 @@ inline float __shfl_sync(unsigned, float value, int from) {
 // --- in the place of what ptx.cu says in PTX ------------------------------------------------------------------------------
 
 inline void emulated_wait_for_the_launch_before() {}
+inline void emulated_let_the_next_launch_begin() {}
 inline unsigned emulated_spread_signs(unsigned bytes, unsigned which) {
   unsigned result = 0;
   for (int byte = 0; byte < 4; ++byte) {

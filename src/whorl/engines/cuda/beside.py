@@ -47,13 +47,14 @@ def order() -> str:
     return kernel("order.cu", ["#define KERNEL order_by_length"])
 
 
-def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool) -> str:
+def masked(name: str, dtype: torch.dtype, vector: int, by_masks: bool, behind: bool) -> str:
     """The source of the kernel that puts whole tensors behind masks, so many elements in a thread.
 
     Args:
         by_masks: whether there are such; without, what does not count becomes zero.
+        behind: it runs beside the launch before it, and ends after that.
     """
-    numbers = f"constexpr int UNITS = 1, VECTOR = {vector}, MASKED = {int(by_masks)};"
+    numbers = f"constexpr int UNITS = 1, VECTOR = {vector}, MASKED = {int(by_masks)}, BEHIND = {int(behind)};"
     words = [*_of_elements(name, dtype), numbers, text_of("ptx.cu")]
     return kernel("masked.cu", words)
 

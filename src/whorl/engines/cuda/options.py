@@ -147,7 +147,7 @@ class Options:
             self.starts, self.lengths = both[: len(sizes) + 1], both[len(sizes) + 1 :]
         self._is_ordered = self.lengths is not None and not self.packed and is_ordered(self.batch)
         self._orders: dict[int, Tensor] = {}
-        self._shared = shared
+        self._shared, self._behind = shared, False
         self._given = given(form, call)
         self.of_masks = "noise" not in problem.constants
         """Those that are given have gradients."""
@@ -205,6 +205,18 @@ class Options:
             *_pairs(zoneout_gradients, states),
             self.noise_scale(layer), *probabilities,
         ]  # fmt: skip
+
+    @contextmanager
+    def behind(self, whether: bool) -> Iterator[None]:
+        """What is put behind masks meanwhile runs beside the loop launched just before, and ends after it.
+
+        Its memory must not be what that loop, or what was launched since, still has.
+        """
+        own, self._behind = self._behind, whether
+        try:
+            yield
+        finally:
+            self._behind = own
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -367,8 +379,8 @@ class Options:
         vector = 16 // x.element_size()
         if width % vector or x.data_ptr() % 16 or (masks is not None and masks.data_ptr() % 16):
             vector = 1
-        name = f"{'cleaned' if masks is None else 'masked'}_{NAMES[x.dtype]}_{vector}"
-        write = partial(beside.masked, name, x.dtype, vector, masks is not None)
+        name = f"{'cleaned' if masks is None else 'masked'}_{NAMES[x.dtype]}_{vector}{'_behind' * self._behind}"
+        write = partial(beside.masked, name, x.dtype, vector, masks is not None, self._behind)
         kernel = _small(name, write, _MASKED, self._chip, self._index)
         blocks = max(1, -(-self.batch * (width // vector) // _THREADS))
         at_once = _MASKING[masks is not None] * self._chip.multiprocessors

@@ -25,7 +25,7 @@ from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.places import Places, Room
 from whorl.engines.cuda.products import Each, Product, handle
 from whorl.engines.cuda.staged import by_link, staged, steps
-from whorl.engines.cuda.tiling import Tile
+from whorl.engines.cuda.spreading import Spread
 from whorl.engines.tape import Tape, parts, slots, written_to
 from whorl.engines.taped import Written
 from whorl.problem import Call, Outcome, Plan, Problem
@@ -242,23 +242,25 @@ class Plain(Places):
         base, stream, blas = room.data_ptr(), torch._C._cuda_getCurrentRawStream(self.index), handle(dtype)
         options = self._options_in(room, False, call, stream)
         aside = self._forked() if options is not None and self._draws_aside() else None
-        extra: Sequence[Any] | None = None
-        # draws and orders beside the product
+        listed, prepared = None, None
+        # draws and orders beside the product, and what the kernel finds made ready: nothing that lives less long than it
         if aside is not None and options is not None:
+            listed = self._listed(call, at, base, self._in_room)
             with options.on(aside.stream):
                 extra = self._argument(options, 0, base)
+            prepared = self._ahead.prepared(aside.stream, *self._takes_ahead[0](listed[2]), time, batch, *extra)
         self._project(options, 0, stream, blas, entered, at, base)  # the GPU multiplies while outputs are allocated
-        y, finals, places, _also = self._listed(call, at, base, self._in_room)
+        y, finals, places, _also = listed or self._listed(call, at, base, self._in_room)
         for layer in range(last + 1):
             if layer:
                 self._project(options, layer, stream, blas, entered, at, base)
-            if layer or extra is None:
-                extra = self._argument(options, layer, base)
-            prepared = self._ahead.prepared(stream, *self._takes_ahead[layer](places), time, batch, *extra)
             if aside is not None and layer == 0:
                 aside.join()
+            if prepared is None:
+                extra = self._argument(options, layer, base)
+                prepared = self._ahead.prepared(stream, *self._takes_ahead[layer](places), time, batch, *extra)
             self._ahead.launch(stream, prepared)
-            del prepared  # its space goes back
+            prepared = None  # its space goes back
             if layer < last:
                 entered = self._output_in(room, layer)
                 if call.dropout:
@@ -358,14 +360,15 @@ class Plain(Places):
             prepared = self._back.prepared(stream, *self._takes_back[layer](places), time, batch, *extra)
             aside, whole = self._forked(), None
             self._back.launch(stream, prepared)
-            del prepared
             if options is not None:  # behind the kernel, or a graph begins with what fills the GPU
-                # blocks that exchange through L2 begin when all of them can: nothing runs beside those
-                near = aside if isinstance(self._back.tile, Tile) else None
-                with options.on(stream if near is None else near.stream):
+                # blocks that exchange through L2 begin when all of them can, and let what is behind them begin then
+                is_spread = isinstance(self._back.tile, Spread)
+                near = None if is_spread else aside
+                with options.on(stream if near is None else near.stream), options.behind(is_spread and self.chip.early):
                     x = options.cleaned(x) if layer == last else x
-                    if near is not None:  # beside the kernel; else what it writes is read at once, from the cache
+                    if near is not None or is_spread:  # else what it writes is read at once, from the cache
                         whole = self._whole(options, layer, room, buffers)
+            del prepared  # what is beside the kernel has other memory
             of_vectors = [0, 0]
             for direction in range(directions):  # while the kernel runs
                 own = first + direction * self._every

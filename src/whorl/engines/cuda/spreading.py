@@ -157,7 +157,9 @@ def forward(
     resident = min(planes * share * depths, max(0, fits)) if resident is None else resident
     states = splits * depths * 2 * (planes * rows * 4 + 4) if wide else planes * rows * (splits * depths * 8 + 4)
     partial = splits * rows * (strips * 16 + 4)
-    masks = size.bits * splits * depths * subs * tiles * 32
+    sole = not rounds and words == 2 and share * 16 == units and units % 16 == 0  # each warp has rows of one gate
+    deep = 8 // tiles // 2 * 2  # depths whose bits lie in a word
+    masks = size.bits * splits * subs * 32 * (groups * -(-depths // deep) if sole else depths * tiles)
     scales = (warps * share * 16 + rows * subs * (1 + anew)) * halves + anew * rows * _behind(blocks) // 2
     fixed = aside * (_results(size) + size.gates + size.vectors) * units
     together = min(4, strips) if wide and planes > 1 and groups == 4 else 4  # strips of four warps in shared memory
@@ -174,6 +176,7 @@ def forward(
     # with options other registers would be spilled; with TF32 products, 1,024 units at batch 128, a step would have 10
     # instructions for what is
     sided = lull > 0 and size.bare and (tiles < 3 or size.element == 2)
+    sided = sided or (_has_means(size) and size.element == 2 and blocks <= _OF_A_SIDE // 4)
     return Spread(
         *made, lull=lull, sided=sided, exact=size.exact, halves=halves, by_step=anew, aside=aside,
         collected=_collected(size, "forward", units, tiles, subs, collected),
@@ -238,13 +241,24 @@ def backward(
     made = (units, sources, gathered, tiles, subs, warps, resident, shared)
     at_once = gathered > 1 and subs == 1 and size.staged is None and operand(size, "backward") == 2
     lull = _LULL_BACK * (at_once and arriving <= _MOST_AT_ONCE[wide and tiles < 3])
+    nearby = _has_means(size) or (subs == 1 and (tiles == 1 or wide))
+    sided = lull > 0 or (nearby and sources * gathered <= _OF_A_SIDE)
     one = _collected(size, "backward", units, tiles, subs, collected)
     return Spread(
-        *made, wide=wide, parts=parts, lull=lull, sided=lull > 0, chunk=chunk, exact=size.exact,
+        *made, wide=wide, parts=parts, lull=lull, sided=sided, chunk=chunk, exact=size.exact,
         halves=halves, collected=one, aside=aside,
     )  # fmt: skip
 
 
+_OF_A_SIDE = 66
+"""Blocks that own the same rows which one side of an H200's L2 has room for.  Backward where none waits for a lull, train
+steps of 100 steps in microseconds, by their numbers and by sides, each in one run: LSTM in bfloat16 with 512 units at
+batch 128 561 and 556, dropout by step 623 and 614, GRU 497 and 484, TF32 products 973 and 958; 640 at 64 655 and 636, 768
+at 64 755 and 735, 384 at 128 432 and 429, 320 at 128 and 256 at 256 as before.  Layer norm of r and c, whose means pass
+through L2 too, 512 at 128 954 and 940 (by sides forward too 920), TF32 1,376 and 1,356 (but forward then 29 more), 1,024 at
+64 1,272 and 1,249, at 128 2,325 and 2,251 (forward alike), TF32 3,968 and 3,875.  Where several parts of rows or two tiles
+of one warp come in turns it brought nothing or less: 512 at 256 1,018 and 1,029, 1,024 at 128 1,543 and 1,550, by step
+1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29)."""
 _LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 500, 4: 150}, 100
 """Cycles forward since a block has given its states, where one warp multiplies and where four do, where those of up
 to 16 sequences come in parts, and of more than 16 at a time, by bytes; of four bytes since their outputs were written:

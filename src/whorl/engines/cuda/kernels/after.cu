@@ -6,3 +6,10 @@ __device__ __forceinline__ void wait_for_the_launch_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// What is launched next may begin when every block of this launch has come here.
+__device__ __forceinline__ void let_the_next_launch_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

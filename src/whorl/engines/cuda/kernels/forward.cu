@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < SPLITS * DEPTHS * TILES * 32; i += THREADS) {
       const int its = i % 32, place = first_place + i / 32 % TILES * 8 + its / 4;
-      masks[i] = gate_bits(a, place, (i / 32 / TILES * 8 + its % 4) * WORD_ELEMENTS, direction);
+      masks[i] = gates_bits(a, place, (i / 32 / TILES * 8 + its % 4) * WORD_ELEMENTS, direction);
     }
   if constexpr (NOISE == GIVEN_BY_GATE)
     for (int i = threadIdx.x; i < RECURRENT * ROWS * WORDS * WORD_ELEMENTS; i += THREADS) {

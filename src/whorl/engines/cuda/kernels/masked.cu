@@ -1,5 +1,8 @@
 // Rows behind masks that are held over all steps, and zero in the steps that do not count: there may be anything.
 //
+// BEHIND a loop over the steps that leaves multiprocessors idle, and lets this launch begin beside it, it reads nothing
+// that the loop writes, and only ends after it: its last block waits for the loop, the others make room for the next.
+//
 // A thread has VECTOR elements, 16 bytes or one element, of a sequence at several steps, and writes them behind each of
 // `count` masks.  It keeps those of GROUP masks in registers: read anew at each step they are most of what is read.  It
 // is numbered by 32 bits.
@@ -23,11 +26,8 @@ struct __align__(VECTOR * ELEMENT_BYTES) Some {
   Element values[VECTOR];
 };
 
-extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
-  wait_for_the_launch_before();
+__device__ __forceinline__ void write(const Arguments& a, unsigned i, unsigned chunks) {
   const float scale = (float)a.scale;
-  const unsigned chunks = (unsigned)(a.width / VECTOR), i = blockIdx.x * 256u + threadIdx.x;
-  if (i >= (unsigned)a.batch * chunks) return;
   const unsigned place = i / chunks, column = (i - place * chunks) * VECTOR;
   for (long long group = 0; group < a.count; group += GROUP) {
     float masks[GROUP][VECTOR];
@@ -57,4 +57,14 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__
       }
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(256) KERNEL(const __grid_constant__ Arguments a) {
+  if (BEHIND)
+    let_the_next_launch_begin();
+  else
+    wait_for_the_launch_before();
+  const unsigned chunks = (unsigned)(a.width / VECTOR), i = blockIdx.x * 256u + threadIdx.x;
+  if (i < (unsigned)a.batch * chunks) write(a, i, chunks);
+  if (BEHIND && blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1) wait_for_the_launch_before();
 }

@@ -504,17 +504,35 @@ __device__ __forceinline__ unsigned bit_of(int pair, int) { return 0x80000000u >
 __device__ __forceinline__ unsigned bits_from(unsigned bits, int gate) { return bits << 2 * gate; }
 #endif
 
-// The bits of all gates at a sequence's place, for two words of the operand, 4 words apart, from a column on.
+// The bits of a gate at a sequence's place, for two words of the operand, 4 words apart, from a column on: those of a pair
+// and of the next.
 template <class Arguments>
-__device__ __forceinline__ unsigned gate_bits(const Arguments& a, int place, int first_column, int direction) {
-  const long long sequence = place < a.batch ? sequence_at(a, place) : 0;
+__device__ __forceinline__ unsigned gate_bits(
+    const Arguments& a, int place, int first_column, int direction, int gate, int first_pair) {
+  const bool there = place < a.batch && gate < MASKED;
+  const long long sequence = there ? sequence_at(a, place) : 0;
+  const float* const masks = a.o.noise[direction] + (gate * a.batch + sequence) * UNITS;
   unsigned bits = 0;
-  for (int word = 0; word < 2; ++word)
-    for (int e = 0; e < WORD_ELEMENTS; ++e) {
-      const int column = first_column + word * 4 * WORD_ELEMENTS + e;
-      for (int g = 0; g < MASKED && place < a.batch && column < UNITS; ++g)
-        if (a.o.noise[direction][(g * a.batch + sequence) * UNITS + column] != 0.f) bits |= bit_of(g * 2 + word, e);
-    }
+#pragma unroll
+  for (int word = 0; word < 2; ++word) {
+    const int column = first_column + word * 4 * WORD_ELEMENTS;
+    const bool first = there && column < UNITS;
+    float2 its = {};
+    if constexpr (WORD_ELEMENTS == 2)
+      its = load_wide_pair(masks + column, first, there && column + 1 < UNITS);
+    else if (first)
+      its.x = masks[column];
+    if (its.x != 0.f) bits |= bit_of(first_pair + word, 0);
+    if (its.y != 0.f) bits |= bit_of(first_pair + word, 1);
+  }
+  return bits;
+}
+// The same of all gates, each behind the one before it.
+template <class Arguments>
+__device__ __forceinline__ unsigned gates_bits(const Arguments& a, int place, int first_column, int direction) {
+  unsigned bits = 0;
+#pragma unroll
+  for (int gate = 0; gate < MASKED; ++gate) bits |= gate_bits(a, place, first_column, direction, gate, gate * 2);
   return bits;
 }
 

@@ -169,6 +169,7 @@ struct Unit {  // of one unit of a sequence: what the cell's gradient reads, and
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
+  if (MASK || LENGTHS || NOISE >= BY_GATE) let_the_next_launch_begin();  // masked.cu runs beside it
   extern __shared__ __align__(128) unsigned memory[];
   uint4* const streamed = (uint4*)memory;               // [warp, strip and depth, lane]
   unsigned* const gradients = memory + WEIGHT_WORDS;    // [2, sequence, block, gate, unit]

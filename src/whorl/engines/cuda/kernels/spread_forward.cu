@@ -54,8 +54,14 @@ constexpr int WEIGHT_WORDS = WARPS * STREAMED * 128 * TOGETHER / 4;
 // what scales are the inverse of: of weights for [warp, strip, row], of each sequence's initial states
 constexpr int WEIGHT_SCALES = HALVES ? WARPS * SHARE * 16 : 0, SCALES = HALVES ? SUBS * ROWS : 0;
 constexpr int SCALE_WORDS = SCALES * (1 + BY_STEP);  // of this step, and of the one before, which others may still read
-// masks by gate as bits, for [depth, part and tile, lane]; those that are given stay in global memory
-constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * DEPTHS * SUBS * TILES * 32 : 0;
+// masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
+constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
+constexpr bool EVEN = APIECE && !INSIDE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
+constexpr bool SOLE = EVEN && SHARE * 16 == SLICE && WORD_ELEMENTS == 2;  // of which it has one
+// as bits, for [depth, part and tile, lane], of all gates; of SOLE ones for [gate, split, part, depths, lane], of the tiles of
+// so many depths; those that are given stay in global memory
+constexpr int DEEP = 8 / TILES / 2 * 2, DEEPS = (DEPTHS + DEEP - 1) / DEEP;
+constexpr int MASK_WORDS = NOISE == BY_GATE ? SPLITS * SUBS * 32 * (SOLE ? GROUPS * DEEPS : DEPTHS * TILES) : 0;
 constexpr int CHAINS = FEWEST * TILES < 4 && DEPTHS > 1 && PLANES == 1 ? 2 : 1;  // of products that wait for each other
 constexpr int ACROSS = 4 * WORD_ELEMENTS;  // units of 16 bytes
 // of a sequence in the ring: 16 bytes of a plane, its words, all words
@@ -69,9 +75,7 @@ constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and comp
 constexpr int FIXED = ASIDE ? RESULTS + GATES + VECTORS : 0;
 static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + PARTIAL_WORDS + WEIGHT_SCALES + MASK_WORDS + SCALE_WORDS + LEVEL_WORDS +
                    FIXED * SLICE) == SHARED, "tiling and kernel disagree");
-// masks by gate: strips have rows of one gate where they can, else of two, which are multiplied one after the other
-constexpr bool APIECE = GATEWISE && SLICE % 16 == 0;
-constexpr bool EVEN = APIECE && !INSIDE && SHARE * 16 % SLICE == 0;  // the gates of a warp are its own
+static_assert(!SOLE || DEEP * TILES <= 8, "a word has not the bits of so many tiles");
 static_assert(!GATEWISE || SLICE % 8 == 0, "a strip has rows of more than two gates");
 static_assert(WORDS * WORD_ELEMENTS >= UNITS && BLOCKS * SLICE >= UNITS && SLICE % 2 == 0, "the tile does not cover the layer");
 #if HALVES && EXACT
@@ -228,8 +232,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
   if constexpr (NOISE == BY_GATE)
     for (int i = threadIdx.x; i < MASK_WORDS; i += THREADS) {
-      const int its = i % 32, place = row0 + i / 32 % (SUBS * TILES) * 8 + its / 4, depth = i / 32 / (SUBS * TILES);
-      masks[i] = gate_bits(a, place, (depth * 8 + its % 4) * WORD_ELEMENTS, direction);
+      const int its = i % 32;
+      if constexpr (SOLE) {
+        const int sub = i / 32 / DEEPS % SUBS, split = i / 32 / DEEPS / SUBS % SPLITS, gate = i / 32 / DEEPS / SUBS / SPLITS;
+        unsigned bits = 0;
+#pragma unroll
+        for (int pair = 0; pair < DEEP * TILES; ++pair) {
+          const int place = row0 + (sub * TILES + pair % TILES) * 8 + its / 4, depth = i / 32 % DEEPS * DEEP + pair / TILES;
+          const int column = ((split * DEPTHS + depth) * 8 + its % 4) * WORD_ELEMENTS;
+          if (depth < DEPTHS) bits |= gate_bits(a, place, column, direction, gate, pair * 2);
+        }
+        masks[i] = bits;
+      } else {
+        const int place = row0 + i / 32 % (SUBS * TILES) * 8 + its / 4, depth = i / 32 / (SUBS * TILES);
+        masks[i] = gates_bits(a, place, (depth * 8 + its % 4) * WORD_ELEMENTS, direction);
+      }
     }
 #if HALVES
   for (int line = warp; line < SCALES; line += WARPS) {
@@ -424,7 +441,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   // what of two words of the product's operand the mask of gate `first_gate` + `gate` leaves
   const int first_gate = EVEN ? group * (SHARE * 16 / SLICE) : 0;
+  unsigned of_depths = 0;  // bits of the tiles of some depths
   const auto behind_mask = [&](int sub, int n, int depth, int gate, unsigned word, unsigned second) {
+    if constexpr (NOISE == BY_GATE && SOLE) {
+      const int pair = depth % DEEP * TILES + n;
+      return right_of(passed(word, of_depths, pair * 2), passed(second, of_depths, pair * 2 + 1));
+    }
     if constexpr (NOISE == BY_GATE) {
       const unsigned all = masks[((split * DEPTHS + depth) * SUBS * TILES + sub * TILES + n) * 32 + lane];
       const unsigned bits = bits_from(all, first_gate);
@@ -698,6 +720,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 2) {
           if (d == (LATE_X ? 0 : DEPTHS / 4 / 2 * 2)) read_on();
+          if (NOISE == BY_GATE && SOLE && d % DEEP == 0)
+            of_depths = masks[(((group * SPLITS + split) * SUBS + sub) * DEEPS + d / DEEP) * 32 + lane];
           uint4 b[TILES], low[TILES];  // and the second plane
 #pragma unroll
           for (int n = 0; n < TILES; ++n) {

@@ -38,12 +38,6 @@ struct Arguments {
 
 //: after
 
-__forceinline__ void let_the_next_launch_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 struct Piece {
   uint4 bits;
 };
