@@ -358,11 +358,11 @@ class Plain(Places):
             reads, first = self._reads[layer], layer * directions * self._every
             extra = self._argument(options, layer, base, buffers)
             prepared = self._back.prepared(stream, *self._takes_back[layer](places), time, batch, *extra)
-            aside, whole = self._forked(), None
+            # blocks that exchange through L2 begin when all of them can, and let what is behind them begin then
+            is_spread, whole = isinstance(self._back.tile, Spread), None
+            aside = self._forked() if self._divides or not is_spread else None
             self._back.launch(stream, prepared)
             if options is not None:  # behind the kernel, or a graph begins with what fills the GPU
-                # blocks that exchange through L2 begin when all of them can, and let what is behind them begin then
-                is_spread = isinstance(self._back.tile, Spread)
                 near = None if is_spread else aside
                 with options.on(stream if near is None else near.stream), options.behind(is_spread and self.chip.early):
                     x = options.cleaned(x) if layer == last else x
