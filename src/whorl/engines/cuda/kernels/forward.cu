@@ -553,15 +553,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       return scales_from[(depth * ITEMS + 2 * n + lane / 4 % 2) * 4 + lane / 8];
     };
     float most[PART];
+    bool usual = true;
 #pragma unroll
     for (int n = 0; n < PART; ++n) {
       most[n] = 0.f;
 #pragma unroll
       for (int d = 0; d < DEPTHS; d += 4)
-        if (d + 4 <= DEPTHS || d + lane % 4 < DEPTHS) most[n] = fmaxf(most[n], unscale_of_depth(d + lane % 4, n));
-#pragma unroll
-      for (int apart = 1; apart < 4; apart *= 2) most[n] = fmaxf(most[n], __shfl_xor_sync(0xffffffffu, most[n], apart));
+        if (d + 4 <= DEPTHS || d + lane % 4 < DEPTHS) {
+          const float its = unscale_of_depth(d + lane % 4, n);
+          most[n] = fmaxf(most[n], its), usual = usual && its == USUAL_UNSCALE;
+        }
     }
+    usual = __all_sync(0xffffffffu, usual);
+    if (!usual)
+#pragma unroll
+      for (int n = 0; n < PART; ++n)
+#pragma unroll
+        for (int apart = 1; apart < 4; apart *= 2) most[n] = fmaxf(most[n], __shfl_xor_sync(0xffffffffu, most[n], apart));
     const auto factor_of = [&](int depth, int n) {
       const float factor = unscale_of_depth(depth, n) * scale_of(most[n]);
       return half_pair(factor, factor);
@@ -584,8 +592,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           low[n] = d + ARRIVALS < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
         }
 #if BY_STEP && !EXACT
-        const unsigned first = factor_of(d, n), second = d + ARRIVALS < DEPTHS ? factor_of(d + ARRIVALS, n) : 0u;
-        b[n] = {times_pair(b[n].x, first), times_pair(b[n].y, first), times_pair(b[n].z, second), times_pair(b[n].w, second)};
+        if (!usual) {
+          const unsigned first = factor_of(d, n), second = d + ARRIVALS < DEPTHS ? factor_of(d + ARRIVALS, n) : 0u;
+          b[n] = {times_pair(b[n].x, first), times_pair(b[n].y, first), times_pair(b[n].z, second), times_pair(b[n].w, second)};
+        }
 #endif
       }
       if constexpr (GATEWISE) {
@@ -659,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         float its = BY_STEP ? 1.f : 1.f / STATE_SCALE;
         if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
 #if BY_STEP && !EXACT
-        its = __shfl_sync(0xffffffffu, most[n], (lane % 4 * 2 + e % 2) * 4);
+        its = usual ? USUAL_UNSCALE : __shfl_sync(0xffffffffu, most[n], (lane % 4 * 2 + e % 2) * 4);
 #endif
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
@@ -822,10 +832,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             unscales[j] = scales[item / 2 * 8 + lane % 4 * 2 + item % 2];
           }
           if constexpr (BY_STEP) {
-            float most = fmaxf(fabsf(first), fabsf(second));  // of the sequence in the group
+            float most = fmaxf(fabsf(first), fabsf(second));
+            const unsigned alike = 0x11111111u << lane % 4;  // threads with units of the same sequence in the group
+            const bool none = (__ballot_sync(0xffffffffu, most != 0.f) & alike) == 0;
+            const bool enough = (__ballot_sync(0xffffffffu, most >= USUAL_LEAST) & alike) != 0;
+            const bool large = (__ballot_sync(0xffffffffu, !(most < USUAL_MOST)) & alike) != 0;
+            const bool usual = !EXACT && (none || enough) && !large;
+            if (!__all_sync(0xffffffffu, usual))
 #pragma unroll
-            for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
-            unscales[j] = unscale_of(most);
+              for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
+            unscales[j] = usual ? USUAL_UNSCALE : unscale_of(most);
           }
           first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
 #endif

@@ -107,6 +107,9 @@ constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make
 
 #if HALVES
 constexpr float STATE_SCALE = 32768.f;  // of states, which are in [-1, 1]
+// Of states of any size, where the largest of a few is in this range: then nobody has to find it.  With this scale numbers
+// down to 2^-17 of the least such keep all their bits.
+constexpr float USUAL_LEAST = 0x1p-4f, USUAL_MOST = 0x1p8f, USUAL_UNSCALE = 0x1p-7f;
 
 // From the largest of some numbers: 2^-k, such that 2^k times it is from 2^14 to 2^15 (less below 2^-112); and back.
 __device__ __forceinline__ float unscale_of(float most) {
