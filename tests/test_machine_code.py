@@ -124,7 +124,7 @@ SMALL = {
     "filler": beside.filler, "order": beside.order, "draw": beside.draw, "splitter": beside.splitter,
     "adding": partial(beside.adding, torch.bfloat16), "row_copier": partial(beside.row_copier, 8),
     "draw_bits": partial(beside.draw_bits, 2, [0, 1], True),
-    "masked": partial(beside.masked, "masked", torch.float16, 8, True),
+    "masked": partial(beside.masked, "masked", torch.float16, 8, True, False),
     **{f"norming {kind}": partial(beside.norming, kind, beside.Norm(4, 96, torch.float32, True, True))
        for kind in ("forward", "backward")},
     "halver": partial(beside.halver, beside.Halving(4, 96, False, True, 0)),
@@ -144,6 +144,25 @@ def test_a_small_kernel_waits_for_the_launch_before(name: str, tmp_path: Path) -
     text = SMALL[name]()
     (kernel,) = re.findall(r"#define KERNEL (\w+)", text)
     assert before_the_wait(listed(cubin(text, kernel, "sm_90a"), tmp_path / "kernel.cubin")) == []
+
+
+@needs_tools
+def test_masks_beside_a_loop_wait_for_it_when_all_is_written(tmp_path: Path) -> None:
+    text = beside.masked("masked", torch.bfloat16, 8, True, True)
+    lines = listed(cubin(text, "masked", "sm_90a"), tmp_path / "kernel.cubin")
+    (wait,) = (at for at, line in enumerate(lines) if "ACQBULK" in line)
+    (lets,) = (at for at, line in enumerate(lines) if "PREEXIT" in line)
+    memory = [at for at, line in enumerate(lines) if re.search(r"\b(LDG|STG)\b", line)]
+    assert memory and lets < min(memory) and max(memory) < wait
+
+
+@needs_tools
+@pytest.mark.parametrize("option", ["mask", "lengths", "gate", "step", "plain"])
+def test_a_loop_lets_masks_begin_beside_it_once_what_was_before_has_ended(option: str, tmp_path: Path) -> None:
+    lines = chosen_with(option, "backward", 512, 128, tmp_path)
+    lets = [at for at, line in enumerate(lines) if "PREEXIT" in line]
+    assert len(lets) == (option in ("mask", "lengths", "gate"))
+    assert all(at > [place for place, line in enumerate(lines) if "ACQBULK" in line][0] for at in lets)
 
 
 @needs_tools
@@ -233,6 +252,20 @@ def test_four_warps_multiply_behind_masks_by_gate(dtype: torch.dtype, batch: int
     assert len(products) == tile.subs * -(-1024 // (16 * tile.gathered * tile.warps)) * depth
     assert sum("gsb0" in line for line in products) == tile.subs * len(cell.recurrent)
     assert sum("DEPBAR.LE gsb0, 0x1" in line for line in lines) == tile.subs * (len(cell.recurrent) - 1)
+
+
+@needs_tools
+@pytest.mark.parametrize("units, reads", [(512, 32), (1024, 172)])
+def test_masks_of_one_gate_are_read_for_some_tiles_at_once(units: int, reads: int, tmp_path: Path) -> None:
+    lines = chosen_with("gate", "forward", units, 128, tmp_path)
+    loop = time_loop(lines)
+    assert sum("LDS" in line for line in loop) <= reads  # 60 and 287 with a word for each tile
+    # before the loop, too, one look at memory brings what eight tiles of a depth take
+    before = lines[: next(at for at in range(len(lines)) if lines[at : at + len(loop)] == loop)]
+    runs = re.findall(
+        "L+", "".join("L" if "LDG" in line else "B" * ("BRA" in line or "BAR" in line) for line in before)
+    )
+    assert max(map(len, runs)) >= 16
 
 
 @needs_tools
@@ -375,6 +408,15 @@ ONE_OPTION = {
     "step": source.Features(noise=source.DRAWN),
     "gate": source.Features(noise=source.BY_GATE),
 }
+
+
+def chosen_with(option: str, kind: str, units: int, batch: int, path: Path) -> list[str]:
+    """The kernel of an LSTM in bfloat16 with an option that is chosen for a batch, as instructions."""
+    cell, features = CELLS["lstm"].graph, ONE_OPTION[option]
+    tile = grid.choose(size_of(cell, units, 2, features), H200, batch, 1, kind)
+    assert tile is not None
+    write = source.forward if kind == "forward" else source.backward
+    return disassembled(write(cell, units, torch.bfloat16, tile, True, features), tile, path / "kernel.cubin")
 
 
 def loop_with(option: str, kind: str, units: int, dtype: torch.dtype, path: Path) -> list[str]:

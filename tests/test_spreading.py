@@ -419,6 +419,25 @@ def test_no_estimate_of_two_bytes_is_below_the_least(units: int, kind: str, elem
     assert min(spreading._time(size, H200, 1, 1, kind, tile) for tile in tiles) >= spreading.LEAST[kind]
 
 
+@pytest.mark.parametrize(
+    "name, units, batch, element, sided",
+    [
+        ("lstm", 512, 128, 2, True), ("gru", 512, 128, 2, True), ("lstm", 512, 128, 4, True), ("lstm", 640, 64, 2, True),
+        ("lstm", 768, 64, 2, True),
+        ("layer_norm_lstm", 512, 128, 2, True), ("layer_norm_lstm", 1024, 128, 2, True),
+        ("lstm", 512, 256, 2, False), ("lstm", 1024, 128, 2, False), ("gru", 768, 128, 2, False),  # were as fast or slower
+        ("layer_norm_lstm", 1500, 20, 2, False),  # more blocks than a side has room for
+    ],
+)  # fmt: skip
+def test_backward_blocks_take_places_by_sides_where_that_was_faster(
+    name: str, units: int, batch: int, element: int, sided: bool
+) -> None:
+    cell = CELLS[name].graph
+    tile = grid.choose(size_of(cell, units, element), H200, batch, 1, "backward")
+    assert isinstance(tile, Spread)
+    assert (tile.sided, tile.lull) == (sided, 0)
+
+
 def test_a_lull_and_places_by_sides_are_told() -> None:
     """Two directions take no places by their side."""
     tile = grid.estimated(size_of(library.lstm.graph, 1024, 2), H200, 32, 1, "forward")

@@ -24,8 +24,8 @@ from whorl.engines.cuda.memory import empty, laid_out
 from whorl.engines.cuda.options import Options
 from whorl.engines.cuda.places import Places, Room
 from whorl.engines.cuda.products import Each, Product, handle
-from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import by_link, staged, steps
 from whorl.engines.tape import Tape, parts, slots, written_to
 from whorl.engines.taped import Written
 from whorl.problem import Call, Outcome, Plan, Problem
@@ -243,7 +243,7 @@ class Plain(Places):
         options = self._options_in(room, False, call, stream)
         aside = self._forked() if options is not None and self._draws_aside() else None
         listed, prepared = None, None
-        # draws and orders beside the product, and what the kernel finds made ready: nothing that lives less long than it
+        # draws and orders beside the product, and what the kernel finds made ready: none of it in what others give back
         if aside is not None and options is not None:
             listed = self._listed(call, at, base, self._in_room)
             with options.on(aside.stream):

@@ -251,14 +251,14 @@ def backward(
 
 
 _OF_A_SIDE = 66
-"""Blocks that own the same rows which one side of an H200's L2 has room for.  Backward where none waits for a lull, train
-steps of 100 steps in microseconds, by their numbers and by sides, each in one run: LSTM in bfloat16 with 512 units at
-batch 128 561 and 556, dropout by step 623 and 614, GRU 497 and 484, TF32 products 973 and 958; 640 at 64 655 and 636, 768
-at 64 755 and 735, 384 at 128 432 and 429, 320 at 128 and 256 at 256 as before.  Layer norm of r and c, whose means pass
-through L2 too, 512 at 128 954 and 940 (by sides forward too 920), TF32 1,376 and 1,356 (but forward then 29 more), 1,024 at
-64 1,272 and 1,249, at 128 2,325 and 2,251 (forward alike), TF32 3,968 and 3,875.  Where several parts of rows or two tiles
-of one warp come in turns it brought nothing or less: 512 at 256 1,018 and 1,029, 1,024 at 128 1,543 and 1,550, by step
-1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29)."""
+"""Blocks that own the same rows for which a side of an H200's L2 has room.  Backward where none waits for a lull, train
+steps of 100 in microseconds, by their numbers and by sides, each in one run: LSTM in bfloat16 with 512 units at batch
+128 561 and 556, dropout by step 623 and 614, GRU 497 and 484, TF32 products 973 and 958; 640 at 64 655 and 636, 768 at
+64 755 and 735, 384 at 128 432 and 429, 320 at 128 and 256 at 256 as before.  Layer norm of r and c, whose means pass
+through L2 too, 512 at 128 954 and 940 (by sides forward too 920), TF32 1,376 and 1,356 (but forward then 29 more),
+1,024 at 64 1,272 and 1,249, at 128 2,325 and 2,251 (forward alike), TF32 3,968 and 3,875.  Where several parts of rows or two
+tiles of one warp come in turns it brought nothing or less: 512 at 256 1,018 and 1,029, 1,024 at 128 1,543 and 1,550, by
+step 1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29)."""
 _LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 500, 4: 150}, 100
 """Cycles forward since a block has given its states, where one warp multiplies and where four do, where those of up
 to 16 sequences come in parts, and of more than 16 at a time, by bytes; of four bytes since their outputs were written:
@@ -321,8 +321,8 @@ def _more(size: Size, gathered: int) -> int:
     Nothing is spilled, but a word of a peephole LSTM with TF32 products and every option.  On an H200 a step of LSTM
     with 512 units at batch 128 took 3.00 us and takes 2.83, GRU 2.77 (in a cluster) and 2.44, with TF32 products 3.53
     (in a cluster) and 3.12, 3.08 (in a cluster) and 2.75, over 40 steps.  With options it was not timed by itself, but
-    dropout by step in two bytes: a train step of 100 with 512 units at batch 128 took 611 us with 34 operands, 607 with 36
-    to 38, 605 with 39 (2026-11-29); masks that are held would spill a word of those.
+    for dropout by step in two bytes: a train step of 100 with 512 units at batch 128 took 611 us with 34 operands, 607
+    with 36 to 38, 605 with 39 (2026-11-29); masks that are held would spill a word of those.
     """
     if size.drawn and size.back >= _BY_STEP and size.element == 2 and gathered == 1:
         return 9
@@ -332,7 +332,7 @@ def _more(size: Size, gathered: int) -> int:
 
 
 _BY_STEP = 18
-"""Registers backward that options take where dropout by step is among what is drawn, and with masks that are held fewer."""
+"""Registers backward that options take where dropout by step is among what is drawn; masks that are held take fewer."""
 
 
 def _extra(size: Size, base: int, tiles: int) -> int:
