@@ -119,6 +119,21 @@ def test_who_writes_to_more_shared_memory_than_the_launch_asks_for_is_found(
         kernel(0, 1, 1, 0)
 
 
+@pytest.mark.parametrize("units, batch", [(40, 8), (72, 20)])
+def test_states_of_any_size_are_as_good_whether_their_scale_is_usual_or_found(
+    units: int, batch: int, folder: Path
+) -> None:
+    """Of a layer whose output is as large as its input is: sequences that are powers of two of each other."""
+    torch.manual_seed(2)
+    layer = whorl.RNN(6, units, nonlinearity="relu", bias=False)
+    sizes = torch.tensor([2.0**power for power in (-30, -6, 0, 3, 9, 30)]).repeat(4)[:batch, None]
+    x = torch.randn(6, 1, 6) * sizes
+    truth = outcome(layer, x, torch.float64, "reference", folder, gradients=False)[0]
+    got = outcome(layer, x, torch.float32, "persistent", folder, True, gradients=False)[0]
+    apart = (got.double() - truth).abs().amax((0, 2)) / truth.abs().amax((0, 2))
+    assert apart.max() <= 4 * TF32_EPS
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_softplus_is_good_to_an_eps_of_each_value(dtype: torch.dtype, folder: Path) -> None:
     x = torch.tensor([-80.0, -20, -9, -3, -2.75, -1, -(2**-10), 0, 2**-10, 1, 3, 19.5, 20.5, 1e4, torch.inf, torch.nan])

@@ -256,9 +256,9 @@ steps of 100 in microseconds, by their numbers and by sides, each in one run: LS
 128 561 and 556, dropout by step 623 and 614, GRU 497 and 484, TF32 products 973 and 958; 640 at 64 655 and 636, 768 at
 64 755 and 735, 384 at 128 432 and 429, 320 at 128 and 256 at 256 as before.  Layer norm of r and c, whose means pass
 through L2 too, 512 at 128 954 and 940 (by sides forward too 920), TF32 1,376 and 1,356 (but forward then 29 more),
-1,024 at 64 1,272 and 1,249, at 128 2,325 and 2,251 (forward alike), TF32 3,968 and 3,875.  Where several parts of rows or two
-tiles of one warp come in turns it brought nothing or less: 512 at 256 1,018 and 1,029, 1,024 at 128 1,543 and 1,550, by
-step 1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29)."""
+1,024 at 64 1,272 and 1,249, at 128 2,325 and 2,251 (forward alike), TF32 3,968 and 3,875.  Where several parts of rows
+or two tiles of one warp come in turns it brought nothing or less: 512 at 256 1,018 and 1,029, 1,024 at 128 1,543 and
+1,550, by step 1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29)."""
 _LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 500, 4: 150}, 100
 """Cycles forward since a block has given its states, where one warp multiplies and where four do, where those of up
 to 16 sequences come in parts, and of more than 16 at a time, by bytes; of four bytes since their outputs were written:
