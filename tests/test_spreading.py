@@ -433,6 +433,8 @@ def test_backward_blocks_take_places_by_sides_where_that_was_faster(
     name: str, units: int, batch: int, element: int, sided: bool
 ) -> None:
     cell = CELLS[name].graph
+    exact = spreading.choose(size_of(cell, units, 4, exact=True), H200, batch, 1, "backward")
+    assert exact is None or exact.sided == (exact.lull > 0)  # not timed
     tile = grid.choose(size_of(cell, units, element), H200, batch, 1, "backward")
     assert isinstance(tile, Spread)
     assert (tile.sided, tile.lull) == (sided, 0)

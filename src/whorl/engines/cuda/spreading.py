@@ -242,7 +242,7 @@ def backward(
     at_once = gathered > 1 and subs == 1 and size.staged is None and operand(size, "backward") == 2
     lull = _LULL_BACK * (at_once and arriving <= _MOST_AT_ONCE[wide and tiles < 3])
     nearby = _has_means(size) or (subs == 1 and (tiles == 1 or wide))
-    sided = lull > 0 or (nearby and sources * gathered <= _OF_A_SIDE)
+    sided = lull > 0 or (nearby and not size.exact and sources * gathered <= _OF_A_SIDE)
     one = _collected(size, "backward", units, tiles, subs, collected)
     return Spread(
         *made, wide=wide, parts=parts, lull=lull, sided=sided, chunk=chunk, exact=size.exact,
@@ -258,7 +258,8 @@ steps of 100 in microseconds, by their numbers and by sides, each in one run: LS
 through L2 too, 512 at 128 954 and 940 (by sides forward too 920), TF32 1,376 and 1,356 (but forward then 29 more),
 1,024 at 64 1,272 and 1,249, at 128 2,325 and 2,251 (forward alike), TF32 3,968 and 3,875.  Where several parts of rows
 or two tiles of one warp come in turns it brought nothing or less: 512 at 256 1,018 and 1,029, 1,024 at 128 1,543 and
-1,550, by step 1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29)."""
+1,550, by step 1,608 and 1,640, GRU with 768 at 128 1,098 and 1,113 (H200s, 2026-11-29).
+Exact products were not timed."""
 _LULL, _LULL_PARTS, _LULL_MANY, _LULL_BACK = {False: 200, True: 220}, 160, {2: 500, 4: 150}, 100
 """Cycles forward since a block has given its states, where one warp multiplies and where four do, where those of up
 to 16 sequences come in parts, and of more than 16 at a time, by bytes; of four bytes since their outputs were written:
