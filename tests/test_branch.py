@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,8 +22,7 @@ from thinned import thinned
 from whorl.engines.cuda import aligned, grid, layers, persistent, plain, prepare, products
 from whorl.engines.cuda import branch as branches
 from whorl.engines.cuda import options as options_of_calls
-from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.tiling import Chip
+from whorl.engines.cuda.tiling import Chip, Tile
 
 LAYERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "LSTM": ("LSTM", {}, ()),
@@ -204,11 +204,18 @@ def test_with_options_too(name: str, capturing: bool, free: bool, folder: Path) 
 def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spread: bool, folder: Path) -> None:
     """x without what does not count, where products are not divided too: of large layers, and behind a norm.
 
-    Not beside a loop whose blocks begin when all of them can, which would wait for it.
+    Beside a loop whose blocks begin when all of them can, which would wait for it, it is on the loop's own stream, in
+    memory that is not the loop's.
     """
     layer = whorl.LSTM(5, 8, 2, engine="persistent", layer_norm=norm)
     x, mask = torch.randn(3, 2, 5, requires_grad=True), torch.tensor([[1, 1], [1, 0], [0, 1]]).bool()
-    note, own = Recorder(True), layers._BESIDE
+    note, own, spaces = Recorder(True), layers._BESIDE, list[weakref.ref[Tensor]]()
+
+    def prepared(*given: Any) -> grid.Prepared:
+        note.done.append("prepared")
+        made, space = prepare_one(*given), torch.empty(1)
+        spaces.append(weakref.ref(space))
+        return made._replace(space=space)
 
     def passes() -> list[Tensor]:
         y = layer(x, mask=mask)[0]
@@ -217,6 +224,8 @@ def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spre
     class Kernel(emulation.Kernel):
         def __call__(self, stream: int, *given: Any) -> None:
             kind = "backward" if "_backward_" in self.name else self.name.split("_")[0]
+            kind += " behind" * self.name.endswith("_behind")
+            assert not kind.endswith("behind") or spaces[-1]() is not None, "the loop's memory was given back"
             note.done.append(f"{kind} on {stream}")
             super().__call__(stream, *given)
 
@@ -226,9 +235,9 @@ def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spre
         patch.setattr(layers, "_BESIDE", 0 if large else own)
         patch.setattr(plain, "branch_of", lambda index: note)
         prepare_one = grid.Grid.prepared
-        patch.setattr(grid.Grid, "prepared", lambda *given: note.done.append("prepared") or prepare_one(*given))
-        if spread:  # no tile is one of a cluster, as its backward asks
-            patch.setattr(plain, "Tile", Spread)
+        patch.setattr(grid.Grid, "prepared", prepared)
+        if spread:  # every tile is one of blocks that exchange through L2, as its backward asks
+            patch.setattr(plain, "Spread", Tile)
         for module in (prepare, options_of_calls):
             patch.setattr(module, "Kernel", Kernel)
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
@@ -242,6 +251,7 @@ def test_what_reads_no_gradient_is_beside_the_loop(norm: bool, large: bool, spre
         assert note.done.index("prepared") < note.done.index("join")
     assert behind.startswith("cleaned")
     assert (behind == "cleaned on 5") != spread
+    assert behind.startswith("cleaned behind") == spread
     assert note.done.count("cleaned on 5") == (not spread)
     assert ("meet" in note.done) == (not norm and not large)
     assert any(one in ("meet", "join") for one in note.done[loops[0] : loops[1]])
