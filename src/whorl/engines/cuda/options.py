@@ -370,6 +370,8 @@ class Options:
             masks: float32 [batch, width], or [count, batch, width] for as many results, [count, ..., width].
             scale: what they are multiplied with.
         """
+        alike = x.is_contiguous() and (masks is None or masks.is_contiguous())
+        assert alike or not self._behind, "nothing waits there for a copy"
         x, width = x.contiguous(), x.shape[-1]
         masks = None if masks is None else masks.contiguous()
         count = masks.shape[:-2] if masks is not None else ()
