@@ -243,7 +243,7 @@ class Plain(Places):
         options = self._options_in(room, False, call, stream)
         aside = self._forked() if options is not None and self._draws_aside() else None
         listed, prepared = None, None
-        # draws and orders beside the product, and what the kernel finds made ready: none of it in what others give back
+        # beside the product draws, orders, and what the kernel finds made ready: in memory that is taken before it
         if aside is not None and options is not None:
             listed = self._listed(call, at, base, self._in_room)
             with options.on(aside.stream):
