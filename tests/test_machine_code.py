@@ -463,7 +463,7 @@ def test_steps_of_several_stages_ask_for_x_while_the_first_travels(
     """Where they multiply in two bytes before they wait for what the last stage sends to make the next step's state."""
     graph = CELLS[cell].graph
     every = staging.likely(graph, size_of(graph, 256, dtype.itemsize), H200, 32, 1, "forward")
-    tile = next(tile for tile in every if not tile.whole)
+    tile = next(tile for tile in every if not tile.of_sequences)
     text = source.forward(graph, 256, dtype, tile, True)
     loop = [line for line in time_loop(disassembled(text, tile, tmp_path / "kernel.cubin")) if "/*" in line]
     asked, waits, sent = places(loop, "LDG"), places(loop, r"SYNCS\.PHASECHK\S+"), places(loop, "STAS")

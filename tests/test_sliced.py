@@ -20,6 +20,7 @@ from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, staging
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.staged import steps
 from whorl.engines.cuda.tiling import Size, Tile
 
 TILES = [
@@ -51,7 +52,7 @@ SLOWED = [
     "const unsigned target = at_rank(base, strip / 2);",
     "wait(barriers + 8 * sub, (t - 1) % 2);",
     "float sum[4] = {};",
-    "const float2 sums = sums_of_warp(own[e], lane);",
+    "const float2 sums = sums_of_rows(rows[stage][e]);",
     "wait(barrier_of(stage, line), t % 2);",
     "float2 all[EIGHTS];",
     "float scale = 1.f;",
@@ -144,3 +145,33 @@ def test_nothing_is_spilled(units: int, numbers: tuple[int, int, int], dtype: to
     lines = disassembled(source.backward(LSTM, units, dtype, tile, True), tile, tmp_path / "cubin")
     assert [line for line in lines if re.search(r"\b(STL|LDL)\b", line)] == []
     assert sum("HMMA" in line for line in lines) >= 16
+
+
+@needs_tools
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
+def test_what_needs_no_gradient_is_added_up_before_one_comes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Four of eight numbers: two products before the wait for what is multiplied, two and the last one after it."""
+    known = [made.known for made in steps(LSTM).backward.reductions]
+    assert known == [False] * 4 + [True] * 4
+    tile = staging.sliced(LSTM, size_of(LSTM, 512, dtype.itemsize), 16, 5, 8, H200.shared)
+    assert tile is not None
+    lines = disassembled(source.backward(LSTM, 512, dtype, tile, True), tile, tmp_path / "cubin")
+    waits = next(place for place, line in enumerate(lines) if "SYNCS.PHASECHK" in line)
+    begins = max(place for place, line in enumerate(lines[:waits]) if "MUFU.RSQ" in line)
+    sends = next(place for place, line in enumerate(lines) if place > waits and "STAS.64" in line)
+    assert sum("HMMA" in line for line in lines[begins:waits]) == 2
+    assert sum("HMMA" in line for line in lines[waits:sends]) == 3
+
+
+def test_what_is_known_is_what_the_first_stage_makes() -> None:
+    """By the same lines, in the same places: also where three numbers need a gradient, six do, all do."""
+    for name in ("layer norm of r and c", "in_turn", "layer_norm_lstm", "five gates"):
+        made = steps(CELLS[name]).backward
+        known, later = (part.split("\n}", 1)[0] for part in re.split(r"void (?:run_known|stage_0)\(", made.parted)[1:])
+        places = {place for it in made.reductions if it.known for place in range(it.first, it.first + it.values)}
+        written = dict(re.findall(r"to\[(\d+)\] = (\w+);", known))
+        assert {*map(int, written)} == places
+        assert written.items() <= dict(re.findall(r"to\[(\d+)\] = (\w+);", later)).items()
+        assert not re.search(r"\bd\[", known)
+        lines = set(re.findall(r"const .*;", known))
+        assert lines <= set(re.findall(r"const .*;", later))

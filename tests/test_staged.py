@@ -346,7 +346,7 @@ def in_stages(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tile]:
     def choose(size: Size, chip: Chip, batch: int, directions: int, kind: str) -> Tile:
         assert size.staged is not None
         every = staging.likely(size.staged, size, chip, batch, directions, kind)
-        chosen[kind] = next(tile for tile in every if not tile.whole and tile.cluster > 1)
+        chosen[kind] = next(tile for tile in every if not tile.of_sequences and tile.cluster > 1)
         return chosen[kind]
 
     monkeypatch.setattr(grid, "choose", choose)

@@ -21,7 +21,8 @@ SLOWED = {
         "wait(barriers + 8 * sub, (t - 1) % 2);",
         "wait(its_results, t % 2);",
         "const unsigned target = TILES > 1",
-        "summarise(stage, to",
+        "sums_of_units(stage, to",
+        "float4 sum = at[pack * WHOLE];",
         "const unsigned own = operand_pair(",
     ],
     "backward": [

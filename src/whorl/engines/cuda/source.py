@@ -163,6 +163,8 @@ def forward(
         own |= _spread(tile) | {"GROUPS": tile.groups}
     elif tile.whole:
         own |= {"SPLITS": tile.splits, "WHOLE": tile.whole}
+    elif tile.lines:
+        own |= {"SPLITS": tile.splits, "LINES": tile.lines, "WARPS": tile.warps}
     elif staged(graph):
         own |= {"SPLITS": tile.splits, "GROUPS": tile.slice // 16}
     else:
@@ -320,6 +322,7 @@ def _stages(kind: str, graph: Graph, units: int, tile: Tile | Spread) -> list[st
         table("reduction_count", (it.values for it in reductions), "how many they are"),
         table("reduction_place", (it.place for it in reductions), "among the means of a step"),
         table("reduction_moments", (it.moments for it in reductions), "whether a variance comes after it"),
+        table("reduction_known", (it.known for it in reductions), "whether what it is made of needs no gradient"),
         table("numbers", map(own.numbers, range(own.stages)), "that are sent of a sequence after a stage"),
         table("packs", map(own.packs, range(own.stages)), "16 bytes that a warp sends of a sequence after a stage"),
         table("mean_offset", offsets, "words before a stage's slots"),
@@ -382,12 +385,12 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
 
 
 def whole_words(own: Pass, warps: int, before: int | None = None) -> int:
-    """The same in kernels/whole_forward.cu, of one sequence that so many warps have."""
+    """The same in kernels/whole_backward.cu, of one sequence that so many warps have; whole_forward.cu has it twice."""
     return sum(4 * warps * own.packs(stage) for stage in range(own.stages if before is None else before))
 
 
 def sliced_words(own: Pass, units: int, tile: Tile, before: int | None = None) -> int:
-    """The same in kernels/sliced_backward.cu."""
+    """The same in kernels/sliced_forward.cu and sliced_backward.cu."""
     packs = sum(own.packs(stage) for stage in range(own.stages if before is None else before))
     return 4 * -(-units // 32) * (tile.lines | 1) * packs
 

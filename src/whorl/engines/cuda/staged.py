@@ -28,6 +28,8 @@ class Reduction(NamedTuple):
     place: int
     """Among the means of a step; a variance comes after its mean."""
     moments: bool
+    known: bool = False
+    """Backward: what it is made of needs no gradient.  Those of a stage come last."""
 
     @property
     def floats(self) -> int:
@@ -58,7 +60,10 @@ class Pass:
     text: str
     """A function for each stage, what they keep, and one that calls them by number."""
     parted: str
-    """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own."""
+    """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own.
+
+    Another computes what of its means is known, from what the first has made, as that stage does once more.
+    """
     stages: int
     reductions: tuple[Reduction, ...]
     rounds: tuple[Round, ...]
@@ -190,8 +195,9 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     arguments = "const float* d, const float* q, bool there, float* dx, float* dr, float* ds, float* dv, float* de, "
     arguments += "float* after"
     given = "d, q, there, dx, dr, ds, dv, de, after"
-    ahead, first = _ahead(made[0], {identifier(f"d.{state}") for state in graph.states})
-    more = places, writes, arguments, given, levels, entered
+    gradients = {identifier(f"d.{state}") for state in graph.states}
+    ahead, first = _ahead(made[0], gradients)
+    more = places, writes, arguments, given, levels, entered, gradients
     parted = _Printer([first, *made[1:]], *more).printed(rounds, ahead)
     return replace(_Printer(made, *more).printed(rounds), parted=parted.text)
 
@@ -233,34 +239,49 @@ def _ahead(first: Stage, gradients: set[str]) -> tuple[Stage, Stage]:
 
 def part(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stage]:
     """The lines that `known` needs, what it hands on and of which type, and the lines that make gradients of it."""
-    kinds, uses, late, text = {}, {}, set(gradients), {}
+    text, kinds, uses = _taken_apart(stage)
+    late = _late(stage, gradients)
+    slow = {name for name, line in text.items() if name not in late and re.search(r"[(/?]", line)}
+    outputs = [value.name for value in stage.writes] + [name for made in stage.collectives for name in made.operands]
+    after = _needed(uses, outputs, slow)
+    known = {name: kinds[name] for name in kinds if name in slow & after}
+    return _lines_of(stage, _needed(uses, known)), known, _lines_of(stage, after, known)
+
+
+def _taken_apart(stage: Stage) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
+    """Of each name that a stage's lines define, in their order: its line, its type, the names that it is made of."""
+    text, kinds, uses = {}, {}, {}
     for line in stage.lines:
         kind, name, value = re.fullmatch(r"const (\w+) (\w+) = (.*);", line).groups()  # type: ignore[union-attr]
-        kinds[name], uses[name], text[name] = kind, re.findall(r"[A-Za-z_]\w*", value), line
-        if not late.isdisjoint(uses[name]):
+        text[name], kinds[name], uses[name] = line, kind, re.findall(r"[A-Za-z_]\w*", value)
+    return text, kinds, uses
+
+
+def _late(stage: Stage, gradients: set[str]) -> set[str]:
+    """The names that need gradients."""
+    late = set(gradients)
+    for name, used in _taken_apart(stage)[2].items():
+        if not late.isdisjoint(used):
             late.add(name)
-    slow = {name for name, line in text.items() if name not in late and re.search(r"[(/?]", line)}
+    return late
 
-    def needed(roots: Iterable[str], ends: set[str]) -> set[str]:
-        found: set[str] = set()
-        left = [*roots]
-        while left:
-            name = left.pop()
-            if name not in found:
-                found.add(name)
-                left += uses.get(name, []) if name not in ends else []
-        return found
 
-    outputs = [value.name for value in stage.writes] + [name for made in stage.collectives for name in made.operands]
-    after = needed(outputs, slow)
-    known = {name: kinds[name] for name in kinds if name in slow & after}
-    before = needed(known, set())
+def _needed(uses: dict[str, list[str]], roots: Iterable[str], ends: Iterable[str] = ()) -> set[str]:
+    """The names that these are made of, and they themselves; what `ends` are made of is not looked at."""
+    found: set[str] = set()
+    left = [*roots]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += uses.get(name, []) if name not in ends else []
+    return found
 
-    def lines_of(names: set[str], without: Iterable[str] = ()) -> Stage:
-        lines = tuple(line for name, line in text.items() if name in names and name not in without)
-        return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
 
-    return lines_of(before), known, lines_of(after, known)
+def _lines_of(stage: Stage, names: set[str], without: Iterable[str] = ()) -> Stage:
+    """A stage with the lines of these names alone, and what they read."""
+    lines = tuple(line for name, line in _taken_apart(stage)[0].items() if name in names and name not in without)
+    return replace(stage, reads=tuple(value for value in stage.reads if value.name in names), lines=lines)
 
 
 def _saving(
@@ -383,6 +404,7 @@ class _Printer:
         arguments: of a stage's function, after those that both passes have; `given`: their names.
         first: the place of the first mean.
         entered: backward, for each round inside the step the output that entered the product that it belongs to.
+        gradients: backward, the names of those that a step begins with.
     """
 
     _COMMON = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* m, "
@@ -390,8 +412,9 @@ class _Printer:
 
     def __init__(
         self, made: Sequence[Stage], places: dict[str, str], writes: dict[str, str], arguments: str, given: str,
-        first: int, entered: Sequence[str] | None = None,
+        first: int, entered: Sequence[str] | None = None, gradients: set[str] | None = None,
     ) -> None:  # fmt: skip
+        self._gradients = gradients
         self._first = first
         self._entered = None if entered is None else [f"entered_{place}" for place in range(len(entered))]
         keeps = zip(entered or (), self._entered or (), strict=True)
@@ -407,6 +430,7 @@ class _Printer:
         reductions: list[Reduction] = []
         means: dict[tuple[str, ...], int] = {}
         needs = [_read(stage) for stage in self._made]
+        late = None if self._gradients is None else _late(self._made[0], self._gradients)
         kinds: dict[str, str] = {}
         kept = 0
         functions: list[str] = []
@@ -430,11 +454,13 @@ class _Printer:
                     if key not in by_operands:
                         by_operands[key] = len(reductions)
                         place = means.setdefault(key, self._first + 2 * len(means))
-                        reductions.append(Reduction(index, len(meaned), len(key), place, False))
+                        early = index == 0 and late is not None and late.isdisjoint(key)
+                        reductions.append(Reduction(index, len(meaned), len(key), place, False, early))
                         meaned += key
                     which = by_operands[key]
                     found = reductions[which]
-                    reductions[which] = found._replace(moments=found.moments or made.kind == "variance")
+                    moments = found.moments or made.kind == "variance"
+                    reductions[which] = found._replace(moments=moments, known=found.known and not moments)
                     self._places[made.result] = f"m[{found.place + (made.kind == 'variance')}]"
                 elif made.kind == "pull" or made.operands[0] not in asked:
                     asked.append(made.operands[0])
@@ -450,6 +476,8 @@ class _Printer:
                     kinds[name] = "bool" if value.condition else "real"
             lines += [f"to[{place}] = {name};" for place, name in enumerate(meaned)]
             lines += [f"operand[{place}] = {name};" for place, name in enumerate(asked)]
+            if index == 0 and ahead is not None:
+                functions.append(self._known([it for it in reductions if it.known], stage, meaned))
             body = "\n  ".join(lines)
             functions.append(f"__device__ __forceinline__ void stage_{index}({self._arguments}) {{\n  {body}\n}}")
             live = {name for names in needs[index + 1 :] for name in names if name in kinds}
@@ -464,7 +492,19 @@ class _Printer:
             f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
             *self._entered_in(),
         ])  # fmt: skip
+        reductions.sort(key=lambda made: (made.stage, made.known))
         return Pass(text, "", len(self._made), tuple(reductions), tuple(rounds), kept)
+
+    def _known(self, known: Sequence[Reduction], stage: Stage, meaned: Sequence[str]) -> str:
+        """A function that makes of what is computed ahead what these means of the first stage are made of."""
+        places = [place for made in known for place in range(made.first, made.first + made.values)]
+        roots = [meaned[place] for place in places]
+        own = _lines_of(stage, _needed(_taken_apart(stage)[2], roots))
+        loads = {value.name: value.condition for value in own.reads}
+        loads |= {name: False for name in roots if name not in {*loads, *_defined(own)}}
+        lines = [*self._loaded(loads), *own.lines, *(f"to[{place}] = {meaned[place]};" for place in places)]
+        body = "\n  ".join(lines)
+        return f"__device__ __forceinline__ void run_known({self._COMMON}const Values& k, float* to) {{\n  {body}\n}}"
 
     def _entered_in(self) -> list[str]:
         """Backward a function that gives what entered the product that a round inside the step belongs to."""

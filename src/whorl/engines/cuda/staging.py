@@ -102,7 +102,7 @@ def whole(
     if resident is None:
         resident = min(strips * depths, max(0, tiling.registers(warps) - used) // 4)
     states, results = 8 * tiles * splits * depths * 8, splits * 2 * -(-size.units // 2) * -(-size.recurrent // 4) * 4
-    means = whole_words(own, each)
+    means = 2 * whole_words(own, each)
     streamed = octets * splits * (strips * depths - resident) * 128
     shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * halves) + 8 * (tiles + seats)
     if shared > limit:
@@ -171,6 +171,41 @@ def sliced(
     rest = tiles * (gradients + sums + 8 * halves) + sliced_words(own, size.units, made) + size.vectors * 32
     shared = 4 * (producers * (share * depths - resident) * 128 + rest) + 8 * (tiles + own.stages * lines)
     return replace(made, shared=shared) if shared <= limit else None
+
+
+def sliced_forward(
+    graph: Graph, size: Size, cluster: int, lines: int, tiles: int, splits: int, limit: int, resident: int | None = None
+) -> Tile | None:
+    """The numbers of kernels/sliced_forward.cu, if the step can go so and they fit; arguments as in `whole`.
+
+    Args:
+        lines: the most sequences of a cluster.
+    """
+    made, halves, blocks = steps(graph), size.halves, -(-size.units // 32)
+    own, seats, multiplying, strips = made.forward, -(-lines // tiles), 4 * splits, -(-size.recurrent // 2)
+    if cluster != max(2, 1 << (blocks - 1).bit_length()) or seats > 8 or not _whole(graph, size, own):
+        return None
+    if most(map(own.numbers, range(own.stages))) > 8:
+        return None
+    depths, warps = 2 * -(-blocks // splits), multiplying + lines
+    if warps > 8:  # whole groups of four leave registers to those that multiply, as the kernel says
+        warps = -(-warps // 4) * 4
+    if warps > 28:
+        return None
+    used = 48 + 4 * (2 if strips < 4 else 1) * strips + size.recurrent * halves
+    if resident is None:
+        room = tiling.given_registers(warps)
+        if warps > 8:
+            left = {12: 104, 16: 88 if splits > 1 else 96, 20: 80}.get(warps, 72)
+            room = min(240, (room * warps - left * (warps - multiplying)) // multiplying // 8 * 8)
+        resident = min(strips * depths, max(0, room - used) // 4)
+    tile = Tile(cluster, 32, tiles, resident, 0, warps, splits, depths, halves=halves, lines=lines)
+    results = tiles * splits * -(-size.recurrent // 4) * seats * 33 * 4
+    constants = 32 * (len(made.links) + size.gates + size.vectors)
+    streamed = multiplying * (strips * depths - resident) * 128
+    rest = splits * depths * tiles * 64 + results + sliced_words(own, size.units, tile) + constants + 8 * tiles * halves
+    shared = 4 * (streamed + rest) + 8 * (tiles + own.stages * lines)
+    return replace(tile, shared=shared) if shared <= limit else None
 
 
 def _producers(units: int, lines: int) -> int:
@@ -256,7 +291,11 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
                     # one 353 and 1,091
                     numbers = itertools.product((4, 8, 12, 16), (1, 2))
                     yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
-            if kind == "backward":
+            if kind == "forward":
+                # to as many sequences as gain: 14 took 268 us, 264 as before; 19 411, 344 through L2 (512 units)
+                several = ((lines, -(-lines // 8), splits) for lines in range(1, 13) for splits in (1, 2))
+                yield from (sliced_forward(graph, size, cluster, *number, chip.shared) for number in several)
+            else:
                 # to as many sequences as were timed
                 several = ((lines, _producers(size.units, lines)) for lines in range(1, 11))
                 yield from (sliced(graph, size, cluster, *number, chip.shared) for number in several)
@@ -282,8 +321,12 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
     """
     if tile.of_sequences:
         share = -(-batch // tiling.parts(chip, batch, directions, tile, kind))
-        time = _sliced_time(size, share, tile) if tile.lines else _whole_time(size, share, kind, tile)
-        return tiling.rounds(chip, batch, directions, tile) * time
+        turns = tiling.rounds(chip, batch, directions, tile)
+        if tile.whole:
+            return turns * _whole_time(size, share, kind, tile)
+        if kind == "backward":
+            return turns * _sliced_time(size, share, tile)
+        return turns * _sliced_forward_time(size, share, tile) * (1.1 if turns > 1 else 1)  # which were not timed
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
     outside = tile if kind == "forward" else replace(tile, splits=1)  # what two warps save is estimated below
@@ -371,3 +414,26 @@ def _sliced_time(size: Size, share: int, tile: Tile) -> float:
     # since two tiles are sub-tiles: 256 units at batch 128 174 us, and 208 before, with TF32 products 189 and 237, 512
     # at 64 282 and 352 (H200); of fewer units, whose batch clusters of one tile can share, none were timed
     return 0.82 * time if share > 8 and size.units > 128 else time
+
+
+def _sliced_forward_time(size: Size, share: int, tile: Tile) -> float:
+    """Microseconds of a step of kernels/sliced_forward.cu, as those of other kernels are estimated above.
+
+    Fitted by hand to LSTM with layer norm of r and c on H200s, of 256 to 512 units, 1 to 14 sequences of a cluster;
+    then more, by as much as the others' estimates are too high since tensor cores add up means.
+
+    Args:
+        share: sequences of a cluster.
+    """
+    blocks, wide = -(-size.units // 32), size.element == 4
+    time = {16: 0.34, 8: 0.6}.get(tile.cluster, 1.25)
+    time += 0.0141 * tile.depths * tile.splits * -(-size.recurrent // 2) + 0.0046 * share * blocks + 0.07 * wide
+    if tile.splits > 1:  # 512 units at batch 64 271 us, with four warps that multiply 210
+        time += 0.5 * (tile.warps > 16) + 0.02 * (size.units <= 256)
+    else:
+        time += (0.08 if wide else 0.03) * (size.units > 256)
+    if share > 8:
+        return 0.98 * time + 0.15
+    # with TF32 products 192 units at batch 32 279 us, by whole sequences 273, 256 at 1 229 and 226, at 32 287 and 292
+    time += 0.2 * (tile.cluster == 8 and (size.units <= 192 or share < 3))
+    return 1.25 * time + 0.3 * (tile.tiles - 1)

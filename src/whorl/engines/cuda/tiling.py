@@ -157,8 +157,8 @@ class Tile:
     """Warps of one block that compute the cell of a whole sequence (kernels/whole_forward.cu); 0: in the other kernels
     every block does so for its own units."""
     lines: int = 0
-    """Backward: the most sequences of a cluster where a warp has one of them, for its block's units
-    (kernels/sliced_backward.cu); 0: in the other kernels."""
+    """The most sequences of a cluster where a warp has one of them, for its block's units (kernels/sliced_forward.cu,
+    sliced_backward.cu); 0: in the other kernels."""
 
     @property
     def of_sequences(self) -> bool:

@@ -3,7 +3,8 @@
 // The LANES threads of a warp that share a sequence, each AWAY lanes from the next, make of the PART units that they have
 // one sum, or a mean and the sum of squared distances from it, for the other blocks (cluster_means.cu, spread_means.cu); a
 // reader merges what has come from all sources, in their order.  Sums are of distances from one of the values, or from one
-// of the means: where a mean is large beside its deviation, nothing is lost.
+// of the means: where a mean is large beside its deviation, nothing is lost.  (whole_forward.cu has
+// its own way.)
 
 // Whether no mean has a variance after it.
 __device__ constexpr bool sums_alone() {
@@ -157,16 +158,23 @@ __device__ __forceinline__ void merge(
   }
 }
 
-// Over a warp of each of eight numbers of a thread: number 2 x (lane % 4) and the next.
-__device__ __forceinline__ float2 sums_of_warp(const float (&own)[8], int lane) {
-  float rows[2][4] = {};  // number lane / 4, over 4 threads of two columns
-#pragma unroll
-  for (int i = 0; i < 8; i += 2)
-    add_products(rows[i / 2 % 2], {lane / 4 == i ? TWO_ONES : 0, 0, lane / 4 == i + 1 ? TWO_ONES : 0, 0},
-                 {in_two(own[i]), in_two(own[i + 1])});
+// Over a warp of each of eight numbers of a thread.  Pairs of them, i and the next, are added to `rows`, in any order: number
+// lane / 4, over 4 threads of two columns.
+__device__ __forceinline__ void add_pair(float (&rows)[2][4], int i, float first, float second, int lane) {
+  add_products(rows[i / 2 % 2], {lane / 4 == i ? TWO_ONES : 0, 0, lane / 4 == i + 1 ? TWO_ONES : 0, 0},
+               {in_two(first), in_two(second)});
+}
+// Number 2 x (lane % 4) and the next.
+__device__ __forceinline__ float2 sums_of_rows(const float (&rows)[2][4]) {
   float all[4] = {};
   add_products(all, {TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES}, {in_two((rows[0][0] + rows[1][0]) + (rows[0][1] + rows[1][1])), 0});
   return {all[0], all[1]};
+}
+__device__ __forceinline__ float2 sums_of_warp(const float (&own)[8], int lane) {
+  float rows[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) add_pair(rows, i, own[i], own[i + 1], lane);
+  return sums_of_rows(rows);
 }
 // Of number lane / 4, from four threads, each with two of several sources: number 2 x (lane % 4) and the next.
 template <int COUNT>
@@ -177,4 +185,48 @@ __device__ __forceinline__ float2 sums_of_sources(const float (&from)[COUNT], in
     add_products(all[i / 2 % 2], {TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES},
                  {in_two(from[i]), i + 1 < COUNT ? in_two(from[i + 1 < COUNT ? i + 1 : i]) : 0});
   return {all[0][0] + all[1][0], all[0][1] + all[1][1]};
+}
+// The means of one sequence, as `merge` makes them, in a cluster of so many BLOCKS, each with what a warp sent: all threads of
+// a warp have them.  `slot(source)`: where its numbers lie.
+template <int BLOCKS, class Slot>
+__device__ __forceinline__ void merge_at_once(int stage, int lane, const Slot& slot, float (&m)[MOST(MEANS)]) {
+  const bool few = numbers(stage) <= 2;
+  const int own = few ? lane / 4 % 2 : lane / 4;  // the number that the thread adds up, of every fourth source
+  float from[(BLOCKS + 3) / 4];
+#pragma unroll
+  for (int i = 0; i < (BLOCKS + 3) / 4; ++i) {
+    const int source = lane % 4 + i * 4, units = source < BLOCKS ? units_of(source) : 0;
+    from[i] = 0.f;
+    int at = 0;
+#pragma unroll
+    for (int k = 0; k < REDUCTIONS; ++k) {
+      if (reduction_stage(k) != stage) continue;
+      const float* const its = slot(units > 0 ? source : 0) + at;
+      if (reduction_moments(k)) {
+        const float values = amount(units, reduction_count(k)), apart = its[0] - slot(0)[at];
+        if (units > 0 && own == at) from[i] = values * apart;
+        if (units > 0 && own == at + 1) from[i] = its[1] + values * apart * apart;
+      } else if (units > 0 && own == at) {
+        from[i] = its[0];
+      }
+      at += reduction_moments(k) ? 2 : 1;
+    }
+  }
+  const float2 sums = sums_of_sources(from, lane);
+  const auto sum_of = [&](int at) {
+    const float its = at % 2 ? sums.y : sums.x;
+    return few ? its : __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(its), at / 2));
+  };
+  int at = 0;
+#pragma unroll
+  for (int k = 0; k < REDUCTIONS; ++k) {
+    if (reduction_stage(k) != stage) continue;
+    const float all = 1.f / (float)(UNITS * reduction_count(k)), mean = sum_of(at) * all;
+    m[reduction_place(k)] = reduction_moments(k) ? slot(0)[at] + mean : mean;
+    if (reduction_moments(k)) {
+      const float variance = sum_of(at + 1) * all - mean * mean;
+      m[reduction_place(k) + 1] = variance < 0.f ? 0.f : variance;
+    }
+    at += reduction_moments(k) ? 2 : 1;
+  }
 }

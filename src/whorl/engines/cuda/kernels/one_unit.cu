@@ -1,5 +1,6 @@
-// Backward, where a thread computes the cell of one unit of a sequence (sliced_backward.cu): what it reads at a step.
-struct Read {
+// Where a thread computes the cell of one unit of a sequence (sliced_forward.cu, sliced_backward.cu).
+
+struct Read {  // backward, at a step
   Gate gates[GATES], apart[MOST(APART)];
   Element y_gradient, before;
   float states[MOST(STATES - 1)], levels[MOST(LEVELS)];
@@ -7,6 +8,8 @@ struct Read {
 
 #if WIDE_GATES
 __device__ __forceinline__ float wide_gate(Gate value) { return value; }
+__device__ __forceinline__ Gate narrow_gate(float value) { return value; }
 #else
 __device__ __forceinline__ float wide_gate(Gate value) { return wide(value); }
+__device__ __forceinline__ Gate narrow_gate(float value) { return narrow(value); }
 #endif

@@ -5,8 +5,8 @@
 // these.  More than 8 are two sub-tiles, which take turns: one is multiplied while the other's cell is computed.  A step of
 // one is
 //
-//   the warp of a sequence  wait for sums of all blocks | stage 0 | exchange of sums for means | stage 1 | ... | put the
-//                           gradients of what the weights multiply in place
+//   the warp of a sequence  sums for means that need no gradient | wait for sums of all blocks | stage 0 | exchange of sums
+//                           for means | stage 1 | ... | put the gradients of what the weights multiply in place
 //   multiplying warps       wait for these | product | send sums to the blocks that have their units
 //
 // Multiplying warp has SHARE strips of 16 units, whose sums of two sequences are 16 bytes of a thread.
@@ -50,6 +50,13 @@ static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && MOST_LINES <= 8
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
 static_assert(sums_alone(), "backward needs no variance");
+
+// Numbers of a stage, an even number, among which are all that need a gradient: they come first.
+__device__ constexpr int unknown(int stage) {
+  int count = 0;
+  for (int i = 0; i < REDUCTIONS; ++i) count += reduction_stage(i) == stage && !reduction_known(i);
+  return (count + 1) / 2 * 2;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
@@ -215,11 +222,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const float* const own_sums = sums_here + (sub * PAIRS + place / 2) * 64 + sum_at;
     unsigned short* const own_gradients = (unsigned short*)(gradients + (sub * 8 + place) * STRIDE) + lane;
     const auto slot_of = [&](int stage, int source) { return mean_offset(stage) + (source * BESIDE + line) * 4 * packs(stage); };
+    // Adds up pairs of what a stage's means are made of: those that need no gradient, or the others.
+    const auto add_pairs = [&](int stage, bool known, const float (&to)[MOST(VALUES)], float (&rows)[EIGHTS][2][4]) {
+      float own[EIGHTS][8] = {};
+#pragma unroll
+      for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
+        if (reduction_stage(i) != stage) continue;
+#pragma unroll
+        for (int k = 0; k < VALUES; ++k)
+          if ((reduction_known(i) || !known) && k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) {
+            const float its = there ? to[k] : 0.f;
+            own[at / 8][at % 8] = k > reduction_first(i) ? own[at / 8][at % 8] + its : its;
+          }
+        ++at;
+      }
+#pragma unroll
+      for (int i = 0; i < EIGHTS * 8; i += 2)
+        if (i < numbers(stage) && (i >= unknown(stage)) == known) {
+          add_pair(rows[i / 8], i % 8, own[i / 8][i % 8], own[i / 8][i % 8 + 1], lane);
+          if (known) ready(rows[i / 8][i / 2 % 2][0]);
+        }
+    };
     load(0);
     for (int t = 0;; ++t) {
       const bool goes_on = t < time, last = t + 1 == time;
       float x[GATES], r[MOST(LINKS)] = {}, before[STATES], v[MOST(VECTORS)], m[MOST(MEANS)];
       Values values;
+      float rows[STAGES][EIGHTS][2][4] = {};  // of sums that means are made of
       const float output = wide(read.y_gradient);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) v[i] = own_vectors[i * 32 + lane];
@@ -234,6 +263,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
         for (int s = 1; s < STATES; ++s) before[s] = last ? initial[s] : read.states[s - 1];
         run_ahead(x, r, before, v, nullptr, m, values);
+        // others wait for what comes behind the wait, where two such warps share a scheduler
+        float to[MOST(VALUES)];
+        run_known(x, r, before, v, nullptr, m, values, to);
+        add_pairs(0, true, to, rows[0]);
       }
       if (t > 0) {
         wait(barriers + 8 * sub, (t - 1) % 2);
@@ -257,21 +290,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         run_stage(stage, x, r, before, v, nullptr, m, values, to, operand, d, q, there, dx, dr, ds, summed + SUMMED - VECTORS,
                   de, after);
         if (packs(stage) > 0) {
-          float own[EIGHTS][8] = {};
-#pragma unroll
-          for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
-            if (reduction_stage(i) != stage) continue;
-#pragma unroll
-            for (int k = 0; k < VALUES; ++k)
-              if (k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) own[at / 8][at % 8] += there ? to[k] : 0.f;
-            ++at;
-          }
+          add_pairs(stage, false, to, rows[stage]);
           // a thread sends two sums to every eighth block
           const unsigned to_slot = shared_address(slots + slot_of(stage, rank)) - base + lane % 4 * 8;
           const unsigned to_barrier = barrier_of(stage, line) - base;
 #pragma unroll
           for (int e = 0; e < EIGHTS; ++e) {
-            const float2 sums = sums_of_warp(own[e], lane);
+            const float2 sums = sums_of_rows(rows[stage][e]);
 #pragma unroll
             for (int first = 0; first < BLOCKS; first += 8)
               if (e * 2 + lane % 4 / 2 < packs(stage) && first + lane / 4 < BLOCKS) {

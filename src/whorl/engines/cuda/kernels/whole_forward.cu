@@ -10,19 +10,24 @@
 //   a sequence's warps  wait for its results | stage 0 | means | stage 1 | ... | send its new state to all blocks
 //
 // Multiplying warp (octet, split) has 8 units and a part of the products' depth; a row of an operand is one gate of one
-// unit, so that a thread has all gates of a unit.  A thread of the cell has two neighbouring units.  Means are added up by
-// tensor cores (means.cu), and over the sequence's warps through shared memory.
+// unit, so that a thread has all gates of a unit.  A thread of the cell has two neighbouring units.
+//
+// Means are made of distances from the mean that the sequence had at the step before, and variances of their squares: both
+// are added up by tensor cores (means.cu), then over the sequence's warps through shared memory.  Where a mean is farther
+// from the one before than its deviation, the sums are made in a second round, from this mean on.
 //
 //   registers  weights and sums of the product; of a sequence's warps the states, the means, the next step's input
-//   shared     states of all sequences, results of this block's sequences, means of each warp, barriers, more weights
+//   shared     states of all sequences, results of this block's sequences, sums of each warp, barriers, more weights
 //   global     as in staged_forward.cu
 //
 // What is exchanged lies in shared memory once: who sends at step t + 1 has waited for something that was sent after all
 // of step t, of the same sub-tile, was read.
 //   - Results are read, the new state is made of them and sent.  A warp that multiplies at the next step has waited for the
-//     states of all its sequences, whole ones: every thread of theirs has read its results, and its warp's means of others.
+//     states of all its sequences, whole ones: every thread of theirs has read its results, and its warp's sums of others.
 //   - States are read, the product is made of them and sent.  Who sends a sequence's next state has waited for the results
 //     of all warps that multiply.
+//   - Sums that a warp has made of its units are read by all warps of the sequence behind a barrier, one a round: each stage
+//     and round has slots of its own, so no warp writes where another still reads before the next step.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
@@ -45,7 +50,8 @@ constexpr float SCALE = STATE_SCALE;  // of the others
 #else
 constexpr float SCALE = 1.f;
 #endif
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + SEATS * (RESULT_WORDS + MEAN_WORDS) + SCALES) + 8 * (TILES + SEATS) == SHARED,
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + SEATS * (RESULT_WORDS + 2 * MEAN_WORDS) + SCALES) + 8 * (TILES + SEATS) ==
+                  SHARED,
               "tiling and kernel disagree");
 static_assert(CLUSTER > 1 && ROUNDS == 0 && LEAVES == RECURRENT && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
@@ -59,6 +65,61 @@ __device__ __forceinline__ int rank_of(int row) {
 __device__ __forceinline__ int row_at(int seat, int rank) {
   const int row = seat * CLUSTER;
   return row + (CLUSTER <= 8 && row / 8 % 2 ? CLUSTER - 1 - rank : rank);
+}
+
+// Over a warp's units the sums that a stage's means are made of: of values, or of distances from `start` and of their squares.
+__device__ __forceinline__ void sums_of_units(
+    int stage, const float (&to)[2][MOST(VALUES)], bool first, bool second, int lane, const float (&start)[MOST(REDUCTIONS)],
+    float (&data)[4 * MOST(PACKS)]) {
+  float sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
+#pragma unroll
+  for (int i = 0; i < REDUCTIONS; ++i) {
+    if (reduction_stage(i) != stage) continue;
+    float own[MOST(VALUES)], square[MOST(VALUES)];
+#pragma unroll
+    for (int k = 0; k < VALUES; ++k)
+      if (k < reduction_count(i)) {
+        const int at = reduction_first(i) + k;
+        const float low = first ? to[0][at] - start[i] : 0.f, high = second ? to[1][at] - start[i] : 0.f;
+        own[k] = low + high, square[k] = low * low + high * high;
+      }
+#pragma unroll
+    for (int away = 1; away < VALUES; away *= 2)  // in pairs: fewer wait for each other
+#pragma unroll
+      for (int k = 0; k < VALUES; k += 2 * away)
+        if (k + away < reduction_count(i)) own[k] += own[k + away], square[k] += square[k + away];
+    sum[i] = own[0], squares[i] = square[0];
+  }
+  add_up(stage, LANES, lane, sum, squares);
+  int at = 0;
+#pragma unroll
+  for (int i = 0; i < REDUCTIONS; ++i) {
+    if (reduction_stage(i) != stage) continue;
+    data[at++] = sum[i];
+    if (reduction_moments(i)) data[at++] = squares[i];
+  }
+}
+
+// The means of such sums over all units, which the next ones start from.  Whether each was near where it started, no farther
+// than its deviation: else its variance is the small difference of two large numbers, or these are too large, and another
+// round starts from the mean.
+__device__ __forceinline__ bool means_from(
+    int stage, int round, const float (&sums)[4 * MOST(PACKS)], float (&start)[MOST(REDUCTIONS)], float (&m)[MOST(MEANS)]) {
+  bool near = true;
+  int at = 0;
+#pragma unroll
+  for (int i = 0; i < REDUCTIONS; ++i) {
+    if (reduction_stage(i) != stage) continue;
+    const float all = 1.f / (float)(UNITS * reduction_count(i)), apart = sums[at++] * all, mean = start[i] + apart;
+    m[reduction_place(i)] = mean;
+    if (reduction_moments(i)) {
+      const float squares = sums[at++] * all, variance = squares - apart * apart;
+      m[reduction_place(i) + 1] = round > 0 && variance < 0.f ? 0.f : variance;  // what is near is not below 0
+      near = near & (squares < MOST_FLOAT) & (apart * apart <= variance);
+      start[i] = fabsf(mean) < MOST_FLOAT ? mean : 0.f;  // what is not a number does not stay for the next steps
+    }
+  }
+  return near;
 }
 
 struct Arguments {  // as in staged_forward.cu
@@ -84,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   uint4* const streamed = (uint4*)memory;  // [warp, strip and depth, lane]
   unsigned* const states = memory + WEIGHT_WORDS;
   float4* const results = (float4*)(states + STATE_WORDS);  // [seat, split, 4 gates, odd or even unit, pair of units]
-  float* const slots = (float*)(results + SEATS * RESULT_WORDS / 4);  // [seat, stage, warp, number]
-  float* const scales = slots + SEATS * MEAN_WORDS;
+  float* const slots = (float*)(results + SEATS * RESULT_WORDS / 4);  // [seat, round, stage, warp, number]
+  float* const scales = slots + 2 * SEATS * MEAN_WORDS;
   const unsigned base = shared_address(memory), barriers = shared_address(scales + SCALES);
 
   const int warp = own_warp(), lane = threadIdx.x % 32, direction = blockIdx.y;
@@ -219,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const int seat = (warp - MULTIPLYING) / WHOLE, part = (warp - MULTIPLYING) % WHOLE, line = its_sub * each + own_row % 8;
     const int pair = part * 32 + lane, unit = pair * 2, sequence = first_place + line, width = gridDim.y * UNITS;
     const unsigned its_states = barriers + 8 * its_sub, its_results = barriers + 8 * (TILES + seat);
-    const bool first = unit < UNITS, second = unit + 1 < UNITS, reverse = direction == 1;
+    const bool all = UNITS == 64 * WHOLE, first = all || unit < UNITS, second = all || unit + 1 < UNITS, reverse = direction == 1;
     const long long row_step = reverse ? -(long long)batch : batch;
     const long long begin = (reverse && time > 0 ? (long long)(time - 1) * batch : 0) + sequence;
     const long long start = ((long long)direction * batch + sequence) * UNITS + unit;
@@ -265,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     constexpr int WORDS = WHOLE > 3 ? 1 : 2;
     const unsigned states_to = shared_address(states + word_of(own_row, pair / WORDS * WORDS)) - base;
     const float4* const own_results = results + seat * RESULT_WORDS / 4 + pair;
-    float* const own_slots = slots + seat * MEAN_WORDS;
+    float* const own_slots = slots + seat * 2 * MEAN_WORDS;
+    float start_of[MOST(REDUCTIONS)] = {};
 
     for (int t = 0; t < time; ++t) {
       float given[2][GATES], r[2][MOST(LINKS)], after[2][STATES], m[MOST(MEANS)];
@@ -305,20 +367,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           run_stage(stage, given[u], r[u], before, vectors[u], nullptr, m, values[u], to[u], operand[u], after[u]);
         }
         if (packs(stage) > 0) {
-          float data[4 * MOST(PACKS)] = {};
-          summarise(stage, to, first, second, units_of(part), lane, data);
-          float4* const at = (float4*)(own_slots + mean_offset(stage));
+          const auto summed = [&](int round) {
+            float data[4 * MOST(PACKS)] = {};
+            sums_of_units(stage, to, first, second, lane, start_of, data);
+            float4* const at = (float4*)(own_slots + round * MEAN_WORDS + mean_offset(stage));
 #pragma unroll
-          for (int pack = 0; pack < PACKS; ++pack)
-            if (pack < packs(stage) && lane == 0)
-              at[pack * WHOLE + part] = {data[pack * 4], data[pack * 4 + 1], data[pack * 4 + 2], data[pack * 4 + 3]};
-          if constexpr (WHOLE > 1)
-            named_barrier(1 + seat, 32 * WHOLE);
-          else
-            __syncwarp();
-          const auto value = [&](int source, int place) { return ((const float*)(at + place / 4 * WHOLE + source))[place % 4]; };
-          const auto amount_of = [&](int source, int each) { return amount(units_of(source), each); };
-          merge<WHOLE>(stage, 1, lane, amount_of, value, [&](int place) { return value(0, place); }, m);
+            for (int pack = 0; pack < PACKS; ++pack)
+              if (pack < packs(stage) && lane == 0) {
+                if (numbers(stage) - pack * 4 > 2)
+                  at[pack * WHOLE + part] = {data[pack * 4], data[pack * 4 + 1], data[pack * 4 + 2], data[pack * 4 + 3]};
+                else  // without zeros, which the compiler makes after the product
+                  *(float2*)(at + pack * WHOLE + part) = {data[pack * 4], data[pack * 4 + 1]};
+              }
+            if constexpr (WHOLE > 1)
+              named_barrier(1 + seat, 32 * WHOLE);
+            else
+              __syncwarp();
+#pragma unroll
+            for (int pack = 0; pack < PACKS; ++pack)
+              if (pack < packs(stage)) {
+                float4 sum = at[pack * WHOLE];
+#pragma unroll
+                for (int s = 1; s < WHOLE; ++s) {
+                  const float4 value = at[pack * WHOLE + s];
+                  sum = {sum.x + value.x, sum.y + value.y, sum.z + value.z, sum.w + value.w};
+                }
+                data[pack * 4] = sum.x, data[pack * 4 + 1] = sum.y, data[pack * 4 + 2] = sum.z, data[pack * 4 + 3] = sum.w;
+              }
+            return means_from(stage, round, data, start_of, m);
+          };
+          if (!summed(0)) summed(1);  // all threads of the sequence, which have the same numbers
         }
       }
 #pragma unroll
