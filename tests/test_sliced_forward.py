@@ -103,19 +103,21 @@ def test_what_is_not_a_number_stays_in_its_step(folder: Path, monkeypatch: pytes
 
 
 def test_where_a_warp_has_the_units_of_a_block() -> None:
-    """LSTM with layer norm of r and c, as measured: of more than 256 units, or 8 sequences of a cluster."""
+    """LSTM with layer norm of r and c, as measured."""
 
     def numbers(units: int, batch: int, element: int, features: Features = source.PLAIN) -> tuple[int, ...]:
         tile = grid.estimated(size_of(LSTM, units, element, features), H200, batch, 1, "forward")
         assert tile is not None
         return (tile.cluster, tile.lines, tile.tiles, tile.splits) if isinstance(tile, Tile) else (0, 0, 0, 0)
 
-    assert numbers(512, 32, 2) == numbers(512, 32, 4) == numbers(384, 32, 2) == (16, 5, 1, 2)
-    assert numbers(512, 8, 2) == numbers(512, 8, 4) == (16, 2, 1, 2)
+    assert numbers(512, 32, 2) == numbers(384, 32, 2) == numbers(448, 32, 2) == (16, 5, 1, 1)
+    assert numbers(512, 32, 4) == numbers(384, 32, 4) == (16, 5, 1, 2)
+    assert (numbers(512, 8, 2), numbers(512, 8, 4)) == ((16, 2, 1, 1), (16, 2, 1, 2))
     assert numbers(512, 64, 2) == numbers(512, 64, 4) == numbers(384, 64, 2) == (16, 10, 2, 1)
     assert numbers(256, 128, 2) == numbers(256, 128, 4) == (8, 9, 2, 1)
-    assert numbers(256, 32, 4) == (8, 3, 1, 1)
-    others = (256, 32, 2), (256, 64, 2), (128, 32, 2), (128, 128, 4), (512, 96, 2), (512, 128, 2)
+    assert numbers(256, 32, 2) == numbers(256, 32, 4) == (8, 3, 1, 1)
+    assert numbers(256, 64, 2) == (8, 5, 1, 1)
+    others = (256, 1, 2), (256, 64, 4), (128, 32, 2), (128, 128, 4), (512, 96, 2), (512, 128, 2)
     assert [numbers(*size)[1] for size in others] == [0] * 6
     assert numbers(512, 32, 2, Features(mask=True))[1] == 0
     assert all(not tile.lines for tile in staging.fitting(LSTM, size_of(LSTM, 64, 2), A100, "forward"))
@@ -129,8 +131,8 @@ def test_where_a_warp_has_the_units_of_a_block() -> None:
 @pytest.mark.parametrize(
     "units, numbers",
     [
-        (512, (16, 1, 1, 2)), (512, (16, 2, 1, 2)), (512, (16, 5, 1, 2)), (512, (16, 8, 1, 2)), (512, (16, 10, 2, 1)),
-        (512, (16, 12, 2, 1)), (384, (16, 5, 1, 2)), (320, (16, 5, 1, 2)), (256, (8, 9, 2, 1)), (256, (8, 3, 1, 1)),
+        (512, (16, 1, 1, 1)), (512, (16, 2, 1, 2)), (512, (16, 5, 1, 2)), (512, (16, 5, 1, 1)), (512, (16, 7, 1, 1)), (512, (16, 8, 1, 2)), (512, (16, 10, 2, 1)),
+        (512, (16, 12, 2, 1)), (384, (16, 5, 1, 2)), (320, (16, 5, 1, 1)), (256, (8, 9, 2, 1)), (256, (8, 3, 1, 1)), (256, (8, 5, 1, 1)),
     ],
 )  # fmt: skip
 def test_nothing_is_spilled(units: int, numbers: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_where_a_block_has_whole_sequences() -> None:
         assert made.whole
         return made.cluster, made.slice, made.tiles, made.warps
 
-    assert numbers(256, 32, 2, "forward") == numbers(256, 64, 4, "forward") == (8, 32, 1, 8)
+    assert numbers(256, 8, 2, "forward") == numbers(256, 64, 4, "forward") == (8, 32, 1, 8)
     assert numbers(128, 32, 2, "forward") == numbers(128, 32, 4, "forward") == (8, 16, 1, 4)
     assert numbers(64, 128, 2, "forward") == (4, 16, 1, 4)
     assert numbers(256, 256, 2, "forward") == (8, 32, 3, 16)

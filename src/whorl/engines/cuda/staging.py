@@ -426,14 +426,11 @@ def _sliced_forward_time(size: Size, share: int, tile: Tile) -> float:
         share: sequences of a cluster.
     """
     blocks, wide = -(-size.units // 32), size.element == 4
-    time = {16: 0.34, 8: 0.6}.get(tile.cluster, 1.25)
-    time += 0.0141 * tile.depths * tile.splits * -(-size.recurrent // 2) + 0.0046 * share * blocks + 0.07 * wide
-    if tile.splits > 1:  # 512 units at batch 64 271 us, with four warps that multiply 210
-        time += 0.5 * (tile.warps > 16) + 0.02 * (size.units <= 256)
-    else:
-        time += (0.08 if wide else 0.03) * (size.units > 256)
-    if share > 8:
-        return 0.98 * time + 0.15
+    time = {16: 0.34 + 0.07 * wide, 8: 0.43 + 0.24 * wide}.get(tile.cluster, 1.25)
+    time += 0.0141 * tile.depths * tile.splits * -(-size.recurrent // 2) + 0.0046 * share * blocks
     # with TF32 products 192 units at batch 32 279 us, by whole sequences 273, 256 at 1 229 and 226, at 32 287 and 292
     time += 0.2 * (tile.cluster == 8 and (size.units <= 192 or share < 3))
-    return 1.25 * time + 0.3 * (tile.tiles - 1)
+    # 512 units at batch 32 391 us with eight warps that multiply, 385 with four, with TF32 products 528 and 536; at 64,
+    # where four leave cells enough registers, 641 and 581
+    time += 0.03 * (not wide) + 0.5 * (tile.warps > 16) if tile.splits > 1 else 0.08 * (wide and size.units > 256)
+    return 0.98 * time + 0.15 if share > 8 else 1.25 * time + 0.3 * (tile.tiles - 1)
