@@ -293,8 +293,8 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
                     yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
             if kind == "forward":
                 # to as many sequences as gain: 14 took 268 us, 264 as before; 19 411, 344 through L2 (512 units)
-                several = ((lines, -(-lines // 8), splits) for lines in range(1, 13) for splits in (1, 2))
-                yield from (sliced_forward(graph, size, cluster, *number, chip.shared) for number in several)
+                ways = ((lines, -(-lines // 8), splits) for lines in range(1, 13) for splits in (1, 2))
+                yield from (sliced_forward(graph, size, cluster, *number, chip.shared) for number in ways)
             else:
                 # to as many sequences as were timed
                 several = ((lines, _producers(size.units, lines)) for lines in range(1, 11))
