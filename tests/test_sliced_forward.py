@@ -9,17 +9,19 @@ import pytest
 import torch
 
 import emulation
+import whorl
 from anew import with_tiles
 from emulation import emulated
 from engine_cases import Case, assert_agrees
 from test_machine_code import disassembled, needs_tools
 from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
 from test_whole import CELLS, LSTM, assert_mends
-from whorl.cells import library
+from whorl.cells import library, wrappers
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, staging
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
+from whorl.engines.cuda.staged import steps
 from whorl.engines.cuda.tiling import Size, Tile
 
 TILES = [
@@ -40,8 +42,8 @@ TILES = [
     # a block without units beside one with fewer than 32
     ("layer norm of r and c", 2, 2, 1, 2, Case(dict(directions=2), time=4, batch=5, units=20), torch.float16),
     # three sub-tiles, of one of which fewer sequences are there, or none
-    ("layer norm of r and c", 2, 19, 3, 2, Case(dict(directions=2), time=4, batch=38, units=37), torch.bfloat16),
-    ("layer norm of r and c", 2, 24, 3, 1, Case(dict(directions=2), time=4, batch=4, units=37), torch.float16),
+    ("layer norm of r and c", 2, 12, 3, 2, Case(dict(directions=2), time=4, batch=24, units=37), torch.bfloat16),
+    ("layer norm of r and c", 2, 16, 3, 1, Case(dict(directions=2), time=4, batch=4, units=37), torch.float16),
     ("layer norm of r and c", 16, 10, 2, 2, Case(time=3, batch=19, units=270), torch.bfloat16),
 ]  # fmt: skip
 SLOWED = [
@@ -96,10 +98,34 @@ def test_tf32_is_multiplied_as_float16(
 
 
 @needs_compiler
-def test_what_is_not_a_number_stays_in_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And in its sequence, whose means are added up apart from others'."""
-    sliced(monkeypatch, 4, 9, 2, 1)
-    assert_mends(torch.bfloat16, folder)
+@pytest.mark.parametrize("numbers, dtype", [((4, 9, 2, 1), torch.bfloat16), ((4, 5, 1, 2), torch.float16)])
+def test_what_is_not_a_number_stays_in_its_step(
+    numbers: tuple[int, int, int, int], dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in its sequence, whose means are added up apart from others'; in inference, where nothing is saved."""
+    sliced(monkeypatch, *numbers)
+    assert_mends(dtype, folder)
+
+
+@whorl.cell(gates="a b c d e", states="h")
+def many_means(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """Ten numbers of a sequence after one stage."""
+    return dict(h=whorl.tanh(sum(wrappers.normal([one])[0] for one in (r.a, r.b, r.c, r.d, r.e)) + x.a))
+
+
+def test_a_stage_has_no_more_numbers_than_a_product_has_columns() -> None:
+    graph, size = many_means.graph, size_of(many_means.graph, 64, 2)
+    assert max(map(steps(graph).forward.numbers, range(steps(graph).forward.stages))) == 10
+    assert staging.sliced_forward(graph, size, 2, 4, 1, 1, H200.shared) is None
+    assert not any(tile.lines for tile in staging.fitting(graph, size, H200, "forward"))
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("batch, sequences", [(8, 2), (32, 5), (64, 10)])
+def test_no_warp_is_for_a_sequence_that_is_not_there(kind: str, batch: int, sequences: int) -> None:
+    """Among the tiles that `whorl tune` times: others would be the same, with idle warps."""
+    found = staging.likely(LSTM, size_of(LSTM, 512, 2), H200, batch, 1, kind)
+    assert max(tile.lines for tile in found) == sequences
 
 
 def test_where_a_warp_has_the_units_of_a_block() -> None:

@@ -185,18 +185,18 @@ def sliced_forward(
     own, seats, multiplying, strips = made.forward, -(-lines // tiles), 4 * splits, -(-size.recurrent // 2)
     if cluster != max(2, 1 << (blocks - 1).bit_length()) or seats > 8 or not _whole(graph, size, own):
         return None
-    if most(map(own.numbers, range(own.stages))) > 8:
+    if most(map(own.numbers, range(own.stages))) > 8:  # which one product of a tensor core adds up
         return None
     depths, warps = 2 * -(-blocks // splits), multiplying + lines
     if warps > 8:  # whole groups of four leave registers to those that multiply, as the kernel says
         warps = -(-warps // 4) * 4
-    if warps > 28:
+    if warps > 20:
         return None
     used = 48 + 4 * (2 if strips < 4 else 1) * strips + size.recurrent * halves
     if resident is None:
         room = tiling.given_registers(warps)
         if warps > 8:
-            left = {12: 104, 16: 88 if splits > 1 else 96, 20: 80}.get(warps, 72)
+            left = {12: 104, 16: 88 if splits > 1 else 96, 20: 80}[warps]
             room = min(240, (room * warps - left * (warps - multiplying)) // multiplying // 8 * 8)
         resident = min(strips * depths, max(0, room - used) // 4)
     tile = Tile(cluster, 32, tiles, resident, 0, warps, splits, depths, halves=halves, lines=lines)
@@ -304,8 +304,16 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
 
 
 def likely(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str) -> list[Tile]:
-    """Every tile of a kind that fits, the one that is estimated to be the fastest first."""
-    found = fitting(graph, size, chip, kind)
+    """Every tile of a kind that fits, the one that is estimated to be the fastest first.
+
+    Of those in which a warp has one sequence, that with as many warps as a cluster then has sequences: others would
+    have warps that do nothing.
+    """
+
+    def alike(tile: Tile) -> bool:
+        return tile.lines > -(-batch // tiling.parts(chip, batch, directions, tile, kind))
+
+    found = (tile for tile in fitting(graph, size, chip, kind) if not (tile.lines and alike(tile)))
     return sorted(found, key=lambda tile: step_time(graph, size, chip, batch, directions, kind, tile))
 
 
@@ -326,7 +334,7 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
             return turns * _whole_time(size, share, kind, tile)
         if kind == "backward":
             return turns * _sliced_time(size, share, tile)
-        return turns * _sliced_forward_time(size, share, tile) * (1.1 if turns > 1 else 1)  # which were not timed
+        return turns * _sliced_forward_time(size, share, tile) * (2 if turns > 1 else 1)  # which were not timed
     made = steps(graph)
     own = made.forward if kind == "forward" else made.backward
     outside = tile if kind == "forward" else replace(tile, splits=1)  # what two warps save is estimated below

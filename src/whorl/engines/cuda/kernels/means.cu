@@ -186,8 +186,8 @@ __device__ __forceinline__ float2 sums_of_sources(const float (&from)[COUNT], in
                  {in_two(from[i]), i + 1 < COUNT ? in_two(from[i + 1 < COUNT ? i + 1 : i]) : 0});
   return {all[0][0] + all[1][0], all[0][1] + all[1][1]};
 }
-// The means of one sequence, as `merge` makes them, in a cluster of so many BLOCKS, each with what a warp sent: all threads of
-// a warp have them.  `slot(source)`: where its numbers lie.
+// The means of one sequence, as `merge` makes them, in a cluster of so many BLOCKS, each with what a warp sent, of a stage with
+// no more than 8 numbers: all threads of a warp have them.  `slot(source)`: where its numbers lie.
 template <int BLOCKS, class Slot>
 __device__ __forceinline__ void merge_at_once(int stage, int lane, const Slot& slot, float (&m)[MOST(MEANS)]) {
   const bool few = numbers(stage) <= 2;

@@ -29,7 +29,8 @@
 
 constexpr int SEATS = (LINES + TILES - 1) / TILES;  // sequences of a sub-tile
 constexpr int MULTIPLYING = 4 * SPLITS, THREADS = 32 * WARPS;
-constexpr int BLOCKS = (UNITS + 31) / 32, STRIPS = (RECURRENT + 1) / 2, OPERANDS = STRIPS * DEPTHS, STREAMED = OPERANDS - RESIDENT;
+constexpr int BLOCKS = (UNITS + 31) / 32, STRIPS = (RECURRENT + 1) / 2;
+constexpr int OPERANDS = STRIPS * DEPTHS, STREAMED = OPERANDS - RESIDENT;
 typedef Operands<OPERANDS, STREAMED> Weights;
 constexpr int CHAINS = STRIPS < 4 ? 2 : 1;  // of products that wait for each other
 constexpr int QUADS = (RECURRENT + 3) / 4;  // 16 bytes of a unit's results
@@ -47,10 +48,14 @@ constexpr float SCALE = 1.f;
 // Where all are whole groups of four warps, those of cells leave registers to those that multiply, of what a thread has at
 // first.
 constexpr bool TRADED = WARPS % 4 == 0 && WARPS > 8;
-constexpr int ALIKE = 65536 / THREADS / 8 * 8, LEFT = WARPS <= 12 ? 104 : WARPS > 20 ? 72 : WARPS > 16 ? 80 : SPLITS > 1 ? 88 : 96;
-constexpr int ALL_LEFT = (ALIKE * WARPS - LEFT * (WARPS - MULTIPLYING)) / MULTIPLYING / 8 * 8, MORE = ALL_LEFT < 240 ? ALL_LEFT : 240;
-static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + RESULT_WORDS + MEAN_WORDS + CONSTANT_WORDS + SCALES) + 8 * (TILES + STAGES * LINES) == SHARED,
+constexpr int ALIKE = 65536 / THREADS / 8 * 8;
+constexpr int LEFT = WARPS <= 12 ? 104 : WARPS > 16 ? 80 : SPLITS > 1 ? 88 : 96;
+constexpr int OTHERS = (ALIKE * WARPS - LEFT * (WARPS - MULTIPLYING)) / MULTIPLYING / 8 * 8, MORE = OTHERS < 240 ? OTHERS : 240;
+static_assert(4 * (WEIGHT_WORDS + STATE_WORDS + RESULT_WORDS + MEAN_WORDS + CONSTANT_WORDS + SCALES) + 8 * (TILES + STAGES * LINES) ==
+                  SHARED,
               "tiling and kernel disagree");
+static_assert(!TRADED || (LEFT <= ALIKE && MORE >= ALIKE && LEFT * (WARPS - MULTIPLYING) + MORE * MULTIPLYING <= ALIKE * WARPS),
+              "who takes registers would wait for ever");
 static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && SEATS <= 8, "a thread has a unit of one sequence");
 static_assert(WARPS >= MULTIPLYING + LINES && DEPTHS % 2 == 0, "a product takes the 32 units of a block at once");
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
