@@ -129,11 +129,12 @@ class Tile:
     tiles: int
     """Groups of 8 sequences of a cluster."""
     resident: int
-    """Depths of the product (forward), or strips times depths (backward), whose weights stay in registers."""
+    """Depths of the product (forward), or strips times depths (backward, and where a warp or a block has a sequence),
+    whose weights stay in registers."""
     shared: int
     warps: int
     splits: int = 0
-    """Forward: warps that share the depth of the product of 16 units.
+    """Forward: warps that share the depth of the product of 16 units, of 8 where a warp or a block has a sequence.
 
     Backward: warps that share 16 units of 8 sequences.
     """

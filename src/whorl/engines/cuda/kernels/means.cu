@@ -1,10 +1,10 @@
 // Means over the units of each sequence, which lie in several blocks.
 //
 // The LANES threads of a warp that share a sequence, each AWAY lanes from the next, make of the PART units that they have
-// one sum, or a mean and the sum of squared distances from it, for the other blocks (cluster_means.cu, spread_means.cu); a
-// reader merges what has come from all sources, in their order.  Sums are of distances from one of the values, or from one
-// of the means: where a mean is large beside its deviation, nothing is lost.  (whole_forward.cu has
-// its own way.)
+// one sum, or a mean and the sum of squared distances from it, for the other blocks (cluster_means.cu, spread_means.cu,
+// sliced_forward.cu); a reader merges what has come from all sources, in their order.  Sums are of distances from one of the
+// values, or from one of the means: where a mean is large beside its deviation, nothing is lost.  (In whole_forward.cu from the
+// mean of the step before.)
 
 // Whether no mean has a variance after it.
 __device__ constexpr bool sums_alone() {
