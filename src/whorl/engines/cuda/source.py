@@ -260,7 +260,7 @@ def _source(
         *([text_of("sides.cu")] if isinstance(tile, Spread) and tile.sided else []),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
         *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
-        *([text_of("arguments_backward.cu")] if kind == "backward" and _way(graph, tile) in _WITHOUT_OPTIONS else []),
+        *([text_of(f"arguments_{kind}.cu")] if _way(graph, tile) in _WITHOUT_OPTIONS else []),
         *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.lines else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
@@ -269,7 +269,7 @@ def _source(
     return kernel(f"{_way(graph, tile)}{kind}.cu", words)
 
 
-_WITHOUT_OPTIONS = "whole_", "sliced_"  # what such kernels of backward are given is the same
+_WITHOUT_OPTIONS = "whole_", "sliced_"  # what such kernels are given is the same
 
 
 def _way(graph: Graph, tile: Tile | Spread) -> str:

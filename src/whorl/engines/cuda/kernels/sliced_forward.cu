@@ -73,23 +73,6 @@ __device__ __forceinline__ constexpr int state_at(int row, int word) {
   return ((word / 16 * TILES + row / 8) * 8 + row % 8) * 16 + (word / 4 % 4 ^ row % 8 / 2) * 4 + word % 4;
 }
 
-struct Arguments {  // as in staged_forward.cu
-  Gate* gates[2];
-  const Weight* weights[2];
-  const Element* bias[2];
-  const Element* x_bias[2];
-  const Element* vectors[2][MOST(VECTORS)];
-  const Element* initial[STATES];
-  Element* finals[STATES];
-  Element* y;
-  Gate* apart[2];
-  float* states[2];
-  float* levels[2];
-  Element* operands[2];
-  long long time, batch;
-  static constexpr Options o = {};
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];

@@ -122,23 +122,6 @@ __device__ __forceinline__ bool means_from(
   return near;
 }
 
-struct Arguments {  // as in staged_forward.cu
-  Gate* gates[2];
-  const Weight* weights[2];
-  const Element* bias[2];
-  const Element* x_bias[2];
-  const Element* vectors[2][MOST(VECTORS)];
-  const Element* initial[STATES];
-  Element* finals[STATES];
-  Element* y;
-  Gate* apart[2];
-  float* states[2];
-  float* levels[2];
-  Element* operands[2];
-  long long time, batch;
-  static constexpr Options o = {};
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
   extern __shared__ __align__(128) unsigned memory[];
