@@ -292,7 +292,7 @@ def fitting(graph: Graph, size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]
                     numbers = itertools.product((4, 8, 12, 16), (1, 2))
                     yield from (backward(graph, size, cluster, tiles, *number, chip.shared) for number in numbers)
             if kind == "forward":
-                # to as many sequences as gain: 14 took 268 us, 264 as before; 19 411, 344 through L2 (512 units)
+                # to as many sequences as gain: 14 took 268 us, 264 as before; 19 411, 341 through L2 (512 units)
                 ways = ((lines, -(-lines // 8), splits) for lines in range(1, 13) for splits in (1, 2))
                 yield from (sliced_forward(graph, size, cluster, *number, chip.shared) for number in ways)
             else:
@@ -309,12 +309,14 @@ def likely(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, ki
     Of those in which a warp has one sequence, that with as many warps as a cluster then has sequences: others would
     have warps that do nothing.
     """
+    where = chip, batch, directions
+    found = (tile for tile in fitting(graph, size, chip, kind) if tile.lines <= _share(*where, kind, tile))
+    return sorted(found, key=lambda tile: step_time(graph, size, *where, kind, tile))
 
-    def alike(tile: Tile) -> bool:
-        return tile.lines > -(-batch // tiling.parts(chip, batch, directions, tile, kind))
 
-    found = (tile for tile in fitting(graph, size, chip, kind) if not (tile.lines and alike(tile)))
-    return sorted(found, key=lambda tile: step_time(graph, size, chip, batch, directions, kind, tile))
+def _share(chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> int:
+    """Sequences of a cluster."""
+    return -(-batch // tiling.parts(chip, batch, directions, tile, kind))
 
 
 def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: Tile) -> float:
@@ -328,7 +330,7 @@ def step_time(graph: Graph, size: Size, chip: Chip, batch: int, directions: int,
     ones were the fastest of two or three, or within 3 percent.
     """
     if tile.of_sequences:
-        share = -(-batch // tiling.parts(chip, batch, directions, tile, kind))
+        share = _share(chip, batch, directions, kind, tile)
         turns = tiling.rounds(chip, batch, directions, tile)
         if tile.whole:
             return turns * _whole_time(size, share, kind, tile)
@@ -438,7 +440,7 @@ def _sliced_forward_time(size: Size, share: int, tile: Tile) -> float:
     time += 0.0141 * tile.depths * tile.splits * -(-size.recurrent // 2) + 0.0046 * share * blocks
     # with TF32 products 192 units at batch 32 279 us, by whole sequences 273, 256 at 1 229 and 226, at 32 287 and 292
     time += 0.2 * (tile.cluster == 8 and (size.units <= 192 or share < 3))
-    # 512 units at batch 32 391 us with eight warps that multiply, 385 with four, with TF32 products 528 and 536; at 64,
-    # where four leave cells enough registers, 641 and 581
+    # 512 units at batch 32 391 us with eight warps that multiply, 385 with four, with TF32 products 528 and 536; at 64
+    # 641 and 580
     time += 0.03 * (not wide) + 0.5 * (tile.warps > 16) if tile.splits > 1 else 0.08 * (wide and size.units > 256)
     return 0.98 * time + 0.15 if share > 8 else 1.25 * time + 0.3 * (tile.tiles - 1)

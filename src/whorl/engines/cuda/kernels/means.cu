@@ -186,6 +186,7 @@ __device__ __forceinline__ float2 sums_of_sources(const float (&from)[COUNT], in
                  {in_two(from[i]), i + 1 < COUNT ? in_two(from[i + 1 < COUNT ? i + 1 : i]) : 0});
   return {all[0][0] + all[1][0], all[0][1] + all[1][1]};
 }
+
 // The means of one sequence, as `merge` makes them, in a cluster of so many BLOCKS, each with what a warp sent, of a stage with
 // no more than 8 numbers: all threads of a warp have them.  `slot(source)`: where its numbers lie.
 template <int BLOCKS, class Slot>
@@ -213,7 +214,7 @@ __device__ __forceinline__ void merge_at_once(int stage, int lane, const Slot& s
     }
   }
   const float2 sums = sums_of_sources(from, lane);
-  const auto sum_of = [&](int at) {
+  const auto total = [&](int at) {
     const float its = at % 2 ? sums.y : sums.x;
     return few ? its : __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(its), at / 2));
   };
@@ -221,10 +222,10 @@ __device__ __forceinline__ void merge_at_once(int stage, int lane, const Slot& s
 #pragma unroll
   for (int k = 0; k < REDUCTIONS; ++k) {
     if (reduction_stage(k) != stage) continue;
-    const float all = 1.f / (float)(UNITS * reduction_count(k)), mean = sum_of(at) * all;
+    const float all = 1.f / (float)(UNITS * reduction_count(k)), mean = total(at) * all;
     m[reduction_place(k)] = reduction_moments(k) ? slot(0)[at] + mean : mean;
     if (reduction_moments(k)) {
-      const float variance = sum_of(at + 1) * all - mean * mean;
+      const float variance = total(at + 1) * all - mean * mean;
       m[reduction_place(k) + 1] = variance < 0.f ? 0.f : variance;
     }
     at += reduction_moments(k) ? 2 : 1;

@@ -172,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   } else if (warp - MULTIPLYING < lines && rank < BLOCKS) {
     const int line = warp - MULTIPLYING, unit = (int)rank * 32 + lane, sequence = first_place + line, width = gridDim.y * UNITS;
+    // known where registers are many: of 13 warps the compiler then spills
     const bool there = (UNITS % 32 == 0 && WARPS <= 8) || unit < UNITS, reverse = direction == 1;
     const bool has_output_gradient = a.y_gradient != nullptr, has_initial = a.initial[0] != nullptr;
     const long long row_step = reverse ? batch : -(long long)batch, state_stride = a.time * batch * UNITS;

@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         const auto store_known = [&](int stage) {
 #pragma unroll
           for (int g = 0; g < GATES; ++g)
-            if (there && stage == (sum_of(g) < 0 ? MOST(STAGES - 1) - 1 : 0))
+            if (there && stage == (sum_of(g) < 0 ? STAGES - 2 : 0))
               *gate_at(row, g) = narrow_gate(sum_of(g) >= 0 ? given[g] + r[sum_of(g) >= 0 ? sum_of(g) : 0] : given[g]);
 #pragma unroll
           for (int i = 0; i < APART; ++i)
