@@ -13,7 +13,7 @@ ROOMS += (
 )
 ROOMS += ["commands", "__main__"]
 INSIDE = {  # the order within a room; in a room that has none here, the files may import each other
-    "cells": ["expr", "torch_functions", "graphs", "cell", "wrappers", "library", "intervals", "lower"],
+    "cells": ["expr", "torch_functions", "graphs", "early", "cell", "wrappers", "library", "intervals", "lower"],
     "engines": ["base", "reference", "native", "loops", "factors", "segments", "host", "tape", "taped", "cuda", "cpu"],
 }
 

@@ -51,7 +51,7 @@ SLOWED = [
     "named_barrier(1 + sub, together(sub));",
     "const unsigned target = at_rank(base, strip / 2);",
     "wait(barriers + 8 * sub, (t - 1) % 2);",
-    "float sum[4] = {};",
+    "if (!goes_on) break;",
     "const float2 sums = sums_of_rows(rows[stage][e]);",
     "wait(barrier_of(stage, line), t % 2);",
     "float2 all[EIGHTS];",
@@ -167,7 +167,7 @@ def test_what_is_known_is_what_the_first_stage_makes() -> None:
     """By the same lines, in the same places: also where three numbers need a gradient, six do, all do."""
     for name in ("layer norm of r and c", "in_turn", "layer_norm_lstm", "five gates"):
         made = steps(CELLS[name]).backward
-        known, later = (part.split("\n}", 1)[0] for part in re.split(r"void (?:run_known|stage_0)\(", made.parted)[1:])
+        known, later = (part.split("\n}", 1)[0] for part in re.split(r"void (?:run_known|stage_0)\(", made.early)[1:])
         places = {place for it in made.reductions if it.known for place in range(it.first, it.first + it.values)}
         written = dict(re.findall(r"to\[(\d+)\] = (\w+);", known))
         assert {*map(int, written)} == places
@@ -175,3 +175,27 @@ def test_what_is_known_is_what_the_first_stage_makes() -> None:
         assert not re.search(r"\bd\[", known)
         lines = set(re.findall(r"const .*;", known))
         assert lines <= set(re.findall(r"const .*;", later))
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    "units, numbers, most", [(512, (16, 5, 8), (95, 85)), (256, (8, 3, 4), (75, 70))], ids=["512", "256"]
+)
+def test_little_is_behind_a_wait(
+    units: int, numbers: tuple[int, int, int], most: tuple[int, int], tmp_path: Path
+) -> None:
+    """From the wait for sums of other blocks to what is sent, and from that for means to the product's start.
+
+    And what is read of all blocks is asked for at once: where registers are few, one such word waits for another.
+    """
+    tile = staging.sliced(LSTM, size_of(LSTM, units, 2), *numbers, H200.shared)
+    assert tile is not None
+    lines = disassembled(source.backward(LSTM, units, torch.bfloat16, tile, True), tile, tmp_path / "cubin")
+    lines = [line for line in lines if re.search(r"/\*[0-9a-f]{4,}\*/", line) and "@!UPT UIADD3 URZ" not in line]
+    first, second = [place for place, line in enumerate(lines) if "SYNCS.PHASECHK" in line][:2]
+    sends = next(place for place, line in enumerate(lines) if "STAS.64" in line)
+    arrives = next(place for place, line in enumerate(lines) if "BAR.ARV" in line)
+    assert sends - first <= most[0]
+    assert arrives - second <= most[1]
+    words = [re.search(r"LDS (R\d+)", line) for line in lines[first:sends]]
+    assert len({word[1] for word in words if word}) == units // 32

@@ -193,6 +193,9 @@ def backward(
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
         step = made.parted if isinstance(tile, Spread) or tile.of_sequences else made.text
+        if isinstance(tile, Tile) and tile.lines:
+            assert made.early, "such a step has means alone"
+            step = made.early
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)

@@ -12,9 +12,10 @@ from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 from whorl.cells.cell import Graph
+from whorl.cells.early import early_first
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
 from whorl.cells.graphs import at_once, merged, rewritten
-from whorl.cells.lower import CUDA, Stage, Value, identifier, stages
+from whorl.cells.lower import CUDA, Collective, Stage, Value, identifier, stages
 
 
 class Reduction(NamedTuple):
@@ -60,9 +61,12 @@ class Pass:
     text: str
     """A function for each stage, what they keep, and one that calls them by number."""
     parted: str
-    """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own.
+    """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own."""
+    early: str
+    """Backward the same, but each stage is three functions: before what it waits for, what others wait for, the rest.
 
-    Another computes what of its means is known, from what the first has made, as that stage does once more.
+    The first stage waits for the gradient of the first state, another for means.  One more function gives what is known
+    of the means of the first stage.  Empty where products are inside the step.
     """
     stages: int
     reductions: tuple[Reduction, ...]
@@ -197,9 +201,15 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     given = "d, q, there, dx, dr, ds, dv, de, after"
     gradients = {identifier(f"d.{state}") for state in graph.states}
     ahead, first = _ahead(made[0], gradients)
-    more = places, writes, arguments, given, levels, entered, gradients
-    parted = _Printer([first, *made[1:]], *more).printed(rounds, ahead)
-    return replace(_Printer(made, *more).printed(rounds), parted=parted.text)
+    more = writes, arguments, given, levels, entered, gradients
+    early = ""
+    if not graph.products:
+        waited, late = {place for place, name in enumerate(named) if name.startswith("dr.")}, f"d.{graph.states[0]}"
+        regrouped = dict(zip(named, early_first([*named.values()], waited, {late}), strict=True))
+        befores, between, rests = zip(*_in_three(stages(regrouped, CUDA), {identifier(late)}), strict=True)
+        early = _Printer(between, {**places}, *more).printed(rounds, befores, rests).text
+    parted = _Printer([first, *made[1:]], places, *more).printed(rounds, [ahead]).text
+    return replace(_Printer(made, places, *more).printed(rounds), parted=parted, early=early)
 
 
 def _entering(named: dict[str, Expr], products: Sequence[Expr]) -> dict[str, Expr]:
@@ -246,6 +256,62 @@ def part(stage: Stage, gradients: set[str]) -> tuple[Stage, dict[str, str], Stag
     after = _needed(uses, outputs, slow)
     known = {name: kinds[name] for name in kinds if name in slow & after}
     return _lines_of(stage, _needed(uses, known)), known, _lines_of(stage, after, known)
+
+
+def _in_three(made: Sequence[Stage], gradients: set[str]) -> list[tuple[Stage, Stage, Stage]]:
+    """Each stage of a pass backward in three: what needs nothing that it waits for, what others wait for, the rest.
+
+    Over a wait is kept what takes long, what the second part needs, and what a gradient is in that the rest needs: all
+    else is computed again.
+
+    Args:
+        gradients: the names of those that the first stage waits for; another waits for the collectives before it.
+    """
+    text: dict[str, str] = {}
+    uses: dict[str, list[str]] = {}
+    values = {value.name: value for stage in made for value in (*stage.reads, *stage.writes)}
+    time = dict.fromkeys(gradients, 1)  # of a name, after which wait it is known
+    for after, stage in enumerate(made, 2):
+        lines, kinds, names = _taken_apart(stage)
+        text, uses = text | lines, uses | names
+        values |= {name: Value(name, kind == "bool") for name, kind in kinds.items()}
+        for name, used in names.items():
+            time[name] = max(time.get(one, 0) for one in [name, *used])
+        time |= {result.result: after for result in stage.collectives}
+    slow = {name for name, line in text.items() if time[name] == 0 and re.search(r"\w\(|[/?]", line)}
+
+    def of(names: set[str], reads: set[str], writes: Iterable[str], collectives: tuple[Collective, ...] = ()) -> Stage:
+        """A stage with the lines of these names."""
+        reads = (reads | {used for name in names for used in uses[name]}) - names
+        return Stage(
+            tuple(value for name, value in values.items() if name in reads), tuple(values[name] for name in writes),
+            tuple(line for name, line in text.items() if name in names), collectives,
+        )  # fmt: skip
+
+    parts: list[tuple[Stage, Stage, Stage]] = []
+    kept: set[str] = set()  # what later stages read
+    for index, stage in reversed([*enumerate(made)]):
+        outputs = [value.name for value in stage.writes if not re.fullmatch(r"t\d+", value.name)]
+        urgent = [name for name in outputs if name.startswith("dr_")]
+        waited = {*urgent, *(name for result in stage.collectives for name in result.operands)}
+        over = slow if index else set()  # kept over each wait
+        held = over | {name for name in text if 0 < time[name] <= index}
+        behind = {name for name in _needed(uses, waited) & {*text} if time[name] == index + 1}
+        ready = ({used for name in behind for used in uses[name]} | waited) & {*text} - behind - over
+        wanted = [name for name in outputs if name not in urgent]
+        wanted += [name for name in text if name in kept and time[name] == index + 1]
+        if index == 0:
+            ready |= slow & (kept | _needed(uses, wanted))
+        there = held | ready | behind
+        before, late = _needed(uses, ready, over) & {*text}, _needed(uses, wanted, there) & {*text}
+        mine = [name for name in text if name in behind & (kept | late)]
+        parts.append((
+            of(before - over, set(), [name for name in text if name in ready]),
+            of(behind, waited - behind, [*urgent, *mine], stage.collectives),
+            of(late - there, {*wanted} & there, [name for name in wanted if name not in mine]),
+        ))  # fmt: skip
+        kept |= (before & over) | (late & (held - ready))
+    return parts[::-1]
 
 
 def _taken_apart(stage: Stage) -> tuple[dict[str, str], dict[str, str], dict[str, list[str]]]:
@@ -409,6 +475,7 @@ class _Printer:
 
     _COMMON = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* m, "
     _GIVEN = "x, r, s, v, e, m, k, to, operand, "
+    _AHEAD, _AHEAD_GIVEN = f"{_COMMON}Values& k, const float* d, const float* q", "x, r, s, v, e, m, k, d, q"
 
     def __init__(
         self, made: Sequence[Stage], places: dict[str, str], writes: dict[str, str], arguments: str, given: str,
@@ -422,29 +489,29 @@ class _Printer:
         self._made, self._places, self._writes = made, places, writes
         self._arguments, self._given = f"{self._COMMON}Values& k, float* to, float* operand, {arguments}", given
 
-    def printed(self, rounds: Sequence[Round], ahead: Stage | None = None) -> Pass:
+    def printed(self, rounds: Sequence[Round], ahead: Sequence[Stage] = (), rests: Sequence[Stage] = ()) -> Pass:
         """
         Args:
-            ahead: what is computed before the first stage, in a function of its own.
+            ahead: what is computed before the first stages, in functions of their own.
+            rests: what is computed after each, in others.
         """
         reductions: list[Reduction] = []
         means: dict[tuple[str, ...], int] = {}
         needs = [_read(stage) for stage in self._made]
+        for i, stage in enumerate(rests):
+            needs[i] |= _read(ahead[i]) | _read(stage)
         late = None if self._gradients is None else _late(self._made[0], self._gradients)
         kinds: dict[str, str] = {}
         kept = 0
         functions: list[str] = []
-        if ahead is not None:
-            known = {value.name: "bool" if value.condition else "real" for value in ahead.writes}
-            kinds |= known
-            lines = [*self._loaded({value.name: value.condition for value in ahead.reads}), *ahead.lines]
-            lines += [f"k.{name} = {name};" for name in known]
-            lines += [f"ready(k.{name});" for name, kind in known.items() if kind == "real"]
-            body = "\n  ".join(lines)
-            functions.append(f"__device__ __forceinline__ void run_ahead({self._COMMON}Values& k) {{\n  {body}\n}}")
         for index, stage in enumerate(self._made):
+            if index < len(ahead):
+                known = {value.name: "bool" if value.condition else "real" for value in ahead[index].writes}
+                kinds |= known
+                functions.append(self._ahead(ahead[index], known, index if rests else None))
             computed = {value.name: value for value in stage.writes}
             later = {name for names in needs[index + 1 :] for name in names}
+            later |= _read(rests[index]) if rests else set()
             meaned: list[str] = []
             by_operands: dict[tuple[str, ...], int] = {}
             asked: list[str] = []
@@ -476,10 +543,13 @@ class _Printer:
                     kinds[name] = "bool" if value.condition else "real"
             lines += [f"to[{place}] = {name};" for place, name in enumerate(meaned)]
             lines += [f"operand[{place}] = {name};" for place, name in enumerate(asked)]
-            if index == 0 and ahead is not None:
+            if index == 0 and rests:
                 functions.append(self._known([it for it in reductions if it.known], stage, meaned))
             body = "\n  ".join(lines)
             functions.append(f"__device__ __forceinline__ void stage_{index}({self._arguments}) {{\n  {body}\n}}")
+            if rests:
+                functions.append(self._rest(index, rests[index]))
+                kinds |= {value.name: "bool" if value.condition else "real" for value in rests[index].writes}
             live = {name for names in needs[index + 1 :] for name in names if name in kinds}
             kept = max(kept, len(live))
         kinds |= dict.fromkeys(self._entered or (), "real")
@@ -492,8 +562,32 @@ class _Printer:
             f"__device__ __forceinline__ void run_stage(int index, {self._arguments}) {{\n  {calls}\n}}",
             *self._entered_in(),
         ])  # fmt: skip
+        if rests:
+            text += self._by_number("run_before", "ahead", self._AHEAD, self._AHEAD_GIVEN)
+            text += self._by_number("run_rest", "rest", self._arguments, f"{self._GIVEN}{self._given}")
         reductions.sort(key=lambda made: (made.stage, made.known))
-        return Pass(text, "", len(self._made), tuple(reductions), tuple(rounds), kept)
+        return Pass(text, "", "", len(self._made), tuple(reductions), tuple(rounds), kept)
+
+    def _ahead(self, stage: Stage, known: dict[str, str], index: int | None) -> str:
+        """A function that computes these values ahead of the first stage, or of the one of that index."""
+        lines = [*self._loaded({value.name: value.condition for value in stage.reads}), *stage.lines]
+        lines += [f"k.{name} = {name};" for name in known]
+        lines += [f"ready(k.{name});" for name, kind in known.items() if kind == "real" and name not in self._writes]
+        body = "\n  ".join(lines)
+        head = f"run_ahead({self._COMMON}Values& k)" if index is None else f"ahead_{index}({self._AHEAD})"
+        return f"__device__ __forceinline__ void {head} {{\n  {body}\n}}"
+
+    def _rest(self, index: int, stage: Stage) -> str:
+        """A function that computes what of a stage nobody waits for."""
+        lines = [*self._loaded({value.name: value.condition for value in stage.reads}), *stage.lines]
+        lines += [self._writes.get(value.name, f"k.{value.name} = {{0}};").format(value.name) for value in stage.writes]
+        body = "\n  ".join(lines)
+        return f"__device__ __forceinline__ void rest_{index}({self._arguments}) {{\n  {body}\n}}"
+
+    def _by_number(self, name: str, its: str, arguments: str, given: str) -> str:
+        """A function that calls those of all stages."""
+        calls = " else ".join(f"if (index == {index}) {its}_{index}({given});" for index in range(len(self._made)))
+        return f"\n__device__ __forceinline__ void {name}(int index, {arguments}) {{\n  {calls}\n}}"
 
     def _known(self, known: Sequence[Reduction], stage: Stage, meaned: Sequence[str]) -> str:
         """A function that makes of what is computed ahead what these means of the first stage are made of."""

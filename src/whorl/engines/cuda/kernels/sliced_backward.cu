@@ -5,8 +5,9 @@
 // these.  More than 8 are two sub-tiles, which take turns: one is multiplied while the other's cell is computed.  A step of
 // one is
 //
-//   the warp of a sequence  sums for means that need no gradient | wait for sums of all blocks | stage 0 | exchange of sums
-//                           for means | stage 1 | ... | put the gradients of what the weights multiply in place
+//   the warp of a sequence  what needs no gradient, and its sums for means | wait for sums of all blocks | stage 0 | send sums
+//                           for means | the rest of stage 0, and what stage 1 needs of no mean | wait for means | stage 1 | ...
+//                           | put the gradients of what the weights multiply in place | the rest of the last stage
 //   multiplying warps       wait for these | product | send sums to the blocks that have their units
 //
 // Multiplying warp has SHARE strips of 16 units, whose sums of two sequences are 16 bytes of a thread.
@@ -50,12 +51,21 @@ static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && MOST_LINES <= 8
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
 static_assert(sums_alone(), "backward needs no variance");
+static_assert(packs(STAGES - 1) == 0, "nobody waits for means of the last stage");
 
 // Numbers of a stage, an even number, among which are all that need a gradient: they come first.
 __device__ constexpr int unknown(int stage) {
   int count = 0;
   for (int i = 0; i < REDUCTIONS; ++i) count += reduction_stage(i) == stage && !reduction_known(i);
   return (count + 1) / 2 * 2;
+}
+
+// Of how many values of a unit each mean of a stage is; 0 where they differ.
+__device__ constexpr int count_of(int stage) {
+  int count = 0;
+  for (int i = 0; i < REDUCTIONS; ++i)
+    if (reduction_stage(i) == stage && count >= 0) count = count == 0 || count == reduction_count(i) ? reduction_count(i) : -1;
+  return count < 0 ? 0 : count;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
@@ -98,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         if (warp < MULTIPLYING) streamed[(warp * STREAMED + i) * 32 + lane] = words;
       });
   for (int i = threadIdx.x; i < GRADIENT_WORDS; i += THREADS) gradients[i] = 0;
+  for (int i = threadIdx.x; i < SUM_WORDS; i += THREADS) sums_here[i] = 0.f;  // of the step before the first
   for (int i = threadIdx.x; i < SCALES; i += THREADS) scales[i] = 0.f;
   for (int i = threadIdx.x; i < VECTOR_WORDS; i += THREADS) {
     const int own = rank * 32 + i % 32;
@@ -172,8 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     }
   } else if (warp - MULTIPLYING < lines && rank < BLOCKS) {
     const int line = warp - MULTIPLYING, unit = (int)rank * 32 + lane, sequence = first_place + line, width = gridDim.y * UNITS;
-    // known where registers are many: of 13 warps the compiler then spills
-    const bool there = (UNITS % 32 == 0 && WARPS <= 8) || unit < UNITS, reverse = direction == 1;
+    const bool there = UNITS % 32 == 0 || unit < UNITS, reverse = direction == 1;
     const bool has_output_gradient = a.y_gradient != nullptr, has_initial = a.initial[0] != nullptr;
     const long long row_step = reverse ? batch : -(long long)batch, state_stride = a.time * batch * UNITS;
     const long long begin = (reverse || time == 0 ? 0 : (long long)(time - 1) * batch) + sequence;
@@ -187,14 +197,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             *apart_gradients_at = a.apart_gradients[direction] + begin * APART * UNITS + unit;
     Read read;
     const auto load = [&](int t) {  // what is read of step t, the next after what was read last
-      const bool reads = there && t < time, follows = there && t + 1 < time;
+      // a branch: where a zero is in the place of each load, the compiler makes these zeros before others may go on
+      if (t >= time) {
+        read.y_gradient = Element{};
+        return;
+      }
+      const bool follows = there && t + 1 < time;
 #pragma unroll
-      for (int i = 0; i < LEVELS; ++i) read.levels[i] = t < time ? levels_at[i] : 0.f;
+      for (int i = 0; i < LEVELS; ++i) read.levels[i] = levels_at[i];
 #pragma unroll
-      for (int g = 0; g < GATES; ++g) read.gates[g] = reads ? gates_at[g * UNITS] : Gate{};
+      for (int g = 0; g < GATES; ++g) read.gates[g] = there ? gates_at[g * UNITS] : Gate{};
 #pragma unroll
-      for (int i = 0; i < APART; ++i) read.apart[i] = reads ? apart_at[i * UNITS] : Gate{};
-      read.y_gradient = reads && has_output_gradient ? a.y_gradient[outputs] : Element{};
+      for (int i = 0; i < APART; ++i) read.apart[i] = there ? apart_at[i * UNITS] : Gate{};
+      read.y_gradient = there && has_output_gradient ? a.y_gradient[outputs] : Element{};
       read.before = follows ? a.y[outputs + row_step * width] : Element{};
 #pragma unroll
       for (int s = 1; s < STATES; ++s) read.states[s - 1] = follows ? states_at[(s - 1) * state_stride] : 0.f;
@@ -241,16 +256,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < EIGHTS * 8; i += 2)
         if (i < numbers(stage) && (i >= unknown(stage)) == known) {
           add_pair(rows[i / 8], i % 8, own[i / 8][i % 8], own[i / 8][i % 8 + 1], lane);
-          if (known) ready(rows[i / 8][i / 2 % 2][0]);
         }
+      if (!known) return;
+      // one register keeps over the wait what `sums_of_rows` adds up
+#pragma unroll
+      for (int e = 0; e < EIGHTS; ++e) {
+        float its = (rows[e][0][0] + rows[e][1][0]) + (rows[e][0][1] + rows[e][1][1]);
+        ready(its);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) rows[e][i / 4][i % 4] = i == 0 ? its : 0.f;
+      }
+    };
+    const auto add_sums = [&](float start) {  // of all blocks
+      float sum[4] = {start};
+#pragma unroll
+      for (int source = 0; source < BLOCKS; ++source) {
+        const float its = own_sums[source * SOURCE_WORDS];
+        sum[source % 4] = source % 4 == source && source > 0 ? its : sum[source % 4] + its;
+      }
+      return (sum[0] + sum[1]) + (sum[2] + sum[3]);
     };
     load(0);
     for (int t = 0;; ++t) {
       const bool goes_on = t < time, last = t + 1 == time;
       float x[GATES], r[MOST(LINKS)] = {}, before[STATES], v[MOST(VECTORS)], m[MOST(MEANS)];
+      float d[STATES];
+      const float q[1] = {};
       Values values;
       float rows[STAGES][EIGHTS][2][4] = {};  // of sums that means are made of
-      const float output = wide(read.y_gradient);
+      carried[0] += wide(read.y_gradient);  // nothing after the last step
+      ready(carried[0]);
+#pragma unroll
+      for (int s = 1; s < STATES; ++s) d[s] = carried[s];
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) v[i] = own_vectors[i * 32 + lane];
       if (goes_on) {
@@ -263,28 +300,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         before[0] = last ? initial[0] : wide(read.before);
 #pragma unroll
         for (int s = 1; s < STATES; ++s) before[s] = last ? initial[s] : read.states[s - 1];
-        run_ahead(x, r, before, v, nullptr, m, values);
+        run_before(0, x, r, before, v, nullptr, m, values, d, q);
         // others wait for what comes behind the wait, where two such warps share a scheduler
         float to[MOST(VALUES)];
         run_known(x, r, before, v, nullptr, m, values, to);
         add_pairs(0, true, to, rows[0]);
       }
-      if (t > 0) {
-        wait(barriers + 8 * sub, (t - 1) % 2);
-        if (place == 0 && lane == 0) expect(barriers + 8 * sub, summing(sub));
-        float sum[4] = {};
-        if (there)
-#pragma unroll
-          for (int source = 0; source < BLOCKS; ++source) sum[source % 4] += own_sums[source * SOURCE_WORDS];
-        carried[0] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        ready(carried[0]);
-      }
+      if (t > 0) wait(barriers + 8 * sub, (t - 1) % 2);
       if (!goes_on) break;
-      float d[STATES], dx[GATES], dr[MOST(LINKS)], ds[STATES], de[1], after[STATES];
-      const float q[1] = {};
-#pragma unroll
-      for (int s = 0; s < STATES; ++s) d[s] = carried[s];
-      d[0] += output;
+      d[0] = add_sums(carried[0]);
+      float dx[GATES], dr[MOST(LINKS)], ds[STATES], de[1], after[STATES];
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
         float to[MOST(VALUES)], operand[1];
@@ -305,8 +330,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
                 send_pair(target + to_slot + e * 32, target + to_barrier, {__float_as_uint(sums.x), __float_as_uint(sums.y)});
               }
           }
+          // what comes before is counted too
+          if (stage == 0 && t > 0 && place == 0 && lane == 0) expect(barriers + 8 * sub, summing(sub));
+          if (batch > 0) {  // always: the compiler puts behind a wait what stands before it without a condition
+#pragma unroll
+            for (int i = 0; i < VECTORS; ++i) v[i] = own_vectors[i * 32 + lane];  // so no register keeps them over both waits
+            run_rest(stage, x, r, before, v, nullptr, m, values, to, operand, d, q, there, dx, dr, ds, summed + SUMMED - VECTORS,
+                     de, after);
+            run_before(stage + 1, x, r, before, v, nullptr, m, values, d, q);
+          }
           wait(barrier_of(stage, line), t % 2);
-          if (lane == 0) expect(barrier_of(stage, line), BLOCKS * packs(stage) * 16);
           float2 all[EIGHTS];
 #pragma unroll
           for (int e = 0; e < EIGHTS; ++e) {
@@ -317,13 +350,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
               from[i] = source < BLOCKS && e * 8 + lane / 4 < 4 * packs(stage) ? slots[slot_of(stage, source) + e * 8 + lane / 4] : 0.f;
             }
             all[e] = sums_of_sources(from, lane);
+            if (count_of(stage) > 0) all[e].x *= 1.f / (UNITS * count_of(stage)), all[e].y *= 1.f / (UNITS * count_of(stage));
           }
 #pragma unroll
           for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
             if (reduction_stage(i) != stage) continue;
             const float its = at % 2 ? all[at / 8].y : all[at / 8].x;
             m[reduction_place(i)] = __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(its), at % 8 / 2)) *
-                                    (1.f / (float)(UNITS * reduction_count(i)));
+                                    (count_of(stage) > 0 ? 1.f : 1.f / (float)(UNITS * reduction_count(i)));
             ++at;
           }
         }
@@ -343,9 +377,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       __syncwarp();
       arrive_at_barrier(1 + sub, together(sub));
       // what nobody waits for
+      load(t + 1);
+#pragma unroll
+      for (int stage = 0; stage < STAGES; ++stage)
+        if (packs(stage) > 0 && lane == 0) expect(barrier_of(stage, line), BLOCKS * packs(stage) * 16);
+      float to[MOST(VALUES)], operand[1];
+      run_rest(STAGES - 1, x, r, before, v, nullptr, m, values, to, operand, d, q, there, dx, dr, ds, summed + SUMMED - VECTORS,
+               de, after);
 #pragma unroll
       for (int s = 0; s < STATES; ++s) carried[s] = ds[s];
-      load(t + 1);
       if constexpr (BIAS) {
 #pragma unroll
         for (int g = 0; g < GATES; ++g) summed[g] += there ? dx[g] : 0.f;
@@ -360,6 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
       gradients_at += row_step * GATES * UNITS, apart_gradients_at += row_step * APART * UNITS;
     }
+    carried[0] = add_sums(carried[0]);
 #pragma unroll
     for (int s = 0; s < STATES; ++s)
       if (there && a.initial_gradients[s] != nullptr) a.initial_gradients[s][start] = narrow(carried[s]);
