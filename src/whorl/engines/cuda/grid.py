@@ -223,7 +223,7 @@ def described(tile: Tile | Spread, shared: int, directions: int) -> str:
             ways.append("on one side of it where that is known and has room")
         if tile.lull:
             ways.append(f"each looks for what the others give after a lull of {tile.lull} cycles")
-        who += f" ({'; '.join(ways)})" * bool(ways)
+        who += f" ({'; '.join(ways)})" * bool(ways) + ", each with the cell of a whole sequence," * tile.whole
     else:
         who = f"a cluster of {tile.cluster} blocks" if tile.cluster > 1 else "one block"
         who += ", each with the cell of whole sequences," * (tile.whole > 0)
@@ -332,7 +332,7 @@ class Grid:
     @property
     def sums(self) -> int:
         """Rows of the sums over the batch that backward leaves."""
-        if isinstance(self.tile, Tile) and self.tile.of_sequences:
+        if self.tile.of_sequences:
             return self.batch
         return self.parts if isinstance(self.tile, Spread) else self.parts * self.tile.adding
 

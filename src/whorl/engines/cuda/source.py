@@ -193,7 +193,7 @@ def backward(
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
         step = made.parted if isinstance(tile, Spread) or tile.of_sequences else made.text
-        if isinstance(tile, Tile) and tile.lines:
+        if tile.whole if isinstance(tile, Spread) else tile.lines:
             assert made.early, "such a step has means alone"
             step = made.early
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
@@ -210,6 +210,7 @@ def _spread(tile: Spread) -> dict[str, int]:
     numbers = {
         "WARPS": tile.warps, "SUBS": tile.subs, "PARTS": tile.parts, "ASIDE": int(tile.aside), "LULL": tile.lull,
     }  # fmt: skip
+    numbers |= {"WHOLE": tile.warps} if tile.whole else {}
     return numbers | ({} if tile.chunk else {"BLOCKS": tile.blocks, "BESIDE": int(tile.beside)})
 
 
@@ -225,8 +226,13 @@ def _source(
     }  # fmt: skip
     inside = _stages(kind, graph, units, tile) if staged(graph) else []
     wide = isinstance(tile, Spread) and tile.wide
-    beside = "spread" if isinstance(tile, Spread) else "cluster"
-    alone = isinstance(tile, Tile) and tile.of_sequences  # it exchanges no means, or in its own way
+    means = ["means.cu"]
+    if tile.whole:
+        means += ["whole_means.cu"] * (kind == "forward")
+    elif isinstance(tile, Spread) or not tile.lines:
+        means += ["spread_means.cu" if isinstance(tile, Spread) else "cluster_means.cu"]
+    if kind == "backward" and (tile.whole if isinstance(tile, Spread) else tile.lines):
+        means += ["known_means.cu"]
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
     numbers["ENTERED"] = int(saves_entered(graph, features))
@@ -241,6 +247,7 @@ def _source(
         f"#define STAGED {int(staged(graph))}",
         f"#define HALVES {int(tile.halves)}",
         f"#define SPREAD {int(isinstance(tile, Spread))}",
+        f"#define SHUFFLED {int(isinstance(tile, Spread) and not tile.whole)}",
         f"#define SIDED {int(isinstance(tile, Spread) and tile.sided)}",
         f"#define INSIDE {_inside(kind, graph, tile)}",
         f"#define BOUNDED {int(bounded(graph))}",
@@ -262,9 +269,11 @@ def _source(
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([text_of("sides.cu")] if isinstance(tile, Spread) and tile.sided else []),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
-        *(map(text_of, ("means.cu", f"{beside}_means.cu")[: 1 if alone else 2]) if inside else []),
+        *(map(text_of, means) if inside else []),
         *([text_of(f"arguments_{kind}.cu")] if _way(graph, tile) in _WITHOUT_OPTIONS else []),
         *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.lines else []),
+        *([text_of("spread_whole.cu")] if isinstance(tile, Spread) and tile.whole else []),
+        *([text_of("two_units.cu")] if tile.whole and kind == "backward" else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,
@@ -272,13 +281,13 @@ def _source(
     return kernel(f"{_way(graph, tile)}{kind}.cu", words)
 
 
-_WITHOUT_OPTIONS = "whole_", "sliced_"  # what such kernels are given is the same
+_WITHOUT_OPTIONS = "whole_", "sliced_", "spread_whole_"  # what such kernels are given is the same
 
 
 def _way(graph: Graph, tile: Tile | Spread) -> str:
     """Whose kernel a tile is of: the beginning of its file's name."""
     if isinstance(tile, Spread):
-        return "spread_"
+        return "spread_whole_" if tile.whole else "spread_"
     if tile.whole:
         return "whole_"
     if tile.lines:
@@ -305,11 +314,12 @@ def _stages(kind: str, graph: Graph, units: int, tile: Tile | Spread) -> list[st
         "MEANS": 2 * len(reductions) + made.levels * (kind == "backward"),
     }  # fmt: skip
     offsets: list[int] = []
-    if isinstance(tile, Spread):
+    if tile.whole:
+        warps = tile.warps if isinstance(tile, Spread) else tile.whole
+        numbers |= {"LANES": 32, "AWAY": 1, "PART": 64, "MEAN_WORDS": own.whole_words(warps)}
+        offsets = [own.whole_words(warps, stage) for stage in range(own.stages)]
+    elif isinstance(tile, Spread):
         numbers |= {"LANES": tile.slice // 2, "AWAY": 1, "PART": tile.slice, "COLLECTED": tile.collected}
-    elif tile.whole:
-        numbers |= {"LANES": 32, "AWAY": 1, "PART": 64, "MEAN_WORDS": whole_words(own, tile.whole)}
-        offsets = [whole_words(own, tile.whole, stage) for stage in range(own.stages)]
     elif tile.lines:
         numbers |= {"LANES": 32, "AWAY": 1, "PART": 32, "MEAN_WORDS": sliced_words(own, units, tile)}
         offsets = [sliced_words(own, units, tile, stage) for stage in range(own.stages)]
@@ -385,11 +395,6 @@ def mean_words(own: Pass, part: int, cluster: int, rows: int, before: int | None
     sources = cluster * part // 16
     packs = [own.packs(stage) for stage in range(own.stages if before is None else before)]
     return sum(4 * (rows + 4) * sources * count for count in packs)
-
-
-def whole_words(own: Pass, warps: int, before: int | None = None) -> int:
-    """The same in kernels/whole_backward.cu, of one sequence that so many warps have; whole_forward.cu has it twice."""
-    return sum(4 * warps * own.packs(stage) for stage in range(own.stages if before is None else before))
 
 
 def sliced_words(own: Pass, units: int, tile: Tile, before: int | None = None) -> int:

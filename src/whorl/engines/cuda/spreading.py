@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 
-from whorl.engines.cuda.staged import by_rounds, spreadable, steps
+from whorl.engines.cuda.staged import by_rounds, means_alone, spreadable, steps
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
@@ -68,12 +68,20 @@ class Spread:
     aside: bool = False
     """What no step changes of a unit, and sums over the steps, stay in shared memory and leave registers to weights."""
 
+    whole: bool = False
+    """A block has the cell of whole sequences, one of each, and other blocks none of it."""
+
     cluster = 1
 
     @property
     def blocks(self) -> int:
         """That own the same rows."""
         return self.sources * self.gathered
+
+    @property
+    def of_sequences(self) -> bool:
+        """Whether a block has the cell of whole sequences, each of which then has a row of the sums backward."""
+        return self.whole
 
     @property
     def planes(self) -> int:
@@ -250,6 +258,66 @@ def backward(
     )  # fmt: skip
 
 
+def whole(size: Size, units: int, tiles: int, limit: int, resident: int | None = None) -> Spread | None:
+    """The numbers of kernels/spread_whole_forward.cu, if the step can go so and they fit; arguments as in `forward`.
+
+    Without options and products inside the step, in two bytes, where a thread has two units of a sequence at most.
+    """
+    blocks, warps = -(-size.units // units), 8
+    if not means_alone(size, "forward") or size.element != 2 or size.units > 64 * warps or 8 * tiles > blocks:
+        return None
+    strips, rows = units // 8 * -(-size.recurrent // 2), 8 * tiles
+    groups = 4 if strips <= 4 else 8
+    share, depths = -(-strips // groups), -(-size.units // (16 * (warps // groups)))
+    if resident is None:
+        live = _WHOLE + 4 * share * tiles * (2 if share * tiles < 4 else 1)
+        resident = min(share * depths, max(0, registers(warps) - live) // 4)
+    states = warps // groups * depths * 2 * (rows * 4 + 4)
+    means = 2 * steps(size.staged).forward.whole_words(warps)
+    shared = 4 * (warps * (share * depths - resident) * 128 + states + means)
+    if shared > limit:
+        return None
+    return Spread(
+        units, blocks, 1, tiles, 1, warps, resident, shared, groups, depths, wide=True, lull=_LULL_WHOLE,
+        sided=blocks <= _OF_A_SIDE // 4, whole=True,
+    )  # fmt: skip
+
+
+def whole_back(
+    size: Size, units: int, gathered: int, tiles: int, limit: int, resident: int | None = None
+) -> Spread | None:  # fmt: skip
+    """The numbers of kernels/spread_whole_backward.cu, if they fit and the step can go so; arguments of `backward`."""
+    sources, warps = -(-size.units // (units * gathered)), 8
+    fitting = gathered * units % 16 == 0 and 8 * tiles <= sources * gathered <= 64 * warps // units
+    if not fitting or not means_alone(size, "backward") or size.element != 2:
+        return None
+    own = steps(size.staged).backward
+    if any(one.moments for one in own.reductions):
+        return None
+    strips, depths, rows = -(-size.units // (16 * gathered)), size.recurrent * gathered * units // 16, 8 * tiles
+    share = -(-strips // warps)
+    if resident is None:
+        live = _WHOLE + 4 * share * tiles * (2 if share * tiles < 4 else 1)
+        live += 16 * (max(map(own.packs, range(own.stages))) > 2)  # layer_norm_lstm: else 3 words are spilled
+        resident = min(share * depths, max(0, registers(warps) - live) // 4)
+    summed = size.gates + size.apart + size.vectors
+    aside = (2 * size.vectors + 4 * -(-summed // 2)) * 32 * warps
+    gradients = depths * 2 * (rows * 4 + 4)
+    shared = 4 * (warps * (share * depths - resident) * 128 + 2 * gradients + own.whole_words(warps) + aside)
+    if shared > limit:
+        return None
+    return Spread(
+        units, sources, gathered, tiles, 1, warps, resident, shared, wide=True, lull=_LULL_BACK, chunk=share,
+        sided=sources * gathered <= _OF_A_SIDE, whole=True,
+    )  # fmt: skip
+
+
+_WHOLE = 127  # registers of addresses and of the cell itself: nothing is spilled
+_LULL_WHOLE = 150
+"""Cycles before a block asks for its sequence's results: 80, 150 and 220 took 512 units at batch 128 within 3 us of each
+other over 100 steps."""
+
+
 _OF_A_SIDE = 66
 """Blocks that own the same rows for which a side of an H200's L2 has room.  Backward where none waits for a lull, train
 steps of 100 in microseconds, by their numbers and by sides, each in one run: LSTM in bfloat16 with 512 units at batch
@@ -375,6 +443,14 @@ def _means(size: Size, tile: Spread, kind: str) -> int:
 
 def words(size: Size, tile: Spread, batch: int, directions: int, kind: str) -> int:
     """Words of 4 bytes of L2 through which the blocks of a launch exchange."""
+    if tile.whole and kind == "backward":
+        ring = buffers(size.element) * tile.sources * size.recurrent * tile.gathered * tile.slice // 2
+        sums = 2 * tile.sources * tile.gathered * -(-size.units // (16 * tile.gathered)) * 16
+        return directions * batch * (ring + sums)
+    if tile.whole:
+        ring = buffers(size.element) * -(-size.units // 8) * 4
+        results = 2 * tile.warps // tile.groups * -(-size.recurrent // 2) * tile.blocks * tile.slice * 2
+        return directions * batch * (ring + results)
     means, width = 2 * directions * batch * _means(size, tile, kind), 2 if tile.halves else size.element
     rounds = _rounds(size, kind)
     if kind == "forward":
@@ -394,6 +470,7 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
     if least > 64 or (size.staged is not None and not spreadable(size.staged)):  # more than any block holds
         return
     found: Iterator[Spread | None]
+    yield from _whole_candidates(size, chip, kind)
     width = operand(size, kind)
     # in two bytes one part fits; in four, blocks of half the units take longer than some operands that are spilled (of
     # layer norm, 1,024 units at batch 128, the compiler spills 6 words of the 48 that it seems to have too few)
@@ -455,6 +532,21 @@ def candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
             for aside, (parts, spilled) in product(places, _wide_ways(size, units, shape))
         )
         yield from _first(found, chip)
+
+
+def _whole_candidates(size: Size, chip: Chip, kind: str) -> Iterator[Spread]:
+    """Those whose blocks have whole sequences, of shapes that were timed.
+
+    LSTM with layer norm of r and c, 512 units at batch 128, 100 steps (one H200 each): forward in 32 blocks of 16 units
+    and 32 sequences 383 us, in 16 of 32 and 16 280; backward in 8 x 2 blocks 373 us, in 4 x 4 346, 2 x 8 do not fit.
+    """
+    if not _four_warps(size, chip, kind):
+        return
+    for units, tiles in product((32, 24, 40), (1, 2)):
+        if kind == "forward":
+            yield from _first(iter([whole(size, units, tiles, chip.shared)]), chip)
+        else:
+            yield from _first(iter([whole_back(size, units, 4, tiles, chip.shared)]), chip)
 
 
 def _two(size: Size, chip: Chip, slices: Sequence[int]) -> Iterator[Spread]:
@@ -616,12 +708,20 @@ def _time(size: Size, chip: Chip, batch: int, directions: int, kind: str, tile: 
     forward and 11 backward: within a fifth but for one of each.  Exact products take about twice that.
     """
     count = launches(chip, batch, directions, tile)
+    if tile.whole:
+        base, more = _WHOLE_TIME[kind]
+        return count * (base + more * size.units / 512 + 0.05 * (tile.tiles - 1))
     exchanges = count * _inside_time(size, kind, tile)
     if tile.by_step:
         exchanges += count * tile.subs * (_ANEW[0] + _ANEW[1] * 8 * tile.tiles * size.units / 512)
     return _plain_time(size, chip, batch, directions, kind, tile) + exchanges
 
 
+_WHOLE_TIME = {"forward": (2.3, 1.05), "backward": (2.8, 0.65)}
+"""Microseconds of a step where blocks have whole sequences, and what 512 units add, as others are estimated: forward a
+quarter more than measured, like clusters there.  LSTM with layer norm of r and c in bfloat16, 100 steps on H200s
+(2026-11-29), forward and backward, and what ran before: 512 units at batch 128 274 us and 334 (345, 405), at 96 275 and
+337 (265, 402), 384 at 128 252 and 318 (328, 355), at 96 246 and 310 (192, 269), 320 at 128 256 and 323 (198, 355)."""
 _ANEW = 0.15, 0.0165
 """Microseconds of a step that scales anew at each step take, and for each KB of states that a block takes: LSTM with
 softplus and TF32 products, 100 steps on an H100 (2026-11-26), beside the plain one in the same tile: 1,024 units at

@@ -16,6 +16,7 @@ from whorl.cells.early import early_first
 from whorl.cells.expr import COLLECTIVES, Expr, topological, var
 from whorl.cells.graphs import at_once, merged, rewritten
 from whorl.cells.lower import CUDA, Collective, Stage, Value, identifier, stages
+from whorl.engines.cuda.tiling import Size
 
 
 class Reduction(NamedTuple):
@@ -82,6 +83,13 @@ class Pass:
     def packs(self, stage: int) -> int:
         """16 bytes that these take."""
         return -(-self.numbers(stage) // 4)
+
+    def whole_words(self, warps: int, before: int | None = None) -> int:
+        """Words of shared memory of what means are made of, of one sequence that so many warps of a block have.
+
+        Of all stages, or of those before one; where forward makes means in two rounds it has them twice.
+        """
+        return sum(4 * warps * self.packs(stage) for stage in range(self.stages if before is None else before))
 
     @property
     def exchanges(self) -> int:
@@ -456,6 +464,21 @@ def by_rounds(made: Steps) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 @lru_cache(maxsize=256)
+def means_alone(size: Size, kind: str) -> bool:
+    """Whether a pass ("forward" or "backward") has means but no products inside the step and no options.
+
+    Then a warp, or a block, may compute the cell of whole sequences.
+    """
+    if size.staged is None:
+        return False
+    made = steps(size.staged)
+    own = made.forward if kind == "forward" else made.backward
+    scaled = size.element == 2 or (size.halves and size.bounded)
+    plain = not (size.ahead or size.back or size.exact or size.masks or size.bits or size.staged.inputs)
+    plain = plain and not size.staged.products
+    return bool(plain and scaled and own.reductions and not own.rounds and made.leaves == size.recurrent)
+
+
 def spreadable(cell: Graph) -> bool:
     """Whether blocks that exchange through L2 can run the step: it has recurrent weights for them to hold."""
     return bool(cell.recurrent) and bool(steps(cell).links)

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import tiling
-from whorl.engines.cuda.source import mean_words, rounds_of, sliced_words, whole_words
-from whorl.engines.cuda.staged import Pass, Steps, most, steps
+from whorl.engines.cuda.source import mean_words, rounds_of, sliced_words
+from whorl.engines.cuda.staged import Steps, means_alone, most, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
 _LEFT = 120  # registers of a thread that multiplies in 12 warps of kernels/whole_backward.cu, which says the same
@@ -89,7 +89,7 @@ def whole(
         resident: operands of a warp in registers.
     """
     own, halves = steps(graph).forward, size.halves
-    if cluster == 1 or not _whole(graph, size, own):
+    if cluster == 1 or not means_alone(size, "forward"):
         return None
     part = -(-size.units // (8 * cluster)) * 8
     octets, depths, strips = part // 8, -(-size.units // (16 * splits)), -(-size.recurrent // 2)
@@ -102,7 +102,7 @@ def whole(
     if resident is None:
         resident = min(strips * depths, max(0, tiling.registers(warps) - used) // 4)
     states, results = 8 * tiles * splits * depths * 8, splits * 2 * -(-size.units // 2) * -(-size.recurrent // 4) * 4
-    means = 2 * whole_words(own, each)
+    means = 2 * own.whole_words(each)
     streamed = octets * splits * (strips * depths - resident) * 128
     shared = 4 * (streamed + states + seats * (results + means) + 8 * tiles * halves) + 8 * (tiles + seats)
     if shared > limit:
@@ -120,7 +120,7 @@ def whole_back(
         resident: operands of a warp in registers.
     """
     own, part, halves = steps(graph).backward, tiling.slice_of(size.units, cluster), size.halves
-    if cluster == 1 or not _whole(graph, size, own) or (halves and part not in (16, 32, 64)):
+    if cluster == 1 or not means_alone(size, "backward") or (halves and part not in (16, 32, 64)):
         return None
     if any(one.moments for one in own.reductions) or most(map(own.packs, range(own.stages))) > 8:
         return None
@@ -137,7 +137,7 @@ def whole_back(
         room = _LEFT if warps == 12 else tiling.registers(warps)
         resident = min(share * depths, max(0, room - used) // 4)
     gradients, sums = 8 * tiles * (depths * 8 + 4), -(-size.units // part) * couples * 32
-    means, streamed = whole_words(own, each), producers * (share * depths - resident) * 128
+    means, streamed = own.whole_words(each), producers * (share * depths - resident) * 128
     shared = 4 * (streamed + gradients + seats * (sums + means) + 16 * tiles * halves) + 8 * (1 + seats)
     if shared > limit:
         return None
@@ -154,7 +154,7 @@ def sliced(
     """
     own, halves = steps(graph).backward, size.halves
     strips, blocks, depths, tiles = -(-size.units // 16), -(-size.units // 32), 2 * size.recurrent, -(-lines // 8)
-    if cluster != max(2, 1 << (blocks - 1).bit_length()) or not _whole(graph, size, own):
+    if cluster != max(2, 1 << (blocks - 1).bit_length()) or not means_alone(size, "backward"):
         return None
     if any(one.moments for one in own.reductions) or most(map(own.packs, range(own.stages))) > 8:
         return None
@@ -183,7 +183,7 @@ def sliced_forward(
     """
     made, halves, blocks = steps(graph), size.halves, -(-size.units // 32)
     own, seats, multiplying, strips = made.forward, -(-lines // tiles), 4 * splits, -(-size.recurrent // 2)
-    if cluster != max(2, 1 << (blocks - 1).bit_length()) or seats > 8 or not _whole(graph, size, own):
+    if cluster != max(2, 1 << (blocks - 1).bit_length()) or seats > 8 or not means_alone(size, "forward"):
         return None
     if most(map(own.numbers, range(own.stages))) > 8:  # which one product of a tensor core adds up
         return None
@@ -219,13 +219,6 @@ def _producers(units: int, lines: int) -> int:
     strips = -(-units // 16)
     many = max(4, min(16 - lines, -(-strips // 4)))
     return max(4, -(-strips // -(-strips // many)))
-
-
-def _whole(graph: Graph, size: Size, own: Pass) -> bool:
-    """Whether a pass can go so that a block has a whole sequence: a step with means, without products and options."""
-    scaled = size.element == 2 or (size.halves and size.bounded)
-    plain = not (size.ahead or size.back or size.exact or size.masks or size.bits or graph.inputs)
-    return bool(plain and scaled and own.reductions and not own.rounds and steps(graph).leaves == size.recurrent)
 
 
 def _backward_registers(graph: Graph, size: Size, cluster: int, tiles: int, warps: int, splits: int) -> int:

@@ -1,5 +1,5 @@
-// What is given to kernels of forward that are of steps with means alone (whole_forward.cu, sliced_forward.cu): the same, and as
-// in staged_forward.cu.
+// What is given to kernels of forward that are of steps with means alone (whole_forward.cu, sliced_forward.cu,
+// spread_whole_forward.cu): the same, and as in staged_forward.cu, and where they are spread as in spread_forward.cu.
 struct Arguments {
   Gate* gates[2];
   const Weight* weights[2];
@@ -14,5 +14,12 @@ struct Arguments {
   float* levels[2];
   Element* operands[2];
   long long time, batch;
+#if SPREAD
+  unsigned* ring;  // ones: [directions, RING, batch, PITCH], and for results [directions, 2, batch, RESULT_PITCH]
+  long long first_row, first_direction, directions;
+#if SIDED
+  Places places;
+#endif
+#endif
   static constexpr Options o = {};
 };

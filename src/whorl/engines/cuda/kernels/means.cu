@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_up_both(float& first, float& second, int lan
 // Tensor cores take 96 cycles for what takes 166 with shuffles, over 32 threads (H100).
 __device__ __forceinline__ void add_up(
     int stage, int threads, int lane, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
-  if constexpr (!SPREAD && !EXACT) {  // of 32 lanes, or of 8 that are 4 apart
+  if constexpr (!SHUFFLED && !EXACT) {  // of 32 lanes, or of 8 that are 4 apart
     if (threads == 1) return;
     float own[MOST(2 * REDUCTIONS)] = {};
     int count = 0, at = 0;

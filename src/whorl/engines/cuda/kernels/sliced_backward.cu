@@ -41,7 +41,6 @@ constexpr int MOST_LINES = (LINES + TILES - 1) / TILES, PAIRS = (MOST_LINES + 1)
 constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * 128, GRADIENT_WORDS = 8 * TILES * STRIDE, SUM_WORDS = BLOCKS * SOURCE_WORDS;
 constexpr int VECTOR_WORDS = VECTORS * 32, SCALES = HALVES ? 8 * TILES : 0;
 constexpr int SUMMED = (BIAS ? GATES + APART : 0) + VECTORS;
-constexpr int EIGHTS = (PACKS + 1) / 2;  // of sums that means are made of
 constexpr int AHEAD = 4;  // steps between asking L2 for what a step reads and reading it
 constexpr int BESIDE = LINES | 1;  // sequences of a source: an odd number puts those of several sources into different banks
 static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECTOR_WORDS + SCALES) + 8 * (TILES + STAGES * LINES) ==
@@ -50,23 +49,7 @@ static_assert(4 * (WEIGHT_WORDS + GRADIENT_WORDS + SUM_WORDS + MEAN_WORDS + VECT
 static_assert(SLICE == 32 && CLUSTER > 1 && BLOCKS <= CLUSTER && MOST_LINES <= 8 && TILES <= 2, "a thread has a unit of one sequence");
 static_assert(ROUNDS == 0 && LEAVES == RECURRENT && REDUCTIONS > 0 && !OPTIONS, "such steps have means alone");
 static_assert(ELEMENT_BYTES == 2 || HALVES, "an operand's word is two units");
-static_assert(sums_alone(), "backward needs no variance");
 static_assert(packs(STAGES - 1) == 0, "nobody waits for means of the last stage");
-
-// Numbers of a stage, an even number, among which are all that need a gradient: they come first.
-__device__ constexpr int unknown(int stage) {
-  int count = 0;
-  for (int i = 0; i < REDUCTIONS; ++i) count += reduction_stage(i) == stage && !reduction_known(i);
-  return (count + 1) / 2 * 2;
-}
-
-// Of how many values of a unit each mean of a stage is; 0 where they differ.
-__device__ constexpr int count_of(int stage) {
-  int count = 0;
-  for (int i = 0; i < REDUCTIONS; ++i)
-    if (reduction_stage(i) == stage && count >= 0) count = count == 0 || count == reduction_count(i) ? reduction_count(i) : -1;
-  return count < 0 ? 0 : count;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
   wait_for_the_launch_before();
@@ -238,35 +221,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const float* const own_sums = sums_here + (sub * PAIRS + place / 2) * 64 + sum_at;
     unsigned short* const own_gradients = (unsigned short*)(gradients + (sub * 8 + place) * STRIDE) + lane;
     const auto slot_of = [&](int stage, int source) { return mean_offset(stage) + (source * BESIDE + line) * 4 * packs(stage); };
-    // Adds up pairs of what a stage's means are made of: those that need no gradient, or the others.
-    const auto add_pairs = [&](int stage, bool known, const float (&to)[MOST(VALUES)], float (&rows)[EIGHTS][2][4]) {
-      float own[EIGHTS][8] = {};
-#pragma unroll
-      for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
-        if (reduction_stage(i) != stage) continue;
-#pragma unroll
-        for (int k = 0; k < VALUES; ++k)
-          if ((reduction_known(i) || !known) && k >= reduction_first(i) && k < reduction_first(i) + reduction_count(i)) {
-            const float its = there ? to[k] : 0.f;
-            own[at / 8][at % 8] = k > reduction_first(i) ? own[at / 8][at % 8] + its : its;
-          }
-        ++at;
-      }
-#pragma unroll
-      for (int i = 0; i < EIGHTS * 8; i += 2)
-        if (i < numbers(stage) && (i >= unknown(stage)) == known) {
-          add_pair(rows[i / 8], i % 8, own[i / 8][i % 8], own[i / 8][i % 8 + 1], lane);
-        }
-      if (!known) return;
-      // one register keeps over the wait what `sums_of_rows` adds up
-#pragma unroll
-      for (int e = 0; e < EIGHTS; ++e) {
-        float its = (rows[e][0][0] + rows[e][1][0]) + (rows[e][0][1] + rows[e][1][1]);
-        ready(its);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) rows[e][i / 4][i % 4] = i == 0 ? its : 0.f;
-      }
-    };
     const auto add_sums = [&](float start) {  // of all blocks
       float sum[4] = {start};
 #pragma unroll
@@ -304,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         // others wait for what comes behind the wait, where two such warps share a scheduler
         float to[MOST(VALUES)];
         run_known(x, r, before, v, nullptr, m, values, to);
-        add_pairs(0, true, to, rows[0]);
+        add_pairs(0, true, lane, [&](int k) { return there ? to[k] : 0.f; }, rows[0]);
       }
       if (t > 0) wait(barriers + 8 * sub, (t - 1) % 2);
       if (!goes_on) break;
@@ -316,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         run_stage(stage, x, r, before, v, nullptr, m, values, to, operand, d, q, there, dx, dr, ds, summed + SUMMED - VECTORS,
                   de, after);
         if (packs(stage) > 0) {
-          add_pairs(stage, false, to, rows[stage]);
+          add_pairs(stage, false, lane, [&](int k) { return there ? to[k] : 0.f; }, rows[stage]);
           // a thread sends two sums to every eighth block
           const unsigned to_slot = shared_address(slots + slot_of(stage, rank)) - base + lane % 4 * 8;
           const unsigned to_barrier = barrier_of(stage, line) - base;
@@ -340,26 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             run_before(stage + 1, x, r, before, v, nullptr, m, values, d, q);
           }
           wait(barrier_of(stage, line), t % 2);
-          float2 all[EIGHTS];
-#pragma unroll
-          for (int e = 0; e < EIGHTS; ++e) {
-            float from[(BLOCKS + 3) / 4];
-#pragma unroll
-            for (int i = 0; i < (BLOCKS + 3) / 4; ++i) {
-              const int source = lane % 4 + i * 4;
-              from[i] = source < BLOCKS && e * 8 + lane / 4 < 4 * packs(stage) ? slots[slot_of(stage, source) + e * 8 + lane / 4] : 0.f;
-            }
-            all[e] = sums_of_sources(from, lane);
-            if (count_of(stage) > 0) all[e].x *= 1.f / (UNITS * count_of(stage)), all[e].y *= 1.f / (UNITS * count_of(stage));
-          }
-#pragma unroll
-          for (int i = 0, at = 0; i < REDUCTIONS; ++i) {
-            if (reduction_stage(i) != stage) continue;
-            const float its = at % 2 ? all[at / 8].y : all[at / 8].x;
-            m[reduction_place(i)] = __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(its), at % 8 / 2)) *
-                                    (count_of(stage) > 0 ? 1.f : 1.f / (float)(UNITS * reduction_count(i)));
-            ++at;
-          }
+          means_of_sums<BLOCKS>(stage, lane, [&](int source, int at) { return slots[slot_of(stage, source) + at]; }, m);
         }
       }
       float scale = 1.f;

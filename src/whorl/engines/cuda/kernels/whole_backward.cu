@@ -47,17 +47,6 @@ static_assert(WHOLE * 64 >= UNITS && SEATS < 16, "a thread has two units");
 constexpr int EIGHTS = (PACKS + 1) / 2;  // of sums that means are made of
 static_assert(sums_alone(), "backward needs no variance");
 
-struct Read {  // what one thread reads at a step
-  GatePair gates[GATES], apart[MOST(APART)];
-  Pair y_gradient, before;
-  float2 states[MOST(STATES - 1)];
-  float levels[MOST(LEVELS)];
-};
-
-struct Given {  // what the cell's gradient reads of one unit
-  float x[GATES], r[MOST(LINKS)] = {}, before[STATES], v[MOST(VECTORS)];
-};
-
 // Of four neighbouring threads, each with four words: the n-th gets the n-th of each.
 __device__ __forceinline__ uint4 turned(const unsigned (&words)[4], int lane) {
   const bool odd = lane & 1, far = lane & 2;

@@ -12,10 +12,6 @@
 // Multiplying warp (octet, split) has 8 units and a part of the products' depth; a row of an operand is one gate of one
 // unit, so that a thread has all gates of a unit.  A thread of the cell has two neighbouring units.
 //
-// Means are made of distances from the mean that the sequence had at the step before, and variances of their squares: both
-// are added up by tensor cores (means.cu), then over the sequence's warps through shared memory.  Where a mean is farther
-// from the one before than its deviation, the sums are made in a second round, from this mean on.
-//
 //   registers  weights and sums of the product; of a sequence's warps the states, the means, the next step's input
 //   shared     states of all sequences, results of this block's sequences, sums of each warp, barriers, more weights
 //   global     as in staged_forward.cu
@@ -26,8 +22,6 @@
 //     states of all its sequences, whole ones: every thread of theirs has read its results, and its warp's sums of others.
 //   - States are read, the product is made of them and sent.  Who sends a sequence's next state has waited for the results
 //     of all warps that multiply.
-//   - Sums that a warp has made of its units are read by all warps of the sequence behind a barrier, one a round: each stage
-//     and round has slots of its own, so no warp writes where another still reads before the next step.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for blocks of its own cluster alone, which the hardware starts together: it cannot wait for ever.
@@ -65,61 +59,6 @@ __device__ __forceinline__ int rank_of(int row) {
 __device__ __forceinline__ int row_at(int seat, int rank) {
   const int row = seat * CLUSTER;
   return row + (CLUSTER <= 8 && row / 8 % 2 ? CLUSTER - 1 - rank : rank);
-}
-
-// Over a warp's units the sums that a stage's means are made of: of values, or of distances from `start` and of their squares.
-__device__ __forceinline__ void sums_of_units(
-    int stage, const float (&to)[2][MOST(VALUES)], bool first, bool second, int lane, const float (&start)[MOST(REDUCTIONS)],
-    float (&data)[4 * MOST(PACKS)]) {
-  float sum[MOST(REDUCTIONS)], squares[MOST(REDUCTIONS)];
-#pragma unroll
-  for (int i = 0; i < REDUCTIONS; ++i) {
-    if (reduction_stage(i) != stage) continue;
-    float own[MOST(VALUES)], square[MOST(VALUES)];
-#pragma unroll
-    for (int k = 0; k < VALUES; ++k)
-      if (k < reduction_count(i)) {
-        const int at = reduction_first(i) + k;
-        const float low = first ? to[0][at] - start[i] : 0.f, high = second ? to[1][at] - start[i] : 0.f;
-        own[k] = low + high, square[k] = low * low + high * high;
-      }
-#pragma unroll
-    for (int away = 1; away < VALUES; away *= 2)  // in pairs: fewer wait for each other
-#pragma unroll
-      for (int k = 0; k < VALUES; k += 2 * away)
-        if (k + away < reduction_count(i)) own[k] += own[k + away], square[k] += square[k + away];
-    sum[i] = own[0], squares[i] = square[0];
-  }
-  add_up(stage, LANES, lane, sum, squares);
-  int at = 0;
-#pragma unroll
-  for (int i = 0; i < REDUCTIONS; ++i) {
-    if (reduction_stage(i) != stage) continue;
-    data[at++] = sum[i];
-    if (reduction_moments(i)) data[at++] = squares[i];
-  }
-}
-
-// The means of such sums over all units, which the next ones start from.  Whether each was near where it started, no farther
-// than its deviation: else its variance is the small difference of two large numbers, or these are too large, and another
-// round starts from the mean.
-__device__ __forceinline__ bool means_from(
-    int stage, int round, const float (&sums)[4 * MOST(PACKS)], float (&start)[MOST(REDUCTIONS)], float (&m)[MOST(MEANS)]) {
-  bool near = true;
-  int at = 0;
-#pragma unroll
-  for (int i = 0; i < REDUCTIONS; ++i) {
-    if (reduction_stage(i) != stage) continue;
-    const float all = 1.f / (float)(UNITS * reduction_count(i)), apart = sums[at++] * all, mean = start[i] + apart;
-    m[reduction_place(i)] = mean;
-    if (reduction_moments(i)) {
-      const float squares = sums[at++] * all, variance = squares - apart * apart;
-      m[reduction_place(i) + 1] = round > 0 && variance < 0.f ? 0.f : variance;  // what is near is not below 0
-      near = near & (squares < MOST_FLOAT) & (apart * apart <= variance);
-      start[i] = fabsf(mean) < MOST_FLOAT ? mean : 0.f;  // what is not a number does not stay for the next steps
-    }
-  }
-  return near;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_constant__ Arguments a) {
@@ -349,38 +288,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           for (int s = 0; s < STATES; ++s) before[s] = state[s][u];
           run_stage(stage, given[u], r[u], before, vectors[u], nullptr, m, values[u], to[u], operand[u], after[u]);
         }
-        if (packs(stage) > 0) {
-          const auto summed = [&](int round) {
-            float data[4 * MOST(PACKS)] = {};
-            sums_of_units(stage, to, first, second, lane, start_of, data);
-            float4* const at = (float4*)(own_slots + round * MEAN_WORDS + mean_offset(stage));
-#pragma unroll
-            for (int pack = 0; pack < PACKS; ++pack)
-              if (pack < packs(stage) && lane == 0) {
-                if (numbers(stage) - pack * 4 > 2)
-                  at[pack * WHOLE + part] = {data[pack * 4], data[pack * 4 + 1], data[pack * 4 + 2], data[pack * 4 + 3]};
-                else  // without zeros, which the compiler makes after the product
-                  *(float2*)(at + pack * WHOLE + part) = {data[pack * 4], data[pack * 4 + 1]};
-              }
+        if (packs(stage) > 0)
+          find_means(stage, to, first, second, part, lane, own_slots, start_of, m, [&] {
             if constexpr (WHOLE > 1)
               named_barrier(1 + seat, 32 * WHOLE);
             else
               __syncwarp();
-#pragma unroll
-            for (int pack = 0; pack < PACKS; ++pack)
-              if (pack < packs(stage)) {
-                float4 sum = at[pack * WHOLE];
-#pragma unroll
-                for (int s = 1; s < WHOLE; ++s) {
-                  const float4 value = at[pack * WHOLE + s];
-                  sum = {sum.x + value.x, sum.y + value.y, sum.z + value.z, sum.w + value.w};
-                }
-                data[pack * 4] = sum.x, data[pack * 4 + 1] = sum.y, data[pack * 4 + 2] = sum.z, data[pack * 4 + 3] = sum.w;
-              }
-            return means_from(stage, round, data, start_of, m);
-          };
-          if (!summed(0)) summed(1);  // all threads of the sequence, which have the same numbers
-        }
+          });
       }
 #pragma unroll
       for (int s = 0; s < STATES; ++s) state[s][0] = after[0][s], state[s][1] = after[1][s];
