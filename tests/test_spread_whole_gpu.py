@@ -29,14 +29,17 @@ def test_every_cell(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         ((32, 2), (32, 4, 2), 512, 128, 12), ((32, 2), (32, 4, 2), 512, 100, 6), ((32, 2), (32, 4, 2), 500, 130, 6),
         ((24, 2), (24, 4, 2), 384, 128, 12), ((40, 1), (40, 4, 1), 320, 128, 6), ((32, 1), (32, 4, 1), 449, 70, 6),
         ((24, 2), (24, 8, 2), 370, 17, 5), ((16, 2), (16, 8, 2), 255, 40, 5), ((8, 1), (8, 2, 1), 70, 9, 40),
-        ((32, 2), (32, 4, 2), 512, 1, 70), ((40, 1), (40, 2, 1), 333, 300, 4),
+        ((32, 2), (32, 4, 2), 512, 1, 12), ((40, 1), (40, 2, 1), 333, 300, 4),
     ],
 )  # fmt: skip
 def test_sizes(
     numbers: tuple[int, int], back: tuple[int, int, int], units: int, batch: int, time: int, scale: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With small weights steps forget little; with large ones each is another.  Rings come round after 32 steps."""
+    """With small weights steps forget little; with large ones each is another.  Rings come round after 32 steps.
+
+    (After 70 steps of 512 units `reference` in bfloat16 itself is wholly another.)
+    """
     made_anew(monkeypatch)
     spread(monkeypatch, *numbers)
     spread_back(monkeypatch, *back)
