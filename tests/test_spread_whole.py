@@ -202,7 +202,10 @@ def test_where_a_block_has_a_whole_sequence() -> None:
         kind: str, units: int, batch: int, element: int = 2, features: Features = source.PLAIN, chip: Any = H200
     ) -> tuple[int, ...]:
         tile = grid.estimated(size_of(LSTM, units, element, features), chip, batch, 1, kind)
-        return (tile.slice, tile.sources, tile.gathered, tile.tiles) if isinstance(tile, Spread) and tile.whole else ()
+        if not isinstance(tile, Spread) or not tile.whole:
+            return ()
+        assert tile.sided
+        return tile.slice, tile.sources, tile.gathered, tile.tiles
 
     assert numbers("forward", 512, 128) == (32, 16, 1, 2)
     assert numbers("backward", 512, 128) == numbers("backward", 512, 96) == (32, 4, 4, 2)

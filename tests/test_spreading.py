@@ -424,7 +424,7 @@ def test_no_estimate_of_two_bytes_is_below_the_least(units: int, kind: str, elem
     [
         ("lstm", 512, 128, 2, True), ("gru", 512, 128, 2, True), ("lstm", 512, 128, 4, True),
         ("lstm", 640, 64, 2, True), ("lstm", 768, 64, 2, True),
-        ("layer_norm_lstm", 512, 128, 2, True), ("layer_norm_lstm", 1024, 128, 2, True),
+        ("layer_norm_lstm", 512, 128, 4, True), ("layer_norm_lstm", 1024, 128, 2, True),
         ("lstm", 512, 256, 2, False), ("lstm", 1024, 128, 2, False), ("gru", 768, 128, 2, False),
         ("layer_norm_lstm", 1500, 20, 2, False),
     ],

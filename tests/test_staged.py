@@ -418,11 +418,11 @@ def test_layer_norm_is_spread_where_that_is_faster(element: int, expected: set[t
     spread = {where for where, tile in chosen.items() if isinstance(tile, Spread)}
     assert spread == expected
     slices = {where[0]: tile.slice for where, tile in chosen.items() if tile is not None and where in spread}
-    assert slices == dict(forward=32 if element == 2 else 64, backward=64)
+    assert slices == dict(forward=32 if element == 2 else 64, backward=32 if element == 2 else 64)
     assert all(tile is not None and tile.halves == (element == 4) for where, tile in chosen.items() if where in spread)
 
 
-@pytest.mark.parametrize("units, batch", [(1500, 20), (650, 20), (1024, 32), (512, 128)])
+@pytest.mark.parametrize("units, batch", [(1500, 20), (650, 20), (1024, 32)])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_registers_of_layer_norm_hold_weights(units: int, batch: int, kind: str) -> None:
     """What no step changes stays in shared memory: 25 operands of weights in a warp's registers, not 18, at 1,500."""
