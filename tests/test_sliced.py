@@ -46,6 +46,7 @@ TILES = [
     ("layer norm of r and c", 2, 9, 4, Case(dict(directions=2), time=4, batch=1, units=37), torch.bfloat16),
     ("layer norm of r and c", 16, 10, 5, Case(time=3, batch=10, units=270), torch.bfloat16),
     ("every option of LSTM", 4, 12, 4, Case(dict(layers=2), time=5, batch=35, units=100), torch.float16),
+    ("of the second", 2, 4, 4, Case(dict(directions=2), time=5, batch=7, units=62), torch.bfloat16),
 ]  # fmt: skip
 SLOWED = [
     "named_barrier(1 + sub, together(sub));",
@@ -151,7 +152,9 @@ def test_nothing_is_spilled(units: int, numbers: tuple[int, int, int], dtype: to
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "tf32"])
 def test_what_needs_no_gradient_is_added_up_before_one_comes(dtype: torch.dtype, tmp_path: Path) -> None:
     """Four of eight numbers: two products before the wait for what is multiplied, two and the last one after it."""
-    known = [made.known for made in steps(LSTM).backward.reductions]
+    early = steps(LSTM).backward.early
+    assert early is not None
+    known = [made.known for made in early.reductions]
     assert known == [False] * 4 + [True] * 4
     tile = staging.sliced(LSTM, size_of(LSTM, 512, dtype.itemsize), 16, 5, 8, H200.shared)
     assert tile is not None
@@ -165,9 +168,10 @@ def test_what_needs_no_gradient_is_added_up_before_one_comes(dtype: torch.dtype,
 
 def test_what_is_known_is_what_the_first_stage_makes() -> None:
     """By the same lines, in the same places: also where three numbers need a gradient, six do, all do."""
-    for name in ("layer norm of r and c", "in_turn", "layer_norm_lstm", "five gates"):
-        made = steps(CELLS[name]).backward
-        known, later = (part.split("\n}", 1)[0] for part in re.split(r"void (?:run_known|stage_0)\(", made.early)[1:])
+    for name in ("layer norm of r and c", "in_turn", "layer_norm_lstm", "five gates", "of the second"):
+        made = steps(CELLS[name]).backward.early
+        assert made is not None
+        known, later = (part.split("\n}", 1)[0] for part in re.split(r"void (?:run_known|stage_0)\(", made.text)[1:])
         places = {place for it in made.reductions if it.known for place in range(it.first, it.first + it.values)}
         written = dict(re.findall(r"to\[(\d+)\] = (\w+);", known))
         assert {*map(int, written)} == places

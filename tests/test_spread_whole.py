@@ -61,6 +61,7 @@ BACK = [
     ("one gate", 8, 4, 1, 0, Case(dict(directions=2), time=5, batch=5, units=58), torch.float16),
     ("five gates", 8, 2, 1, None, Case(dict(layers=2), time=4, batch=9, units=62), torch.bfloat16),
     ("layer norm of r and c", 32, 4, 2, None, Case(time=3, batch=19, units=512), torch.bfloat16),
+    ("of the second", 8, 2, 1, None, Case(dict(directions=2), time=5, batch=7, units=62), torch.bfloat16),
 ]
 
 
@@ -225,7 +226,7 @@ def test_where_a_block_has_a_whole_sequence() -> None:
 
 @needs_tools
 @pytest.mark.parametrize("name", ["layer norm of r and c", "layer_norm_lstm", "three gates", "in_turn"])
-@pytest.mark.parametrize("units, own, tiles", [(512, 32, 2), (384, 24, 2), (320, 40, 1)])
+@pytest.mark.parametrize("units, own, tiles", [(512, 32, 2), (482, 32, 2), (481, 32, 2), (384, 24, 2), (320, 40, 1)])
 def test_nothing_is_spilled(name: str, units: int, own: int, tiles: int, tmp_path: Path) -> None:
     size = size_of(CELLS[name], units, 2)
     for kind in ("forward", "backward"):

@@ -37,6 +37,14 @@ def in_turn(x: Any, r: Any, s: Any) -> dict[str, Any]:
     return dict(h=whorl.tanh(c - whorl.mean(c) + x.a) * whorl.sigmoid(a), c=c)
 
 
+@whorl.cell(gates="a b", states="h c")
+def of_the_second(x: Any, r: Any, s: Any) -> dict[str, Any]:
+    """A mean of which one gradient is that of the second state alone, which backward knows before the first one's."""
+    m = whorl.mean(x.b * r.a)
+    h = whorl.tanh(m * s.c) + whorl.sigmoid(x.a + r.a + x.b) * r.a
+    return dict(h=h, c=whorl.mean(m * m) + 0.1 * r.a * r.b)
+
+
 @whorl.cell(gates="a b c d e", states="h c")
 def five_gates(x: Any, r: Any, s: Any) -> dict[str, Any]:
     """More than one piece of 16 bytes holds the results, and the gradients, of a unit."""
@@ -68,6 +76,7 @@ CELLS = {
     "every option of LSTM": WRAPPED["every option of LSTM"],
     "layer_norm_lstm": OF_ENGINES["layer_norm_lstm"],
     "in_turn": in_turn.graph,
+    "of the second": of_the_second.graph,
     "five gates": five_gates.graph,
     "three gates": wrappers.layer_norm(library.gru.graph, ("r",))[0],
     "one gate": wrappers.layer_norm(library.rnn_tanh.graph, ("r",))[0],

@@ -13,7 +13,7 @@ from whorl.cells.intervals import bounded
 from whorl.cells.lower import CUDA, Stage, identifier, stages
 from whorl.engines.cuda.kernel_text import kernel, table, text_of
 from whorl.engines.cuda.spreading import Spread
-from whorl.engines.cuda.staged import Pass, Steps, by_rounds, most, part, staged, steps
+from whorl.engines.cuda.staged import Pass, Steps, by_rounds, most, part, pass_of, staged, steps
 from whorl.engines.cuda.tiling import Tile
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "tf32"}
@@ -193,9 +193,8 @@ def backward(
         made = steps(graph).backward
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
         step = made.parted if isinstance(tile, Spread) or tile.of_sequences else made.text
-        if tile.whole if isinstance(tile, Spread) else tile.lines:
-            assert made.early, "such a step has means alone"
-            step = made.early
+        if tile.early:
+            step = pass_of(steps(graph), "backward", True).text
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)
@@ -231,7 +230,7 @@ def _source(
         means += ["whole_means.cu"] * (kind == "forward")
     elif isinstance(tile, Spread) or not tile.lines:
         means += ["spread_means.cu" if isinstance(tile, Spread) else "cluster_means.cu"]
-    if kind == "backward" and (tile.whole if isinstance(tile, Spread) else tile.lines):
+    if kind == "backward" and tile.early:
         means += ["known_means.cu"]
     flags = ("lengths", "mask", "reset", "reset_to", "order", "packed", "noise", "sequences", "noise_gradient")
     numbers |= {name.upper(): int(getattr(features, name)) for name in flags}
@@ -305,7 +304,7 @@ def _inside(kind: str, graph: Graph, tile: Tile | Spread) -> int:
 def _stages(kind: str, graph: Graph, units: int, tile: Tile | Spread) -> list[str]:
     """What a kernel is told of a step with several stages."""
     made = steps(graph)
-    own = made.forward if kind == "forward" else made.backward
+    own = pass_of(made, kind, tile.early)
     reductions, numbers = own.reductions, {"STAGES": own.stages, "LINKS": len(made.links), "LEAVES": made.leaves}
     values = [sum(it.values for it in reductions if it.stage == stage) for stage in range(own.stages)]
     numbers |= {

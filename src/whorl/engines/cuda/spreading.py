@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 
-from whorl.engines.cuda.staged import by_rounds, means_alone, spreadable, steps
+from whorl.engines.cuda.staged import by_rounds, means_alone, pass_of, spreadable, steps
 from whorl.engines.cuda.tiling import Chip, Size, registers
 
 PERIOD = 8
@@ -44,7 +44,7 @@ class Spread:
     depths: int = 0
     """Forward: steps of 8 words of depth of one warp."""
     wide: bool = False
-    """Forward: four warps multiply together, by instructions that read states, and weights past `resident`, from shared
+    """Four warps multiply together, by instructions that read states, and weights past `resident`, from shared
     memory; on compute capability 9.0 alone."""
     parts: int = 1
     """In which a part of the sequences' words arrive."""
@@ -67,7 +67,6 @@ class Spread:
     """One block takes what means are made of from all, and gives them to all; else each takes from all."""
     aside: bool = False
     """What no step changes of a unit, and sums over the steps, stay in shared memory and leave registers to weights."""
-
     whole: bool = False
     """A block has the cell of whole sequences, one of each, and other blocks none of it."""
 
@@ -81,6 +80,11 @@ class Spread:
     @property
     def of_sequences(self) -> bool:
         """Whether a block has the cell of whole sequences, each of which then has a row of the sums backward."""
+        return self.whole
+
+    @property
+    def early(self) -> bool:
+        """Whether what is known early comes first, backward (`staged.Pass.early`)."""
         return self.whole
 
     @property
@@ -264,7 +268,8 @@ def whole(size: Size, units: int, tiles: int, limit: int, resident: int | None =
     Without options and products inside the step, in two bytes, where a thread has two units of a sequence at most.
     """
     blocks, warps = -(-size.units // units), 8
-    if not means_alone(size, "forward") or size.element != 2 or size.units > 64 * warps or 8 * tiles > blocks:
+    fitting = units % 8 == 0 and 8 * tiles <= blocks and size.units <= 64 * warps
+    if not fitting or not means_alone(size, "forward") or size.element != 2:
         return None
     strips, rows = units // 8 * -(-size.recurrent // 2), 8 * tiles
     groups = 4 if strips <= 4 else 8
@@ -291,14 +296,14 @@ def whole_back(
     fitting = gathered * units % 16 == 0 and 8 * tiles <= sources * gathered <= 64 * warps // units
     if not fitting or not means_alone(size, "backward") or size.element != 2:
         return None
-    own = steps(size.staged).backward
+    own = pass_of(steps(size.staged), "backward", True)
     if any(one.moments for one in own.reductions):
         return None
     strips, depths, rows = -(-size.units // (16 * gathered)), size.recurrent * gathered * units // 16, 8 * tiles
     share = -(-strips // warps)
     if resident is None:
         live = _WHOLE + 4 * share * tiles * (2 if share * tiles < 4 else 1)
-        live += 16 * (max(map(own.packs, range(own.stages))) > 2)  # layer_norm_lstm: else 3 words are spilled
+        live += 20 * (max(map(own.packs, range(own.stages))) > 2)  # layer_norm_lstm: else 3 words are spilled
         resident = min(share * depths, max(0, registers(warps) - live) // 4)
     summed = size.gates + size.apart + size.vectors
     aside = (2 * size.vectors + 4 * -(-summed // 2)) * 32 * warps
@@ -310,12 +315,6 @@ def whole_back(
         units, sources, gathered, tiles, 1, warps, resident, shared, wide=True, lull=_LULL_BACK, chunk=share,
         sided=sources * gathered <= _OF_A_SIDE, whole=True,
     )  # fmt: skip
-
-
-_WHOLE = 127  # registers of addresses and of the cell itself: nothing is spilled
-_LULL_WHOLE = 150
-"""Cycles before a block asks for its sequence's results: with 80, 150 and 220 100 steps of 512 units at batch 128 took
-within 3 us of each other."""
 
 
 _OF_A_SIDE = 66
@@ -337,6 +336,10 @@ at batch 128 1.39, with 200 cycles 1.41, with 260 1.46; and where lanes went on 
 with 300 1.77, 768 at 16 1.11, with 350 1.18, 1,024 at 128 with TF32 products 3.82, with 300 3.95.
 
 Words arrive some 280 cycles after they were sent from the same side of L2, and an answer takes as long as they did."""
+_WHOLE = 127  # registers of addresses and of the cell itself
+_LULL_WHOLE = 150
+"""Cycles before a block asks for its sequence's results: with 80, 150 and 220 100 steps of 512 units at batch 128 took
+within 3 us of each other."""
 _MOST_AT_ONCE = {False: 16, True: 32}
 """Registers of a thread for what it asks for at once, at most: the second forward where four warps multiply, backward
 there up to 16 sequences (LSTM with 1,024 units at batch 64 3.84 us a step without a lull and 3.54 with one, GRU 3.37

@@ -63,18 +63,19 @@ class Pass:
     """A function for each stage, what they keep, and one that calls them by number."""
     parted: str
     """Backward the same, but what of the first stage takes long and needs no gradient is a function of its own."""
-    early: str
-    """Backward the same, but each stage is three functions: before what it waits for, what others wait for, the rest.
-
-    The first stage waits for the gradient of the first state, another for means.  One more function gives what is known
-    of the means of the first stage.  Empty where products are inside the step.
-    """
     stages: int
     reductions: tuple[Reduction, ...]
     rounds: tuple[Round, ...]
     """Those inside the step."""
     kept: int
     """Values that a later stage reads, at most, between any two stages."""
+    early: "Pass | None" = None
+    """Backward the same, with text and means of its own: what is known early comes first (cells/early.py).
+
+    Each stage is three functions: before what it waits for, what others wait for, the rest.  The first stage waits for
+    the gradient of the first state, another for means.  One more function gives what is known of the means of the first
+    stage.  None where products are inside the step.
+    """
 
     def numbers(self, stage: int) -> int:
         """That a block sends for each sequence after a stage."""
@@ -210,12 +211,12 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     gradients = {identifier(f"d.{state}") for state in graph.states}
     ahead, first = _ahead(made[0], gradients)
     more = writes, arguments, given, levels, entered, gradients
-    early = ""
+    early = None
     if not graph.products:
         waited, late = {place for place, name in enumerate(named) if name.startswith("dr.")}, f"d.{graph.states[0]}"
         regrouped = dict(zip(named, early_first([*named.values()], waited, {late}), strict=True))
         befores, between, rests = zip(*_in_three(stages(regrouped, CUDA), {identifier(late)}), strict=True)
-        early = _Printer(between, {**places}, *more).printed(rounds, befores, rests).text
+        early = _Printer(between, dict(places), *more).printed(rounds, befores, rests)  # whose means have other places
     parted = _Printer([first, *made[1:]], places, *more).printed(rounds, [ahead]).text
     return replace(_Printer(made, places, *more).printed(rounds), parted=parted, early=early)
 
@@ -463,7 +464,6 @@ def by_rounds(made: Steps) -> dict[tuple[int, ...], tuple[int, ...]]:
     return found
 
 
-@lru_cache(maxsize=256)
 def means_alone(size: Size, kind: str) -> bool:
     """Whether a pass ("forward" or "backward") has means but no products inside the step and no options.
 
@@ -479,6 +479,17 @@ def means_alone(size: Size, kind: str) -> bool:
     return bool(plain and scaled and own.reductions and not own.rounds and made.leaves == size.recurrent)
 
 
+def pass_of(made: Steps, kind: str, early: bool) -> Pass:
+    """That of a kind ("forward" or "backward"), of a kernel that takes what is known early first or of another."""
+    if kind == "forward":
+        return made.forward
+    if not early:
+        return made.backward
+    assert made.backward.early is not None, "such a step has means alone"
+    return made.backward.early
+
+
+@lru_cache(maxsize=256)
 def spreadable(cell: Graph) -> bool:
     """Whether blocks that exchange through L2 can run the step: it has recurrent weights for them to hold."""
     return bool(cell.recurrent) and bool(steps(cell).links)
@@ -589,7 +600,7 @@ class _Printer:
             text += self._by_number("run_before", "ahead", self._AHEAD, self._AHEAD_GIVEN)
             text += self._by_number("run_rest", "rest", self._arguments, f"{self._GIVEN}{self._given}")
         reductions.sort(key=lambda made: (made.stage, made.known))
-        return Pass(text, "", "", len(self._made), tuple(reductions), tuple(rounds), kept)
+        return Pass(text, "", len(self._made), tuple(reductions), tuple(rounds), kept)
 
     def _ahead(self, stage: Stage, known: dict[str, str], index: int | None) -> str:
         """A function that computes these values ahead of the first stage, or of the one of that index."""

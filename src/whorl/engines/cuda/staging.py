@@ -8,7 +8,7 @@ from functools import lru_cache
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import tiling
 from whorl.engines.cuda.source import mean_words, rounds_of, sliced_words
-from whorl.engines.cuda.staged import Steps, means_alone, most, steps
+from whorl.engines.cuda.staged import Steps, means_alone, most, pass_of, steps
 from whorl.engines.cuda.tiling import MOST_REGISTERS, Chip, Size, Tile
 
 _LEFT = 120  # registers of a thread that multiplies in 12 warps of kernels/whole_backward.cu, which says the same
@@ -152,10 +152,11 @@ def sliced(
     Args:
         lines: the most sequences of a cluster.
     """
-    own, halves = steps(graph).backward, size.halves
+    halves = size.halves
     strips, blocks, depths, tiles = -(-size.units // 16), -(-size.units // 32), 2 * size.recurrent, -(-lines // 8)
     if cluster != max(2, 1 << (blocks - 1).bit_length()) or not means_alone(size, "backward"):
         return None
+    own = pass_of(steps(graph), "backward", True)
     if any(one.moments for one in own.reductions) or most(map(own.packs, range(own.stages))) > 8:
         return None
     share, warps = -(-strips // producers), producers + lines

@@ -167,6 +167,11 @@ class Tile:
         return self.whole + self.lines > 0
 
     @property
+    def early(self) -> bool:
+        """Whether what is known early comes first, backward (`staged.Pass.early`)."""
+        return self.lines > 0
+
+    @property
     def rows(self) -> int:
         """The most sequences of a cluster."""
         return self.lines or 8 * self.tiles

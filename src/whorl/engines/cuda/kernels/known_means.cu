@@ -11,12 +11,14 @@ __device__ constexpr int unknown(int stage) {
   return (count + 1) / 2 * 2;
 }
 
-// Of how many values of a unit each mean of a stage is; 0 where they differ.
+// Of how many values of a unit the means of a stage are, where all are of as many; else 0.
 __device__ constexpr int count_of(int stage) {
   int count = 0;
   for (int i = 0; i < REDUCTIONS; ++i)
-    if (reduction_stage(i) == stage && count >= 0) count = count == 0 || count == reduction_count(i) ? reduction_count(i) : -1;
-  return count < 0 ? 0 : count;
+    if (reduction_stage(i) == stage) count = reduction_count(i);
+  for (int i = 0; i < REDUCTIONS; ++i)
+    if (reduction_stage(i) == stage && reduction_count(i) != count) return 0;
+  return count;
 }
 
 // Adds up pairs of what a stage's means are made of over a warp: those that need no gradient, or the others.  `value(k)`: the

@@ -3,7 +3,7 @@
 // The LANES threads of a warp that share a sequence, each AWAY lanes from the next, make of the PART units that they have
 // one sum, or a mean and the sum of squared distances from it, for the other blocks (cluster_means.cu, spread_means.cu,
 // sliced_forward.cu); a reader merges what has come from all sources, in their order.  Sums are of distances from one of the
-// values, or from one of the means: where a mean is large beside its deviation, nothing is lost.  (In whole_forward.cu from the
+// values, or from one of the means: where a mean is large beside its deviation, nothing is lost.  (In whole_means.cu from the
 // mean of the step before.)
 
 // Whether no mean has a variance after it.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_up_both(float& first, float& second, int lan
 // Tensor cores take 96 cycles for what takes 166 with shuffles, over 32 threads (H100).
 __device__ __forceinline__ void add_up(
     int stage, int threads, int lane, float (&sum)[MOST(REDUCTIONS)], float (&squares)[MOST(REDUCTIONS)]) {
-  if constexpr (!SHUFFLED && !EXACT) {  // of 32 lanes, or of 8 that are 4 apart
+  if constexpr (!SHUFFLED && !EXACT) {  // of 32 lanes, or of 8 that are 4 apart; SHUFFLED of any power of two
     if (threads == 1) return;
     float own[MOST(2 * REDUCTIONS)] = {};
     int count = 0, at = 0;

@@ -84,11 +84,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const bool has_output_gradient = a.y_gradient != nullptr, has_initial = a.initial[0] != nullptr;
   const bool wants_initial = a.initial_gradients[0] != nullptr;
   const long long row_step = reverse ? batch : -(long long)batch, width = a.directions * UNITS;
-  const long long begin = (reverse || time == 0 ? 0 : (long long)(time - 1) * batch) + sequence;
+  const long long begin = (reverse ? 0 : (long long)(time - 1) * batch) + sequence;
   const long long start = ((long long)direction * batch + sequence) * UNITS + unit, state_stride = a.time * batch * UNITS;
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v)
-    own_vectors[v * THREADS] = wide_pair(load_pair(a.vectors[direction][v] + unit, first, second));
+    own_vectors[v * THREADS] = {first ? wide(a.vectors[direction][v][unit]) : 0.f,
+                                second ? wide(a.vectors[direction][v][unit + 1]) : 0.f};  // which need not begin at 4 bytes
   show_products();  // weights, and zeros
   __syncthreads();
 

@@ -19,7 +19,8 @@
 //
 // Who puts results of step t + 2 where those of step t were has taken the states after step t + 1 of all sequences: their
 // blocks had taken the results of step t + 1, and so of t, before.  And who writes states to shared memory has taken one that
-// was made of results of all warps of its own block, which had read the states before.
+// was made of results of all warps of its own block, which had read the states before: but for a warp without strips, which
+// multiplies what nobody asks for, and may still do so when others write.
 //
 // UNITS and the batch may be any number: what lies past them is computed as zero and never written.
 // A block waits for all others that own the same sequences, so the launch must be cooperative.
@@ -92,12 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
   const int unit = threadIdx.x * 2, sequence = row0 + (owns ? rank : 0);
   const bool first = owns && unit < UNITS, second = owns && unit + 1 < UNITS;
   const long long row_step = reverse ? -(long long)batch : batch, width = a.directions * UNITS;
-  const long long begin = (reverse && time > 0 ? (long long)(time - 1) * batch : 0) + sequence;
+  const long long begin = (reverse ? (long long)(time - 1) * batch : 0) + sequence;
   const long long start = ((long long)direction * batch + sequence) * UNITS + unit, state_stride = a.time * batch * UNITS;
   float2 bias[MOST(LINKS)], x_bias[GATES], vectors[MOST(VECTORS)];
   float state[STATES][2];
   const auto values_of = [&](const Element* at, int row) {
-    return at == nullptr ? float2{} : wide_pair(load_pair(at + row * UNITS + unit, first, second));
+    const bool given = at != nullptr;
+    at += row * UNITS + unit;  // one by one: they need not begin at 4 bytes
+    return float2{given && first ? wide(at[0]) : 0.f, given && second ? wide(at[1]) : 0.f};
   };
 #pragma unroll
   for (int l = 0; l < LINKS; ++l) bias[l] = values_of(a.bias[direction], link_gate(l));
