@@ -14,7 +14,7 @@ from emulation import emulated
 from engine_cases import Case, assert_agrees
 from test_machine_code import disassembled, needs_tools
 from test_staged import A100, H200, assert_near_in_tf32, needs_compiler
-from test_whole import CELLS, LSTM
+from test_whole import CELLS, LSTM, SHORT
 from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, staging
@@ -82,7 +82,7 @@ def test_sliced_sequences(
     sliced(monkeypatch, cluster, lines, producers)
     monkeypatch.setattr(emulation, "ORDER", order and random.Random(order).getrandbits(60))
     with emulated(folder):
-        assert_agrees("persistent", CELLS[name], case, dtype)
+        assert_agrees("persistent", SHORT[name], case, dtype)
 
 
 @needs_compiler
@@ -169,7 +169,7 @@ def test_what_needs_no_gradient_is_added_up_before_one_comes(dtype: torch.dtype,
 def test_what_is_known_is_what_the_first_stage_makes() -> None:
     """By the same lines, in the same places: also where three numbers need a gradient, six do, all do."""
     for name in ("layer norm of r and c", "in_turn", "layer_norm_lstm", "five gates", "of the second"):
-        made = steps(CELLS[name]).backward.early
+        made = steps(SHORT[name]).backward.early
         assert made is not None
         known, later = (part.split("\n}", 1)[0] for part in re.split(r"void (?:run_known|stage_0)\(", made.text)[1:])
         places = {place for it in made.reductions if it.known for place in range(it.first, it.first + it.values)}

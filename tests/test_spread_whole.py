@@ -16,7 +16,7 @@ from engine_cases import Case, assert_agrees, in_dtype, results
 from test_machine_code import disassembled, needs_tools
 from test_sliced_sleeps import PLANTED, Planted, others
 from test_staged import A100, H200, needs_compiler
-from test_whole import CELLS, LSTM, assert_mends
+from test_whole import CELLS, LSTM, SHORT, assert_mends
 from whorl.cells import library
 from whorl.cells.cell import Graph
 from whorl.engines.cuda import grid, source, spreading
@@ -86,7 +86,7 @@ def test_whole_sequences_backward(
     spread_back(monkeypatch, units, gathered, tiles, resident)
     monkeypatch.setattr(emulation, "ORDER", order and random.Random(order).getrandbits(60))
     with emulated(folder):
-        assert_agrees("persistent", CELLS[name], case, dtype)
+        assert_agrees("persistent", SHORT[name], case, dtype)
 
 
 @needs_compiler

@@ -76,11 +76,12 @@ CELLS = {
     "every option of LSTM": WRAPPED["every option of LSTM"],
     "layer_norm_lstm": OF_ENGINES["layer_norm_lstm"],
     "in_turn": in_turn.graph,
-    "of the second": of_the_second.graph,
     "five gates": five_gates.graph,
     "three gates": wrappers.layer_norm(library.gru.graph, ("r",))[0],
     "one gate": wrappers.layer_norm(library.rnn_tanh.graph, ("r",))[0],
 }
+SHORT = CELLS | {"of the second": of_the_second.graph}
+"""And one whose gradients grow so fast that after nine steps `reference` in bfloat16 is half of them off."""
 TILES = [
     ("layer norm of r and c", 4, 1, 2, Case(dict(directions=2), time=4, batch=9, units=37), torch.bfloat16),
     ("layer norm of r and c", 2, 1, 1, Case(dict(bias=False), time=1, batch=1, units=32), torch.bfloat16),
