@@ -272,7 +272,7 @@ def _source(
         *([text_of(f"arguments_{kind}.cu")] if _way(graph, tile) in _WITHOUT_OPTIONS else []),
         *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.lines else []),
         *([text_of("spread_whole.cu")] if isinstance(tile, Spread) and tile.whole else []),
-        *([text_of("two_units.cu")] if tile.whole and kind == "backward" else []),
+        *([text_of("two_units.cu")] if tile.whole else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,

@@ -318,23 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (t + 1 < time)
 #pragma unroll
         for (int g = 0; g < GATES; ++g) x[g] = load_gates(gates_at + (row_step * GATES + g) * UNITS, first, second);
-      store_pair(y_at, after[0][0], after[1][0], first, second);
-      if constexpr (SAVED) {
-#pragma unroll
-        for (int g = 0; g < GATES; ++g) {
-          const int sum = sum_of(g) >= 0 ? sum_of(g) : 0;
-          const float add[2] = {sum_of(g) >= 0 ? r[0][sum] : 0.f, sum_of(g) >= 0 ? r[1][sum] : 0.f};
-          store_gates(gates_at + g * UNITS, given[0][g] + add[0], given[1][g] + add[1], first, second);
-        }
-#pragma unroll
-        for (int i = 0; i < APART; ++i) store_gates(apart_at + i * UNITS, r[0][apart(i)], r[1][apart(i)], first, second);
-#pragma unroll
-        for (int s = 1; s < STATES; ++s)
-          store_wide_pair(states_at + (s - 1) * state_stride, after[0][s], after[1][s], first, second);
-        if (MEANS > 0 && pair == 0)
-#pragma unroll
-          for (int i = 0; i < MEANS; ++i) levels_at[i] = m[i];
-      }
+      store_step(y_at, gates_at, apart_at, states_at, levels_at, state_stride, given, r, after, m, unit, first, second);
       if (t + 1 == time)
 #pragma unroll
         for (int s = 0; s < STATES; ++s) store_pair(a.finals[s] + start, after[0][s], after[1][s], first, second);
