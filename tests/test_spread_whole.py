@@ -23,6 +23,7 @@ from whorl.engines.cuda import grid, source, spreading
 from whorl.engines.cuda.prepare import size_of
 from whorl.engines.cuda.source import Features
 from whorl.engines.cuda.spreading import Spread
+from whorl.engines.cuda.staged import steps
 from whorl.engines.cuda.tiling import Size
 
 TILES = [
@@ -239,3 +240,28 @@ def test_nothing_is_spilled(name: str, units: int, own: int, tiles: int, tmp_pat
         listed = disassembled(text, tile, tmp_path / kind)
         assert [line for line in listed if re.search(r"\b(STL|LDL)\b", line)] == []
         assert sum("HGMMA" in line for line in listed) >= 8
+
+
+@needs_tools
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_biases_and_vectors_need_not_begin_at_four_bytes(kind: str, tmp_path: Path) -> None:
+    """They are read one by one: of LSTM with layer norm of r and c 4 biases of r, 4 of x, 10 vectors of two units."""
+    size = size_of(LSTM, 512, 2)
+    if kind == "forward":
+        tile, count = (
+            spreading.whole(size, 32, 2, H200.shared),
+            2 * (len(steps(LSTM).links) + size.gates + size.vectors),
+        )
+    else:
+        tile, count = spreading.whole_back(size, 32, 4, 2, H200.shared), 2 * size.vectors
+    assert tile is not None
+    listed = disassembled(getattr(source, kind)(LSTM, 512, torch.bfloat16, tile, True), tile, tmp_path / "cubin")
+    assert sum("LDG.E.U16" in line for line in listed) >= count
+
+
+def test_it_is_told() -> None:
+    size = size_of(LSTM, 512, 2)
+    for kind in ("forward", "backward"):
+        tile = grid.estimated(size, H200, 128, 1, kind)
+        assert tile is not None
+        assert "each with the cell of a whole sequence, for up to 16 sequences" in grid.described(tile, tile.shared, 1)

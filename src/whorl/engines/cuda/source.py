@@ -190,11 +190,10 @@ def backward(
     else:
         own |= {"SUBS": tile.subs, "SPLITS": tile.splits}
     if staged(graph):
-        made = steps(graph).backward
+        made = pass_of(steps(graph), "backward", tile.early)
         # in a cluster what is computed ahead brought nothing: registers that keep it are those of weights
-        step = made.parted if isinstance(tile, Spread) or tile.of_sequences else made.text
-        if tile.early:
-            step = pass_of(steps(graph), "backward", True).text
+        ahead = (isinstance(tile, Spread) or tile.of_sequences) and not tile.early
+        step = made.parted if ahead else made.text
         return _source("backward", graph, units, dtype, tile, own, step, features, carried)
     lines = [_step(graph)] * features.zoneout_gradient + [_step_backward(graph)]
     return _source("backward", graph, units, dtype, tile, own, "\n".join(lines), features, carried)
@@ -273,6 +272,7 @@ def _source(
         *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.lines else []),
         *([text_of("spread_whole.cu")] if isinstance(tile, Spread) and tile.whole else []),
         *([text_of("two_units.cu")] if tile.whole else []),
+        *([text_of("initial.cu")] if kind == "forward" and isinstance(tile, Tile) and tile.of_sequences else []),
         *([text_of("spread_inside.cu")] if _inside(kind, graph, tile) else []),
         "typedef float real;",
         step,

@@ -31,7 +31,7 @@ class Reduction(NamedTuple):
     """Among the means of a step; a variance comes after its mean."""
     moments: bool
     known: bool = False
-    """Backward: what it is made of needs no gradient.  Those of a stage come last."""
+    """Of `Pass.early`: what it is made of needs no gradient.  Those of a stage come last."""
 
     @property
     def floats(self) -> int:
@@ -210,13 +210,13 @@ def _backward(graph: Graph, leaves: Sequence[str], names: dict[str, str], levels
     given = "d, q, there, dx, dr, ds, dv, de, after"
     gradients = {identifier(f"d.{state}") for state in graph.states}
     ahead, first = _ahead(made[0], gradients)
-    more = writes, arguments, given, levels, entered, gradients
+    more = writes, arguments, given, levels, entered
     early = None
     if not graph.products:
         waited, late = {place for place, name in enumerate(named) if name.startswith("dr.")}, f"d.{graph.states[0]}"
         regrouped = dict(zip(named, early_first([*named.values()], waited, {late}), strict=True))
         befores, between, rests = zip(*_in_three(stages(regrouped, CUDA), {identifier(late)}), strict=True)
-        early = _Printer(between, dict(places), *more).printed(rounds, befores, rests)  # whose means have other places
+        early = _Printer(between, dict(places), *more, gradients).printed(rounds, befores, rests)  # with its own means
     parted = _Printer([first, *made[1:]], places, *more).printed(rounds, [ahead]).text
     return replace(_Printer(made, places, *more).printed(rounds), parted=parted, early=early)
 
@@ -304,8 +304,9 @@ def _in_three(made: Sequence[Stage], gradients: set[str]) -> list[tuple[Stage, S
         urgent = [name for name in outputs if name.startswith("dr_")]
         waited = {*urgent, *(name for result in stage.collectives for name in result.operands)}
         over = slow if index else set()  # kept over each wait
-        held = over | {name for name in text if 0 < time[name] <= index}
-        behind = {name for name in _needed(uses, waited) & {*text} if time[name] == index + 1}
+        held = over | {name for name in text if 0 < time[name] <= index}  # what waits before this one have left
+        behind = {name for name in _needed(uses, waited) & {*text} if time[name] == index + 1}  # others wait for it
+        # what these are made of and the wait does not bring: made before it
         ready = ({used for name in behind for used in uses[name]} | waited) & {*text} - behind - over
         wanted = [name for name in outputs if name not in urgent]
         wanted += [name for name in text if name in kept and time[name] == index + 1]
@@ -504,7 +505,7 @@ class _Printer:
         arguments: of a stage's function, after those that both passes have; `given`: their names.
         first: the place of the first mean.
         entered: backward, for each round inside the step the output that entered the product that it belongs to.
-        gradients: backward, the names of those that a step begins with.
+        gradients: of `Pass.early`, the names of those that a step begins with.
     """
 
     _COMMON = "const float* x, const float* r, const float* s, const float* v, const float* e, const float* m, "

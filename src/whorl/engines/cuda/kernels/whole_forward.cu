@@ -109,27 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 
   for (int i = threadIdx.x; i < STATE_WORDS; i += THREADS) states[i] = 0;
   __syncthreads();
-#if HALVES
-  for (int line = warp; line < lines && a.initial[0] != nullptr; line += WARPS) {
-    const Element* const from = a.initial[0] + ((long long)direction * batch + first_place + line) * UNITS;
-    float most = 0.f;
-    for (int column = lane; column < UNITS; column += 32) most = fmaxf(most, fabsf(from[column]));
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
-    const float scale = scale_of(unscale_of(most));
-    if (lane == 0) scales[row_of(line)] = unscale_of(most);
-    for (int word = lane; 2 * word < UNITS; word += 32) {
-      const float odd = 2 * word + 1 < UNITS ? from[2 * word + 1] : 0.f;
-      states[word_of(row_of(line), word)] = half_pair(from[2 * word] * scale, odd * scale);
-    }
-  }
-#else
-  for (int i = threadIdx.x; i < lines * UNITS && a.initial[0] != nullptr; i += THREADS) {
-    const int line = i / UNITS, column = i % UNITS;
-    ((Element*)(states + word_of(row_of(line), column / 2)))[column % 2] =
-        a.initial[0][((long long)direction * batch + first_place + line) * UNITS + column];
-  }
-#endif
+  bring_initial<WARPS>(a, direction, batch, first_place, lines, warp, lane, states, scales, row_of,
+                       [](int row, int word) { return word_of(row, word); });
   // What comes for a step: of a sub-tile's sequences all states; of one all results.
   const unsigned resulting = SPLITS * UNITS * QUADS * 16;
   const auto arriving = [&](int sub) { return (unsigned)(lines_of(sub) * CHUNKS * 16); };
