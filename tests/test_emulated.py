@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import whorl
+from changing_sizes import assert_right_at_each_step
 from comparison import broken, error, flat, weighted
 from emulation import CHIP, Kernel, compiled, emulated, left_behind
 from option_draws import Drawn
@@ -132,6 +133,25 @@ def test_states_of_any_size_are_as_good_whether_their_scale_is_usual_or_found(
     got = outcome(layer, x, torch.float32, "persistent", folder, True, gradients=False)[0]
     apart = (got.double() - truth).abs().amax((0, 2)) / truth.abs().amax((0, 2))
     assert apart.max() <= 4 * TF32_EPS
+
+
+@pytest.mark.parametrize(
+    "units, batch, ahead",
+    [
+        (40, 9, (1, 2, 2, 1)),  # a block alone
+        (40, 19, (2, 3, 2, 3)),
+        (70, 21, (4, 3, 4, 3, 2)),  # other warps compute the cell
+        (120, 21, (4, 3, 2, 3, 2, 2)),  # and each group's states have a barrier of their own
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_states_that_change_their_size_from_step_to_step(
+    units: int, batch: int, ahead: tuple[int, ...], ragged: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "choose", in_sub_tiles(ahead, (2, 1, 8, 1)))
+    monkeypatch.setattr(Chip, "resident", lambda *_: 1)
+    with emulated(folder, True):
+        assert_right_at_each_step(units, batch, ragged, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

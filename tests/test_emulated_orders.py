@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import changing_sizes
 import emulation
 import engine_cases
 import option_draws
@@ -25,6 +26,7 @@ from test_emulated import (  # noqa: F401  # collected here too
     test_products_of_four_warps_backward,
     test_products_of_what_has_come_while_the_rest_is_on_its_way,
     test_sequences_of_many_lengths_in_sub_tiles,
+    test_states_that_change_their_size_from_step_to_step,
     test_sub_tiles_that_travel_while_others_are_computed,
 )
 from test_staged import (  # noqa: F401
@@ -37,6 +39,7 @@ from test_staged import (  # noqa: F401
 RESULTS: list[tuple[Any, str, Callable[..., str]]] = [
     (test_emulated, "outcome", lambda layer, x, dtype, engine, *rest: engine),
     (option_draws.Drawn, "results", lambda case, layer, *rest: layer.engine),
+    (changing_sizes, "outputs", lambda layer, dtype, engine, *rest: engine),
     (engine_cases, "results", lambda form, call, engine, *rest: engine),
 ]
 """Where tests find what an engine gives, and of which engine."""
@@ -90,6 +93,11 @@ def of_levels(folder: Path, patch: pytest.MonkeyPatch) -> None:
     test_layers_spread_over_blocks_that_exchange("RNN", 45, 25, 36, ahead, back, relu, "tf32", folder, patch)
 
 
+def of_changing_sizes(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    tile = (4, 3, 2, 3, 2, 2)
+    test_states_that_change_their_size_from_step_to_step(120, 21, tile, False, folder, patch)
+
+
 def of_products_in(place: int, name: str = "several_of_a_gate") -> Callable[[Path, pytest.MonkeyPatch], None]:
     def run(folder: Path, patch: pytest.MonkeyPatch) -> None:
         test_words_come_round_in_their_places(place, name, folder, patch)
@@ -105,9 +113,11 @@ FAULTS = {
         "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]", of_four_warps,
     ),
     "a group's states are multiplied before they have come": (
-        "if (ARRIVALS > 1 && d < ARRIVALS) await", "if (ARRIVALS > 1 && d < ARRIVALS && turn == 0) await", of_groups,
+        "d < ARRIVALS && !scaled) await", "d < ARRIVALS && turn == 0) await", of_groups,
     ),
     "states come by the barrier of another group": ("GROUPS - 1 - group : 0;", "group : 0;", of_groups),
+    "all states count as of the usual scale": ("__any_sync(0xffffffffu, unusual)", "false", of_changing_sizes),
+    "a scale stays in the states' words": ("word & kept", "word", of_changing_sizes),
     "what a scale is the inverse of is never made free in the ring": (
         "+ level_at, NOTHING);", "+ level_at, 0u);", of_levels,
     ),

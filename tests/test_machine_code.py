@@ -332,6 +332,26 @@ def test_states_of_any_size_spill_little_where_blocks_exchange(
 
 
 @needs_tools
+@pytest.mark.parametrize("units, batch", [(512, 32), (512, 64), (256, 128), (256, 32)])
+def test_a_cluster_sends_no_more_where_states_are_of_any_size(units: int, batch: int, tmp_path: Path) -> None:
+    """LSTM with softplus beside a plain one in the same tile: as many words go to other blocks."""
+    counts = []
+    for activation in ("softplus", "tanh"):
+        cell = Form.from_json(whorl.LSTM(4, units, activation=activation)._form).cell
+        size = size_of(cell, units, 4)
+        if activation == "softplus":
+            chosen = grid.choose(size, H200, batch, 1, "forward")
+        assert isinstance(chosen, Tile)
+        shape = chosen.cluster, chosen.tiles, chosen.splits, H200.shared
+        tile = tiling.forward(size, *shape, subs=chosen.subs, pointwise=chosen.pointwise)
+        assert tile is not None
+        assert (tile.halves, tile.by_step) == (True, activation == "softplus")
+        lines = disassembled(source.forward(cell, units, torch.float32, tile, True), tile, tmp_path / "kernel.cubin")
+        counts.append(sum("STAS" in line for line in lines))
+    assert counts[0] == counts[1] > 0
+
+
+@needs_tools
 @pytest.mark.parametrize("name, units, batch", [("lstm", 1024, 128), ("lstm", 1024, 32), ("gru", 1024, 32)])
 def test_exact_products_of_four_warps_are_all_there_and_run_beside_each_other(
     name: str, units: int, batch: int, tmp_path: Path

@@ -4,6 +4,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import whorl
 from anew import made_anew
+from changing_sizes import assert_right_at_each_step
 from comparison import PlainLoop, broken, error, flat, in_a_graph, make, twin
 from whorl.bench.baseline import TF32_EPS, to_tf32
 from whorl.engines.cuda import compile, grid, launch, source, tiling
@@ -197,6 +199,36 @@ def test_what_is_not_a_number_past_the_units_stays_there() -> None:
     assert y.isfinite().all()
     grads = torch.autograd.grad(y.float().square().sum(), list(layer.parameters()))
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("precision", ["tf32"])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    "units, batch, tile",
+    [
+        (512, 40, (16, 2, 4, 2, 2, 2)),  # each group's states have a barrier of their own
+        (512, 130, (16, 3, 4, 3, 2, 1)),
+        (250, 70, (8, 3, 2, 3, 4, 1)),
+        (120, 200, (4, 1, 4, 1, 0, 1)),
+        (60, 200, (1, 1, 2, 1, 0, 1)),
+    ],
+)
+def test_states_that_change_their_size_from_step_to_step(
+    units: int, batch: int, tile: tuple[int, ...], ragged: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_anew(monkeypatch)
+    real, (cluster, tiles, splits, subs, pointwise, arrivals) = grid.choose, tile
+
+    def chosen(size: tiling.Size, chip: tiling.Chip, batch: int, directions: int, kind: str) -> Any:
+        if kind == "backward":
+            return real(size, chip, batch, directions, kind)
+        made = tiling.forward(size, cluster, tiles, splits, chip.shared, subs=subs, pointwise=pointwise)
+        assert made is not None
+        assert made.by_step
+        return replace(made, arrivals=arrivals, shared=made.shared + 16 * subs * (arrivals - made.arrivals))
+
+    monkeypatch.setattr(grid, "choose", chosen)
+    assert_right_at_each_step(units, batch, ragged, "cuda")
 
 
 # --- what usual tests pass --------------------------------------------------------------------------------------------

@@ -104,10 +104,12 @@ def test_tiles_as_measured(
 
 
 def test_softplus_is_multiplied_as_scaled_float16_where_that_is_faster() -> None:
-    """With TF32 products: 83 us beside 108 (60 steps) with 256 units at batch 128, but 58 and 65 at 64 (an H100)."""
+    """With TF32 products: 92 us and 96 (100 steps, an H200) with 256 units at batch 64; 64 and 65 with 128 at 32."""
     cell = Form.from_json(whorl.LSTM(4, 256, activation="softplus")._form).cell
-    tiles = [tiling.choose(size_of(cell, 256, 4), H200, batch, 1, "forward") for batch in (64, 128)]
-    assert [tile is not None and tile.halves for tile in tiles] == [False, True]
+    for units, batch, halves in ((128, 32, False), (256, 64, True), (256, 128, True)):
+        tile = tiling.choose(size_of(cell, units, 4), H200, batch, 1, "forward")
+        assert tile is not None
+        assert tile.halves == halves
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_warps_for_the_cell_as_measured(batch: int, units: int, warps: int, subs
     "name, units, element, features, apart",
     [("lstm", 512, 2, {}, True), ("lstm", 500, 4, {}, True), ("lstm", 512, 2, dict(mask=True), True),
      ("gru", 512, 2, {}, False), ("lstm", 256, 2, {}, False),
-     ("lstm", 512, 2, dict(noise=source.BY_GATE), False), ("lstm", 512, 4, dict(noise=source.GIVEN), False)],
+     ("lstm", 512, 2, dict(noise=source.BY_GATE), False), ("lstm", 512, 4, dict(noise=source.GIVEN), True)],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 32, 64, 128])
 def test_states_of_each_group_come_apart_where_that_was_measured_to_be_faster(
@@ -203,8 +205,7 @@ def test_what_float32_is_multiplied_as_float16(name: str, exact: bool, by_step: 
     for kind in KINDS:
         tile = tiling.choose(size, H200, 32, 1, kind)
         assert tile is not None
-        # where TF32 is the faster: backward 149 us of 155, forward 61 of 69 (H200)
-        itself = not exact and name.startswith("rnn") and (kind == "backward" or name == "rnn_relu")
+        itself = not exact and name.startswith("rnn") and kind == "backward"  # 149 us of 155 (H200)
         assert (tile.halves, tile.by_step) == (not itself, not itself and by_step and kind == "forward")
     for features in (masked, source.Features(reset=True, reset_to=True)):
         optional = size_of(cell, 512, 4, features, exact)

@@ -62,6 +62,10 @@ _TILES = {
 }
 """Blocks of the cluster, sub-tiles, and of each 16 units the warps that multiply and those that compute the cell, by
 what is multiplied and the gates, without options; a line for each of `_UNITS`."""
+_BY_STEP = {(4, 256, 128): "8.3.2.4", (4, 512, 32): "16.3.4.2", (3, 512, 32): "16.3.4.2"}
+"""The same where states may be of any size: LSTM with softplus 100 steps 113 us and 119, 106 and 114, GRU with relu 88
+and 95 (one H200, 2026-11-29). Others have those of `_TILES`, with which an earlier text took 0.72 to 0.99 of what is
+estimated to be the fastest, but GRU with up to 128 units 0.81 to 1.08."""
 _FULL = 0.875  # of a column from 128 on: with fewer sequences, of which smaller clusters have 8, others take less time
 
 
@@ -105,7 +109,7 @@ def spread(size: Size, chip: Chip, batch: int, directions: int) -> Spread | None
     """
     if chip != Chip((9, 0), 132) or not (448 < size.units <= _UNITS[-1] and 112 < batch <= 128 and directions == 1):
         return None
-    if not _alike(size) or size.recurrent < 4:
+    if not _alike(size) or size.recurrent < 4 or (size.element == 4 and size.by_step and not size.exact):
         return None
     if size.bits and size.drawn and size.element == 2:  # masks by gate: 100 steps 208 us, in clusters 238
         return spreading.forward(size, 32, 2, 1, 8, 4, chip.shared)
@@ -142,14 +146,9 @@ def worth(size: Size) -> float:
     return 0.7 if size.element == 4 and size.recurrent > 3 and size.units <= _UNITS[0] and not size.exact else 1.0
 
 
-def _alike(size: Size, by_step: bool = False) -> bool:
-    """Whether a cell is as LSTM and GRU: float32 as float16, with scales for all steps where it is not exact.
-
-    Args:
-        by_step: but for that: its scales are found anew at each step.
-    """
-    halves = size.element == 2 or (size.halves and (size.exact or size.by_step is by_step))
-    halves = halves and not (by_step and (size.element == 2 or size.exact or size.recurrent < 4))
+def _alike(size: Size) -> bool:
+    """Whether a cell is as LSTM and GRU: float32 as float16, exact or not."""
+    halves = size.element == 2 or size.halves
     return halves and size.gate == size.element and size.states == size.recurrent - 2
 
 
@@ -159,9 +158,11 @@ def _found(size: Size, row: int, column: int) -> str:
     where = _UNITS[row], _BATCH[column]
     if kind == "rounded" and where == (256, 32) and size.many and size.optional:  # all options at once 65 us and 71
         return "16.1.2.2"
-    if not _alike(size):  # softplus, whose states may be of any size: 100 steps 118 us and 138, 141 and 146
-        known = {(256, 128): "8.3.2.4", (512, 32): "16.3.4.2"}
-        return known.get(where, "-") if _alike(size, by_step=True) and size.plain else "-"
+    if not _alike(size):
+        return "-"
+    own = _BY_STEP.get((size.recurrent, *where)) if kind == "scaled" and size.by_step and size.plain else None
+    if own is not None:
+        return own
     if size.plain:
         lines = _TILES.get((kind, size.recurrent))
         return lines.split("\n")[1 + row].split()[column] if lines else "-"

@@ -228,14 +228,14 @@ def forward(
         return None
     resident = min(depths, room // (4 * planes * size.recurrent)) if resident is None else resident
     states = planes * 8 * tiles * splits * depths * 8
-    scales = 2 * splits * depths * 8 * tiles if by_step else 8 * tiles * halves
+    scales = 2 * splits * depths * 8 * tiles if by_step and size.exact else 8 * tiles * (halves and not by_step)
     scales += groups * splits * size.recurrent * 16 * halves
     partial = groups * 2 * tiles * splits * size.recurrent * 64 if splits > 1 else 0
     masks = size.masks * states + size.bits * splits * depths * tiles * 32
     streamed = groups * splits * (depths - resident) * size.recurrent * planes * 128
     # two warps of a scheduler have 64 products; with 48 GRU took 0.72 us a step so and 0.66 else (512 units, batch 32)
     apart = traded and groups == 2 and resident * size.recurrent >= 32 and depths % 4 == 0
-    arrivals = groups if apart and not (by_step or size.bits or size.masks) else 1
+    arrivals = groups if apart and not (size.exact or size.bits or size.masks) else 1
     shared = 4 * (streamed + 2 * states + partial + masks + scales) + 16 * subs * arrivals
     if shared > limit or groups * subs > 15:
         return None
@@ -515,13 +515,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
         if tile.warps == 4 and tile.cluster > 1 and not tile.pointwise:
             step *= 1.1  # 0.75 us where 12 warps took 0.65, and GRU 0.69 and 0.58, with 128 units at batch 128
         step += 0.0025 * read * multiplying / tile.warps * tile.subs
-        # LSTM with softplus took 126 us with TF32 itself and 105 so with 512 units at batch 32, 121 and 112 with 256 at
-        # 128, 59 and 72 at 32; RNN with relu 88 and 102 with 768 at 16, 137 and 118 with 512 at 128 (60 steps, an H200)
-        if tile.by_step and not size.exact:
-            step += 0.2 + 1.15 * (size.recurrent < 3) + 0.0055 * products
-            if size.recurrent > 3:  # LSTM with softplus, 256 units at batch 128 1.39 and 1.48 us, TF32 itself 1.80
-                step *= 0.85 if tile.splits == 2 and tile.warps <= 8 else 1.0
-                step *= 0.82 if tile.subs > 1 and tile.pointwise else 1.0
+        if tile.by_step and not size.exact and tile.pointwise and tile.subs < tile.tiles:
+            step *= 1.15  # LSTM with softplus, 512 units at batch 128: as one tile 3.12 us, as three sub-tiles 2.34
         return begin + taken * (step + _beside(size, kind, tile))
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves

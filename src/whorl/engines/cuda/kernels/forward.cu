@@ -56,10 +56,12 @@ constexpr int WEIGHT_WORDS = MULTIPLYING * STREAMED * RECURRENT * PLANES * 128;
 constexpr int MASK_WORDS = NOISE == BY_GATE         ? SPLITS * DEPTHS * TILES * 32
                            : NOISE == GIVEN_BY_GATE ? RECURRENT * STATE_WORDS
                                                     : 0;
-// what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each sequence alone
-constexpr bool TELLS = ORDER && SPLITS > 1 && !BY_STEP;  // scales are sent of ended sequences too
+// Of scales that are found anew at each step exact products' come beside the states, of ended sequences too, others in them.
+constexpr bool BESIDE = BY_STEP && EXACT, WITHIN = BY_STEP && !EXACT;
+constexpr bool TELLS = ORDER && SPLITS > 1 && !BESIDE;
 constexpr int READERS = TELLS ? GROUPS * (TAKERS < 2 * PART ? TAKERS : 2 * PART) : 0;  // warps, of a sub-tile
-constexpr int SCALES = BY_STEP ? SPLITS * DEPTHS * TILES * 8 : HALVES ? ROWS : 0, SCALE_WORDS = SCALES * (1 + BY_STEP);
+// what scales of states are the inverse of: in each buffer for [depth, item, 4 sequences], or for each sequence alone
+constexpr int SCALES = BESIDE ? SPLITS * DEPTHS * TILES * 8 : HALVES && !WITHIN ? ROWS : 0, SCALE_WORDS = SCALES * (1 + BESIDE);
 constexpr int WEIGHT_SCALES = HALVES ? MULTIPLYING * RECURRENT * 16 : 0;  // and those of weights: [warp, gate, unit]
 constexpr bool PARTED = ORDER && SUBS > 1;  // sub-tiles are done without once all their sequences have ended
 constexpr int AHEAD = 4;  // steps between asking L2 for a step's input and computing it
@@ -80,9 +82,13 @@ constexpr bool TRADED = POINTWISE > 0 && SUBS > 1 && MULTIPLYING == 8 && WARPS =
 // before the other's.  With ARRIVALS they are multiplied meanwhile, those of the last group first: of LSTM with 512 units
 // at batch 32 a step that saves took 0.80 us and takes 0.78, with TF32 products 1.00 and 0.90, at 128 1.60 and 1.56, 2.07 and
 // 1.99 (H200).
-static_assert(ARRIVALS == 1 || (POINTWISE > 0 && ARRIVALS == GROUPS && DEPTHS % (2 * GROUPS) == 0 && !GATEWISE && !BY_STEP),
+static_assert(ARRIVALS == 1 || (POINTWISE > 0 && ARRIVALS == GROUPS && DEPTHS % (2 * GROUPS) == 0 && !GATEWISE && !BESIDE),
               "no such arrivals");
 static_assert(POINTWISE == 0 || (SPLITS > 1 && CLUSTER > 1), "sums come to other warps through shared memory");
+
+#if HALVES
+__device__ __forceinline__ float largest(float one, float other) { return WITHIN ? larger(one, other) : fmaxf(one, other); }
+#endif
 
 struct Arguments {
   Gate* gates[2];             // for each direction [time, batch, GATES x UNITS]: x without its bias; where saved, x + r, or x
@@ -216,13 +222,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     };
     float most = 0.f;
 #pragma unroll
-    for (int at = 0; at < 16; ++at) most = fmaxf(most, fabsf(value(at)));
-    const float scale = scale_of(unscale_of(most));
-    scales[(depth * ITEMS + line / 8 * 2 + line % 2) * 4 + line % 8 / 2] = unscale_of(most);
+    for (int at = 0; at < 16; ++at) most = largest(most, fabsf(value(at)));
+    const unsigned level = WITHIN ? level_of(most) : 0;
+    const float unscale = WITHIN ? unscale_of_level(level) : unscale_of(most), scale = scale_of(unscale);
+    if (BESIDE) scales[(depth * ITEMS + line / 8 * 2 + line % 2) * 4 + line % 8 / 2] = unscale;
+    const auto scaled = [&](int at) { return scale * (WITHIN ? within_levels(value(at)) : value(at)); };
 #pragma unroll
     for (int word = 0; word < 8; ++word) {
       unsigned* const to = states + word_of(line, depth * 8 + word);
-      split_halves(value(2 * word) * scale, value(2 * word + 1) * scale, to[0], to[PLANE_WORDS]);
+      split_halves(scaled(2 * word), scaled(2 * word + 1), to[0], to[PLANE_WORDS]);
+      if (WITHIN) to[0] |= part_of_level(level, word);
     }
   }
 #elif HALVES
@@ -495,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       for (int i = 0; i < (ROWS + 31) / 32; ++i)
         lines += __popc(__ballot_sync(0xffffffffu, (lane + 32 * i) / (8 * PART) == sub && line_ends[i] > step));
     }
-    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + BY_STEP * GROUPS * 2 * PART * 16) / ARRIVALS;
+    return CLUSTER * (lines * SLICE * OPERAND_BYTES * PLANES + BESIDE * GROUPS * 2 * PART * 16) / ARRIVALS;
   };
   // Of a step that none computes nothing comes: a phase of no bytes would be over at once, and warps that still wait for
   // the one before it would wait for ever.
@@ -546,119 +555,131 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         sums[g][n][2] = sums[g][n][3] = LATE_BIAS || HALVES ? 0.f : bias[g][1];
       }
 #if BY_STEP && !EXACT
-    // The states of a sequence are brought to the scale of the largest of the warp's depths: 4 instructions for all gates,
-    // where as many for each gate would bring its sums there.
-    const float* const scales_from = scales + now * SCALES + (split * DEPTHS * ITEMS + sub * 2 * PART) * 4;
-    const auto unscale_of_depth = [&](int depth, int n) {  // of the sequence whose states the thread has
-      return scales_from[(depth * ITEMS + 2 * n + lane / 4 % 2) * 4 + lane / 8];
-    };
-    float most[PART];
-    bool usual = true;
-#pragma unroll
-    for (int n = 0; n < PART; ++n) {
-      most[n] = 0.f;
-#pragma unroll
-      for (int d = 0; d < DEPTHS; d += 4)
-        if (d + 4 <= DEPTHS || d + lane % 4 < DEPTHS) {
-          const float its = unscale_of_depth(d + lane % 4, n);
-          most[n] = fmaxf(most[n], its), usual = usual && its == USUAL_UNSCALE;
-        }
-    }
-    usual = __all_sync(0xffffffffu, usual);
-    if (!usual)
-#pragma unroll
-      for (int n = 0; n < PART; ++n)
-#pragma unroll
-        for (int apart = 1; apart < 4; apart *= 2) most[n] = fmaxf(most[n], __shfl_xor_sync(0xffffffffu, most[n], apart));
-    const auto factor_of = [&](int depth, int n) {
-      const float factor = unscale_of_depth(depth, n) * scale_of(most[n]);
-      return half_pair(factor, factor);
-    };
+    bool unusual = false;  // whether a word says that it has another level than the usual one
+    float unscales[(DEPTHS + 3) / 4][PART] = {}, most[PART];  // of the depths d + lane % 4, and the largest of a sequence
 #endif
     const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
     constexpr int PAIRS = (DEPTHS + 1) / 2;  // of depths: d and the next; with ARRIVALS the next of the same group
+    const auto multiply_depths = [&](bool scaled) {
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
-      const int turn = pair * ARRIVALS / PAIRS, d = ARRIVALS - 1 - turn + (pair - turn * PAIRS / ARRIVALS) * 2 * ARRIVALS;
-      if (ARRIVALS > 1 && d < ARRIVALS) await_states(turn);
-      uint4 b[PART], low[PART];  // and the second plane
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const int turn = pair * ARRIVALS / PAIRS, d = ARRIVALS - 1 - turn + (pair - turn * PAIRS / ARRIVALS) * 2 * ARRIVALS;
+        if (ARRIVALS > 1 && d < ARRIVALS && !scaled) await_states(turn);
+        uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
-      for (int n = 0; n < PART; ++n) {
-        const unsigned at = from + (d * TILES + n) * 256;
-        b[n] = d + ARRIVALS < DEPTHS ? load_columns(at) : load_half_columns(at);
-        if constexpr (PLANES > 1) {
-          const unsigned at_low = at + PLANE_WORDS * 4;
-          low[n] = d + ARRIVALS < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
-        }
+        for (int n = 0; n < PART; ++n) {
+          const unsigned at = from + (d * TILES + n) * 256;
+          b[n] = d + ARRIVALS < DEPTHS ? load_columns(at) : load_half_columns(at);
+          if constexpr (PLANES > 1) {
+            const unsigned at_low = at + PLANE_WORDS * 4;
+            low[n] = d + ARRIVALS < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
+          }
 #if BY_STEP && !EXACT
-        if (!usual) {
-          const unsigned first = factor_of(d, n), second = d + ARRIVALS < DEPTHS ? factor_of(d + ARRIVALS, n) : 0u;
-          b[n] = {times_pair(b[n].x, first), times_pair(b[n].y, first), times_pair(b[n].z, second), times_pair(b[n].w, second)};
-        }
+          if (scaled) {
+            const auto unscale_of = [&](int depth) {
+              return __shfl_sync(0xffffffffu, unscales[depth / 4][n], lane / 4 * 4 + depth % 4);
+            };
+            const Brought first(unscale_of(d), most[n]), second(unscale_of(d + ARRIVALS < DEPTHS ? d + ARRIVALS : d), most[n]);
+            b[n] = {first(b[n].x), first(b[n].y), second(b[n].z), second(b[n].w)};
+          } else {
+            unusual = unusual || is_unusual(b[n].x) || is_unusual(b[n].z);
+          }
 #endif
-      }
-      if constexpr (GATEWISE) {
-        unsigned bits[PART][2];
-        if constexpr (NOISE == BY_GATE)
-#pragma unroll
-          for (int n = 0; n < PART; ++n) {
-            const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
-            bits[n][0] = at[0], bits[n][1] = d + ARRIVALS < DEPTHS ? at[ARRIVALS * TILES * 32] : 0u;
-          }
-#pragma unroll
-        for (int g = 0; g < RECURRENT; ++g) {
-          uint4 own[PART];
-#pragma unroll
-          for (int n = 0; n < PART; ++n) {
-            if constexpr (NOISE == BY_GATE) {
-              own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
-                        passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
-            } else {
-              const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
-              const uint4 mask = d + ARRIVALS < DEPTHS ? load_columns(at) : load_half_columns(at);
-              own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
-            }
-          }
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (d + half * ARRIVALS < DEPTHS) {
-              const int at = d + half * ARRIVALS, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
-              const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
-#pragma unroll
-              for (int n = 0; n < PART; ++n)
-                multiply(sums[g][n], left_of(weight),
-                         right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
-            }
         }
-        continue;
-      }
+        if constexpr (GATEWISE) {
+          unsigned bits[PART][2];
+          if constexpr (NOISE == BY_GATE)
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (d + half * ARRIVALS < DEPTHS) {
-          Right right[PART];
-#pragma unroll
-          for (int n = 0; n < PART; ++n) {
-            right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
-#if HALVES && EXACT
-            right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
-            const float* const at =
-                scales + now * SCALES + ((split * DEPTHS + d + half * ARRIVALS) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
-            right[n].unscale = {at[0], at[4]};
-#endif
-          }
+            for (int n = 0; n < PART; ++n) {
+              const unsigned* const at = masks + ((split * DEPTHS + d) * TILES + sub * PART + n) * 32 + lane;
+              bits[n][0] = at[0], bits[n][1] = d + ARRIVALS < DEPTHS ? at[ARRIVALS * TILES * 32] : 0u;
+            }
 #pragma unroll
           for (int g = 0; g < RECURRENT; ++g) {
-            const int at = d + half * ARRIVALS;
-            const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
-            const Left weight =
-                left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
+            uint4 own[PART];
 #pragma unroll
-            for (int n = 0; n < PART; ++n)
-              multiply(sums[g][n], weight, right[n]);
+            for (int n = 0; n < PART; ++n) {
+              if constexpr (NOISE == BY_GATE) {
+                own[n] = {passed(b[n].x, bits[n][0], g * 2), passed(b[n].y, bits[n][0], g * 2 + 1),
+                          passed(b[n].z, bits[n][1], g * 2), passed(b[n].w, bits[n][1], g * 2 + 1)};
+              } else {
+                const unsigned at = masks_from + (g * STATE_WORDS + (d * TILES + sub * PART + n) * 64) * 4;
+                const uint4 mask = d + ARRIVALS < DEPTHS ? load_columns(at) : load_half_columns(at);
+                own[n] = {times(b[n].x, mask.x), times(b[n].y, mask.y), times(b[n].z, mask.z), times(b[n].w, mask.w)};
+              }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              if (d + half * ARRIVALS < DEPTHS) {
+                const int at = d + half * ARRIVALS, far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * 32 + lane;
+                const Planes weight = at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far);
+#pragma unroll
+                for (int n = 0; n < PART; ++n)
+                  multiply(sums[g][n], left_of(weight),
+                           right_of(half ? own[n].z : own[n].x, half ? own[n].w : own[n].y));
+              }
           }
+          continue;
         }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (d + half * ARRIVALS < DEPTHS) {
+            Right right[PART];
+#pragma unroll
+            for (int n = 0; n < PART; ++n) {
+              right[n] = right_of(half ? b[n].z : b[n].x, half ? b[n].w : b[n].y);
+#if HALVES && EXACT
+              right[n].low = half ? uint2{low[n].z, low[n].w} : uint2{low[n].x, low[n].y};
+              const float* const at =
+                  scales + now * SCALES + ((split * DEPTHS + d + half * ARRIVALS) * ITEMS + (sub * PART + n) * 2) * 4 + lane % 4;
+              right[n].unscale = {at[0], at[4]};
+#endif
+            }
+#pragma unroll
+            for (int g = 0; g < RECURRENT; ++g) {
+              const int at = d + half * ARRIVALS;
+              const int far = ((warp * STREAMED + at - RESIDENT) * RECURRENT + g) * PLANES * 32 + lane;
+              const Left weight =
+                  left_of(at < RESIDENT ? resident[at < RESIDENT ? at : 0][g] : weights_at(streamed + far));
+#pragma unroll
+              for (int n = 0; n < PART; ++n)
+                multiply(sums[g][n], weight, right[n]);
+            }
+          }
+      }
+    };
+    multiply_depths(false);
+#if BY_STEP && !EXACT
+    float of_sums[PART][2];
+#pragma unroll
+    for (int n = 0; n < PART; ++n) of_sums[n][0] = of_sums[n][1] = USUAL_UNSCALE;
+    if (__any_sync(0xffffffffu, unusual)) {
+      // All again, where states are brought to the scale of the sequence's largest that the warp multiplies.
+#pragma unroll
+      for (int n = 0; n < PART; ++n) {
+        most[n] = 0.f;
+#pragma unroll
+        for (int d = 0; d < DEPTHS; d += 4) {
+          if (d + 4 > DEPTHS && d + lane % 4 >= DEPTHS) continue;
+          const unsigned* const at = states + now * STATE_WORDS;
+          const int row = (sub * PART + n) * 8 + lane / 4, word = (split * DEPTHS + d + lane % 4) * 8;
+          const uint4 first = *(const uint4*)(at + word_of(row, word)), second = *(const uint4*)(at + word_of(row, word + 4));
+          unscales[d / 4][n] = unscale_of_level(level_of_words(first));
+          if (!is_zero(first) || !is_zero(second)) most[n] = larger(most[n], unscales[d / 4][n]);
+        }
+#pragma unroll
+        for (int apart = 1; apart < 4; apart *= 2) most[n] = larger(most[n], __shfl_xor_sync(0xffffffffu, most[n], apart));
+#pragma unroll
+        for (int e = 0; e < 2; ++e) of_sums[n][e] = __shfl_sync(0xffffffffu, most[n], (lane % 4 * 2 + e) * 4);
+#pragma unroll
+        for (int g = 0; g < RECURRENT; ++g)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[g][n][e] = 0.f;
+      }
+      multiply_depths(true);
     }
+#endif
 
 #if HALVES
     const bool starts = SCALES_STAY || (!BY_STEP && t == 0 && has_initial(a));
@@ -669,7 +690,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         float its = BY_STEP ? 1.f : 1.f / STATE_SCALE;
         if (starts) its = scales[(sub * PART + n) * 8 + lane % 4 * 2 + e % 2];
 #if BY_STEP && !EXACT
-        its = usual ? USUAL_UNSCALE : __shfl_sync(0xffffffffu, most[n], (lane % 4 * 2 + e % 2) * 4);
+        its = of_sums[n][e % 2];
 #endif
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g) {  // weights' scale first, so that states of any size overflow nothing
@@ -822,9 +843,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       if (t + 1 < time) {  // send; what is past the units is zero, whatever the cell makes of it
         Sent data[OWN];
         float unscales[OWN];
+        unsigned level[OWN];  // of states that have one, what their word has of it
 #pragma unroll
         for (int j = first_item(sub); j < last_item(sub); ++j) {
           float first = has_first ? entering[j][0] : 0.f, second = has_second ? entering[j][1] : 0.f;
+          level[j] = 0;
 #if HALVES
           unscales[j] = 1.f / STATE_SCALE;
           if constexpr (SCALES_STAY) {
@@ -832,20 +855,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             unscales[j] = scales[item / 2 * 8 + lane % 4 * 2 + item % 2];
           }
           if constexpr (BY_STEP) {
-            float most = fmaxf(fabsf(first), fabsf(second));
-            const unsigned alike = 0x11111111u << lane % 4;  // threads with units of the same sequence in the group
-            const bool none = (__ballot_sync(0xffffffffu, most != 0.f) & alike) == 0;
-            const bool enough = (__ballot_sync(0xffffffffu, most >= USUAL_LEAST) & alike) != 0;
-            const bool large = (__ballot_sync(0xffffffffu, !(most < USUAL_MOST)) & alike) != 0;
-            const bool usual = !EXACT && (none || enough) && !large;
-            if (!__all_sync(0xffffffffu, usual))
+            float most = largest(fabsf(first), fabsf(second));
+            if (WITHIN) unscales[j] = USUAL_UNSCALE;
+            if (BESIDE || !__all_sync(0xffffffffu, is_usual(most))) {
 #pragma unroll
-              for (int apart = 4; apart < 32; apart *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, apart));
-            unscales[j] = usual ? USUAL_UNSCALE : unscale_of(most);
+              for (int apart = 4; apart < 32; apart *= 2) most = largest(most, __shfl_xor_sync(0xffffffffu, most, apart));
+              unscales[j] = WITHIN ? unscale_of_level(level_of(most)) : unscale_of(most);
+              if constexpr (WITHIN) {
+                level[j] = part_of_level(level_of(most), lane / 4);
+                first = within_levels(first), second = within_levels(second);
+              }
+            }
           }
           first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
 #endif
-          data[j] = to_send(first, second, lane);
+          data[j] = to_send(first, second, lane, level[j]);
         }
 #pragma unroll
         for (int j = first_item(sub); j < last_item(sub); ++j) {
@@ -854,7 +878,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const int chunk = group * 16 + lane / (4 * SENDERS) * SENDERS * 2;  // first unit of what is sent
           const int word = (rank * SLICE + chunk) / WORD_ELEMENTS, line = item / 2 * 8 + lane % 4 * 2 + item % 2;
           const unsigned offset = ((1 - now) * STATE_WORDS + word_of(line, word)) * 4;
-#if BY_STEP
+#if BY_STEP && EXACT
           const uint4 its = gathered_words<1>(__float_as_uint(unscales[j]), lane);
           float* const to = scales + (1 - now) * SCALES + ((rank * GROUPS + group) * ITEMS + item) * 4;
 #if CLUSTER > 1

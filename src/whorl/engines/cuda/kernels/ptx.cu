@@ -93,9 +93,10 @@ __device__ __forceinline__ unsigned operand(float value) { return to_tf32(value)
 //                     a cell whose states are never larger than 1 and the largest of a sequence's initial states that
 //                     stands for it at all steps.  With options: as options.cu has it.  Where blocks exchange through
 //                     L2 it is so where products are exact, too.  In a cluster exact ones and (BY_STEP) those of other
-//                     cells: of a sequence and 16 units, anew at each step, whatever they are; where blocks exchange
-//                     through L2 such of other cells of a sequence and a block's units (levels.cu).  Where products are
-//                     not exact, those below 2^-24 of the largest that a warp multiplies, or of a sequence's, are zero
+//                     cells: of a sequence and 16 units, anew at each step, whatever they are, but the latter mostly have
+//                     one for all, see `Scales of states of any size`; where blocks exchange through L2 such of other
+//                     cells of a sequence and a block's units (levels.cu).  Where products are not exact, those below
+//                     2^-24 of the largest that a warp multiplies, or of a sequence's, are zero
 #if HALVES
 constexpr int OPERAND_BYTES = 2, PLANES = EXACT ? 2 : 1;
 #else
@@ -107,10 +108,6 @@ constexpr int SHARERS = 2 * WORD_ELEMENTS;  // threads whose two units each make
 
 #if HALVES
 constexpr float STATE_SCALE = 32768.f;  // of states, which are in [-1, 1]
-// Of states of any size, where the largest of a few is in this range: then nobody has to find it.  With this scale numbers
-// down to 2^-17 of the least such keep all their bits.
-constexpr float USUAL_LEAST = 0x1p-4f, USUAL_MOST = 0x1p8f, USUAL_UNSCALE = 0x1p-7f;
-
 // From the largest of some numbers: 2^-k, such that 2^k times it is from 2^14 to 2^15 (less below 2^-112); and back.
 __device__ __forceinline__ float unscale_of(float most) {
   const unsigned exponent = __float_as_uint(most) >> 23;
@@ -143,6 +140,46 @@ __device__ __forceinline__ void split_halves(float first, float second, unsigned
   if constexpr (PLANES > 1)
     low = half_pair((first - low_half(high)) * LOW_SCALE, (second - low_half(high >> 16)) * LOW_SCALE);
 }
+
+// Scales of states of any size, in the states' own words. What a warp has of a sequence, 16 units, mostly has the usual scale,
+// level 0: where the largest is in a range, which nobody has to find then. Numbers down to 2^-2 of the least such keep all
+// their bits, and those below are off by 2^-13 of it; none reaches 2^8, so that two bits of an exponent are not both set. In
+// the first half of words of another level they are, and the others of the first 3 words have two bits of it each: these
+// are made less than 2^-8, off by 2^-16 of the largest. Levels go by its exponent, up to 2^114, which larger ones count as;
+// what is below 2^-112 counts as zero. Of NO_LEVEL, where one of the 16 is no number, none is.
+constexpr unsigned OF_LEVEL = 0x60006000u, NO_LEVEL = 255, HIGHEST_LEVEL = 241;
+constexpr float USUAL_UNSCALE = 4.f;
+__device__ __forceinline__ bool is_usual(float most) { return most < 0x1p-112f || (most >= 0x1p-10f && most < 0x1p10f); }
+__device__ __forceinline__ unsigned level_of(float most) {
+  return is_usual(most) ? 0 : most == most ? min(__float_as_uint(most) >> 23, HIGHEST_LEVEL) : NO_LEVEL;
+}
+__device__ __forceinline__ float unscale_of_level(unsigned level) {
+  return level == 0 ? USUAL_UNSCALE : level == NO_LEVEL ? __uint_as_float(0x7fc00000u) : __uint_as_float((level + 9) << 23);
+}
+__device__ __forceinline__ float larger(float one, float other) {  // of two sizes; what is no number is larger than all
+  return __uint_as_float(max(__float_as_uint(one), __float_as_uint(other)));
+}
+__device__ __forceinline__ float within_levels(float value) { return fminf(fmaxf(value, -0x1p114f), 0x1p114f); }
+__device__ __forceinline__ unsigned part_of_level(unsigned level, int word) {
+  if (level == 0 || word > 2) return 0u;
+  const unsigned first = word == 0 ? 3u : word == 1 ? level >> 2 & 3u : level >> 6, second = word == 0 ? level & 3u : level >> 4 & 3u;
+  return first << 13 | (word < 2 ? second << 29 : 0u);
+}
+__device__ __forceinline__ bool is_unusual(unsigned first) { return (first & 0x7fffu) >= 0x6000u; }
+__device__ __forceinline__ unsigned level_of_words(const uint4& first) {
+  const unsigned level = first.x >> 29 & 3u | (first.y >> 13 & 3u) << 2 | (first.y >> 29 & 3u) << 4 | (first.z >> 13 & 3u) << 6;
+  return is_unusual(first.x) ? level : 0;
+}
+__device__ __forceinline__ bool is_zero(const uint4& words) {
+  return ((words.x | words.y | words.z | words.w) & 0x7fff7fffu) == 0;
+}
+// words of a scale, as they are of one that is larger
+struct Brought {
+  unsigned kept, factors;
+  __device__ __forceinline__ Brought(float from, float to)
+      : kept(from == USUAL_UNSCALE ? ~0u : ~OF_LEVEL), factors(half_pair(fminf(from * scale_of(to), 1.f), fminf(from * scale_of(to), 1.f))) {}
+  __device__ __forceinline__ unsigned operator()(unsigned word) const { return times_pair(word & kept, factors); }
+};
 #endif
 
 #if HALVES || ELEMENT_BYTES == 2
@@ -167,10 +204,11 @@ __device__ __forceinline__ uint4 gathered_words(unsigned mine, int lane) {
 #endif
 
 // the 16 bytes that SHARERS threads, 4 lanes apart, make of two values each (scaled, with HALVES): each of them gets all
-__device__ __forceinline__ Planes gathered(float first, float second, int lane) {
+__device__ __forceinline__ Planes gathered(float first, float second, int lane, unsigned level) {
 #if HALVES
   unsigned words[2];
   split_halves(first, second, words[0], words[1]);
+  words[0] |= level;
   Planes result;
 #pragma unroll
   for (int p = 0; p < PLANES; ++p) result.plane[p] = gathered_words<4>(words[p], lane);
@@ -186,14 +224,19 @@ __device__ __forceinline__ Planes gathered(float first, float second, int lane) 
 
 // What a thread sends of two units: in two bytes a word of its own, so that a warp sends each block 128 bytes in a row at
 // once; else the 16 bytes that SENDERS threads have together, each to every SENDERS-th block.  Forward of plain LSTM took
-// 0.94 to 0.98 of the time with words, with 320 units and layer norm in clusters of 16 0.82 (H100).
+// 0.94 to 0.98 of the time with words, with 320 units and layer norm in clusters of 16 0.82 (H100).  `level` is the word's
+// part of that, where states have one.
 #define BY_WORDS (CLUSTER > 1 && (ELEMENT_BYTES == 2 || (HALVES && !EXACT)))
 #if BY_WORDS
 typedef unsigned Sent;
-__device__ __forceinline__ Sent to_send(float first, float second, int) { return operand_pair(first, second); }
+__device__ __forceinline__ Sent to_send(float first, float second, int, unsigned level = 0) {
+  return operand_pair(first, second) | level;
+}
 #else
 typedef Planes Sent;
-__device__ __forceinline__ Sent to_send(float first, float second, int lane) { return gathered(first, second, lane); }
+__device__ __forceinline__ Sent to_send(float first, float second, int lane, unsigned level = 0) {
+  return gathered(first, second, lane, level);
+}
 #endif
 constexpr int SENDERS = BY_WORDS ? 1 : SHARERS;
 
