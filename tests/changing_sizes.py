@@ -44,3 +44,36 @@ def assert_right_at_each_step(units: int, batch: int, ragged: bool, device: str)
     apart, most = (got - truth).abs().amax(2), truth.abs().amax(2)
     assert (most > 0).sum() > 2 * batch
     assert (apart <= 4 * TF32_EPS * most).all()
+
+
+def assert_right_beside_larger_ones(units: int, device: str) -> None:
+    """Of 16 units each, of many sizes in one sequence, of which others are made: off by 2^-39 of the largest."""
+    generator = torch.Generator().manual_seed(4)
+    layer = whorl.RNN(6, units, nonlinearity="relu", bias=False)
+    groups = torch.arange(units) // 16
+    with torch.no_grad():
+        layer.weight_hh_l0.copy_(torch.rand(units, units, generator=generator) * (groups[:, None] == groups))
+    sizes = torch.tensor([1.0, 2**18, 2**20, 1000, 2**-12, 2**10, 0, 2**5])
+    drawn = torch.stack([sizes[torch.randperm(len(sizes), generator=generator)] for _ in range(11)])
+    hx = torch.rand(1, 11, units, generator=generator) * drawn[:, groups % len(sizes)]
+    truth = outputs(layer, torch.float64, "reference", "cpu", torch.zeros(1, 11, 6), hx, None)["y"]
+    got = outputs(layer, torch.float32, "persistent", device, torch.zeros(1, 11, 6), hx, None)["y"]
+    beside = 2.0**-39 * hx.double().amax(2, keepdim=True) * layer.weight_hh_l0.double().cpu().sum(1)
+    assert ((got - truth).abs() <= 4 * TF32_EPS * truth + beside).all()
+
+
+def assert_what_is_no_number_stays_one(units: int, device: str) -> None:
+    """And what is infinite, or 2^115, is none then, in its sequence alone."""
+    generator = torch.Generator().manual_seed(5)
+    layer = whorl.RNN(6, units, nonlinearity="relu", bias=False)
+    with torch.no_grad():
+        layer.weight_hh_l0.copy_(torch.rand(units, units, generator=generator) / units)
+    hx, x = torch.rand(1, 11, units, generator=generator), torch.zeros(2, 11, 6)
+    before = outputs(layer, torch.float32, "persistent", device, x, hx, None)["y"]
+    for sequence, unit, value in ((0, 3, torch.nan), (2, units - 1, torch.inf), (5, 17, 2.0**116)):
+        hx[0, sequence, unit] = value
+    got = outputs(layer, torch.float32, "persistent", device, x, hx, None)["y"]
+    lost = torch.zeros(11, dtype=torch.bool)
+    lost[[0, 2, 5]] = True
+    assert not got[:, lost].isfinite().any()
+    assert torch.equal(got[:, ~lost], before[:, ~lost])

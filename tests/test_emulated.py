@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import whorl
-from changing_sizes import assert_right_at_each_step
+from changing_sizes import (
+    assert_right_at_each_step,
+    assert_right_beside_larger_ones,
+    assert_what_is_no_number_stays_one,
+)
 from comparison import broken, error, flat, weighted
 from emulation import CHIP, Kernel, compiled, emulated, left_behind
 from option_draws import Drawn
@@ -152,6 +156,19 @@ def test_states_that_change_their_size_from_step_to_step(
     monkeypatch.setattr(Chip, "resident", lambda *_: 1)
     with emulated(folder, True):
         assert_right_at_each_step(units, batch, ragged, "cpu")
+
+
+@pytest.mark.parametrize("check", [assert_right_beside_larger_ones, assert_what_is_no_number_stays_one])
+@pytest.mark.parametrize(
+    "units, ahead", [(70, (1, 2, 2, 1)), (70, (2, 2, 2, 2)), (120, (4, 3, 4, 3, 2)), (120, (4, 2, 2, 2, 2, 2))]
+)
+def test_units_of_all_sizes_in_one_sequence(
+    units: int, ahead: tuple[int, ...], check: Callable[[int, str], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "choose", in_sub_tiles(ahead, (2, 1, 8, 1)))
+    monkeypatch.setattr(Chip, "resident", lambda *_: 1)
+    with emulated(folder, True):
+        check(units, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -113,7 +113,7 @@ FAULTS = {
         "      __syncthreads();\n\n      float given[OWN][2][GATES]", "      float given[OWN][2][GATES]", of_four_warps,
     ),
     "a group's states are multiplied before they have come": (
-        "d < ARRIVALS && !scaled) await", "d < ARRIVALS && turn == 0) await", of_groups,
+        "d < ARRIVALS && !again) await", "d < ARRIVALS && turn == 0) await", of_groups,
     ),
     "states come by the barrier of another group": ("GROUPS - 1 - group : 0;", "group : 0;", of_groups),
     "all states count as of the usual scale": ("__any_sync(0xffffffffu, unusual)", "false", of_changing_sizes),

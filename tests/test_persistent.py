@@ -13,7 +13,11 @@ from torch import Tensor
 
 import whorl
 from anew import made_anew
-from changing_sizes import assert_right_at_each_step
+from changing_sizes import (
+    assert_right_at_each_step,
+    assert_right_beside_larger_ones,
+    assert_what_is_no_number_stays_one,
+)
 from comparison import PlainLoop, broken, error, flat, in_a_graph, make, twin
 from whorl.bench.baseline import TF32_EPS, to_tf32
 from whorl.engines.cuda import compile, grid, launch, source, tiling
@@ -229,6 +233,8 @@ def test_states_that_change_their_size_from_step_to_step(
 
     monkeypatch.setattr(grid, "choose", chosen)
     assert_right_at_each_step(units, batch, ragged, "cuda")
+    assert_right_beside_larger_ones(units, "cuda")
+    assert_what_is_no_number_stays_one(units, "cuda")
 
 
 # --- what usual tests pass --------------------------------------------------------------------------------------------

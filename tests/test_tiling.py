@@ -134,7 +134,7 @@ def test_warps_for_the_cell_as_measured(batch: int, units: int, warps: int, subs
     "name, units, element, features, apart",
     [("lstm", 512, 2, {}, True), ("lstm", 500, 4, {}, True), ("lstm", 512, 2, dict(mask=True), True),
      ("gru", 512, 2, {}, False), ("lstm", 256, 2, {}, False),
-     ("lstm", 512, 2, dict(noise=source.BY_GATE), False), ("lstm", 512, 4, dict(noise=source.GIVEN), True)],
+     ("lstm", 512, 2, dict(noise=source.BY_GATE), False), ("lstm", 512, 4, dict(noise=source.GIVEN), False)],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 32, 64, 128])
 def test_states_of_each_group_come_apart_where_that_was_measured_to_be_faster(

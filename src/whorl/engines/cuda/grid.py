@@ -92,6 +92,8 @@ def _much(size: Size, kind: str, tile: Tile) -> float | None:
         return _MUCH_EXACT[tile.subs > 1]
     if size.staged is not None:
         return _MUCH_STAGED_TF32[kind]
+    if tile.by_step and not size.plain:
+        return _MUCH_TF32_ANEW
     if optional:
         few = size.bits and kind == "backward" and tile.tiles < 3
         return _MUCH_TF32_BY_GATE if few else _MUCH_TF32_OPTIONS[kind]
@@ -138,6 +140,10 @@ _MUCH_TF32, _MUCH_TF32_ITSELF = 1.06, 1.5
 """With TF32 products forward, where a cluster multiplies scaled float16 too, and TF32 itself: LSTM 2.87 and 2.48 us
 with 512 units at batch 128, 1.60 and 1.64 at 32, 3.42 and 2.89 with 256 at 512; GRU 3.09 and 2.20, 1.48 and 1.55,
 3.35 and 2.37; LSTM with 256 at 512, whose cluster has ten depths of its weights in registers since, 2.47 and 2.97."""
+_MUCH_TF32_ANEW = 1.3
+"""Forward where both scale states anew at each step, with options: LSTM with softplus, 512 units at batch 128, without
+any, 100 steps, 2.66 us in a cluster and 2.84 spread, 2.76 and 2.35 estimated (an H100). With scales in the states' own
+words a cluster takes less, and without options no such factor is needed; with them that was not measured."""
 _MUCH_TF32_OPTIONS = {"forward": 1.0, "backward": 0.85}
 """LSTM with options: zoneout 1.05 and 1.47 us forward, 2.13 and 1.90 backward with 256 units at batch 128, 3.67 and
 2.72, 3.99 and 3.92 with 512, 1.62 and 1.67, 2.31 and 3.08 at 32; recurrent dropout by gate 1.34 and 1.72, 2.50 and

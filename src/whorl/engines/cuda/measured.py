@@ -160,12 +160,14 @@ def _found(size: Size, row: int, column: int) -> str:
         return "16.1.2.2"
     if not _alike(size):
         return "-"
-    own = _BY_STEP.get((size.recurrent, *where)) if kind == "scaled" and size.by_step and size.plain else None
-    if own is not None:
-        return own
+    by_step = kind == "scaled" and size.by_step
+    if by_step and size.plain and (size.recurrent, *where) in _BY_STEP:
+        return _BY_STEP[(size.recurrent, *where)]
     if size.plain:
         lines = _TILES.get((kind, size.recurrent))
         return lines.split("\n")[1 + row].split()[column] if lines else "-"
+    if by_step:  # with options none was measured
+        return "-"
     if size.recurrent < 4 or size.staged or size.masks or size.exact:
         return "-"
     if where == (256, 128) and kind == "rounded":

@@ -188,7 +188,9 @@ def forward(
     # with options other registers would be spilled; with TF32 products, 1,024 units at batch 128, a step would have 10
     # instructions for what is
     sided = lull > 0 and size.bare and (tiles < 3 or size.element == 2)
-    sided = sided or (_has_means(size) and size.element == 2 and blocks <= _OF_A_SIDE // 4)
+    # layer norm of r and c, train steps of 100 (one H200): 1,024 units at batch 8 821 us and by sides 796, at 32 1,016
+    # and 985, at 64 1,244 and 1,238, but 32 sequences a tile at 128 2,245 and 2,256; 768 at 32 892 and 865
+    sided = sided or (_has_means(size) and size.element == 2 and blocks <= _OF_A_SIDE // (2 if tiles < 3 else 4))
     return Spread(
         *made, lull=lull, sided=sided, exact=size.exact, halves=halves, by_step=anew, aside=aside,
         collected=_collected(size, "forward", units, tiles, subs, collected),
@@ -227,6 +229,8 @@ def backward(
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     # aside: what compiles without spills (LSTM with layer norm of r and c)
     live += 32 * (units < 32 or (halves and tiles * subs > 1)) if aside else 2 * (summed + size.vectors)
+    # and 8 fewer, but with five gates 16 words are spilled so: 1,024 units at batch 32 464 us and 442, 768 428 and 409
+    live -= 8 * (aside and units == 32 and tiles == subs == 1 and size.element == 2 and size.recurrent < 5)
     live += turns * own * -(-size.back // 2)
     live += _extra(size, _BACKWARD_EXTRA, tiles)
     live += 2 * share * halves - 16 * wide

@@ -235,7 +235,9 @@ def forward(
     streamed = groups * splits * (depths - resident) * size.recurrent * planes * 128
     # two warps of a scheduler have 64 products; with 48 GRU took 0.72 us a step so and 0.66 else (512 units, batch 32)
     apart = traded and groups == 2 and resident * size.recurrent >= 32 and depths % 4 == 0
-    arrivals = groups if apart and not (size.exact or size.bits or size.masks) else 1
+    # where states have scales anew at each step, with options it was not measured
+    apart = apart and not (size.exact or size.bits or size.masks or (by_step and not size.plain))
+    arrivals = groups if apart else 1
     shared = 4 * (streamed + 2 * states + partial + masks + scales) + 16 * subs * arrivals
     if shared > limit or groups * subs > 15:
         return None
@@ -425,7 +427,7 @@ _SMALL = 128  # units, whose states take no longer to exchange for 8 sequences t
 def _fitting(size: Size, chip: Chip, kind: str) -> tuple[Tile, ...]:
     found = tuple(candidates(size, chip, kind))
     # Where a cluster is too small for TF32 itself, blocks that exchange through L2 take less with it: LSTM with
-    # softplus and 768 units at batch 16 149 us, in a cluster with scales at each step 189; 375 and 413 at 64 (H200).
+    # softplus and 768 units at batch 16 210 us, in a cluster with scales at each step 258 (GRU with relu 186, 181).
     if not size.exact and all(tile.by_step for tile in found):
         return ()
     return found

@@ -226,11 +226,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     const unsigned level = WITHIN ? level_of(most) : 0;
     const float unscale = WITHIN ? unscale_of_level(level) : unscale_of(most), scale = scale_of(unscale);
     if (BESIDE) scales[(depth * ITEMS + line / 8 * 2 + line % 2) * 4 + line % 8 / 2] = unscale;
-    const auto scaled = [&](int at) { return scale * (WITHIN ? within_levels(value(at)) : value(at)); };
 #pragma unroll
     for (int word = 0; word < 8; ++word) {
       unsigned* const to = states + word_of(line, depth * 8 + word);
-      split_halves(scaled(2 * word), scaled(2 * word + 1), to[0], to[PLANE_WORDS]);
+      split_halves(value(2 * word) * scale, value(2 * word + 1) * scale, to[0], to[PLANE_WORDS]);
       if (WITHIN) to[0] |= part_of_level(level, word);
     }
   }
@@ -546,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #endif
     };
-    if constexpr (ARRIVALS == 1) await_states(0);  // before scales that came with them; of several each before its product
+    if constexpr (ARRIVALS == 1) await_states(0);  // of several each before its product
 #pragma unroll
     for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
@@ -556,16 +555,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
       }
 #if BY_STEP && !EXACT
     bool unusual = false;  // whether a word says that it has another level than the usual one
-    float unscales[(DEPTHS + 3) / 4][PART] = {}, most[PART];  // of the depths d + lane % 4, and the largest of a sequence
+    float unscales[(DEPTHS + 3) / 4][PART] = {}, reach[PART];  // of the depths d + lane % 4, and the largest of a sequence
 #endif
     const unsigned from = columns + (now * STATE_WORDS + sub * PART * 64) * 4;
     const unsigned masks_from = columns + shared_address(masks) - shared_address(states);
     constexpr int PAIRS = (DEPTHS + 1) / 2;  // of depths: d and the next; with ARRIVALS the next of the same group
-    const auto multiply_depths = [&](bool scaled) {
+    const auto multiply_depths = [&](bool again) {
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         const int turn = pair * ARRIVALS / PAIRS, d = ARRIVALS - 1 - turn + (pair - turn * PAIRS / ARRIVALS) * 2 * ARRIVALS;
-        if (ARRIVALS > 1 && d < ARRIVALS && !scaled) await_states(turn);
+        if (ARRIVALS > 1 && d < ARRIVALS && !again) await_states(turn);
         uint4 b[PART], low[PART];  // and the second plane
 #pragma unroll
         for (int n = 0; n < PART; ++n) {
@@ -576,11 +575,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
             low[n] = d + ARRIVALS < DEPTHS ? load_columns(at_low) : load_half_columns(at_low);
           }
 #if BY_STEP && !EXACT
-          if (scaled) {
-            const auto unscale_of = [&](int depth) {
+          if (again) {
+            const auto unscale_at = [&](int depth) {
               return __shfl_sync(0xffffffffu, unscales[depth / 4][n], lane / 4 * 4 + depth % 4);
             };
-            const Brought first(unscale_of(d), most[n]), second(unscale_of(d + ARRIVALS < DEPTHS ? d + ARRIVALS : d), most[n]);
+            const Brought first(unscale_at(d), reach[n]), second(unscale_at(d + ARRIVALS < DEPTHS ? d + ARRIVALS : d), reach[n]);
             b[n] = {first(b[n].x), first(b[n].y), second(b[n].z), second(b[n].w)};
           } else {
             unusual = unusual || is_unusual(b[n].x) || is_unusual(b[n].z);
@@ -655,10 +654,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
     for (int n = 0; n < PART; ++n) of_sums[n][0] = of_sums[n][1] = USUAL_UNSCALE;
     if (__any_sync(0xffffffffu, unusual)) {
-      // All again, where states are brought to the scale of the sequence's largest that the warp multiplies.
+      // All again, where states are brought to one scale: that of the sequence's largest that the warp multiplies.
 #pragma unroll
       for (int n = 0; n < PART; ++n) {
-        most[n] = 0.f;
+        reach[n] = 0.f;
 #pragma unroll
         for (int d = 0; d < DEPTHS; d += 4) {
           if (d + 4 > DEPTHS && d + lane % 4 >= DEPTHS) continue;
@@ -666,12 +665,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
           const int row = (sub * PART + n) * 8 + lane / 4, word = (split * DEPTHS + d + lane % 4) * 8;
           const uint4 first = *(const uint4*)(at + word_of(row, word)), second = *(const uint4*)(at + word_of(row, word + 4));
           unscales[d / 4][n] = unscale_of_level(level_of_words(first));
-          if (!is_zero(first) || !is_zero(second)) most[n] = larger(most[n], unscales[d / 4][n]);
+          if (!is_zero(first) || !is_zero(second)) reach[n] = larger(reach[n], reach_of(unscales[d / 4][n]));
         }
 #pragma unroll
-        for (int apart = 1; apart < 4; apart *= 2) most[n] = larger(most[n], __shfl_xor_sync(0xffffffffu, most[n], apart));
+        for (int apart = 1; apart < 4; apart *= 2) reach[n] = larger(reach[n], __shfl_xor_sync(0xffffffffu, reach[n], apart));
 #pragma unroll
-        for (int e = 0; e < 2; ++e) of_sums[n][e] = __shfl_sync(0xffffffffu, most[n], (lane % 4 * 2 + e) * 4);
+        for (int e = 0; e < 2; ++e) of_sums[n][e] = UNRAISED * __shfl_sync(0xffffffffu, reach[n], (lane % 4 * 2 + e) * 4);
 #pragma unroll
         for (int g = 0; g < RECURRENT; ++g)
 #pragma unroll
@@ -861,10 +860,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
 #pragma unroll
               for (int apart = 4; apart < 32; apart *= 2) most = largest(most, __shfl_xor_sync(0xffffffffu, most, apart));
               unscales[j] = WITHIN ? unscale_of_level(level_of(most)) : unscale_of(most);
-              if constexpr (WITHIN) {
-                level[j] = part_of_level(level_of(most), lane / 4);
-                first = within_levels(first), second = within_levels(second);
-              }
+              if (WITHIN) level[j] = part_of_level(level_of(most), lane / 4);
             }
           }
           first *= scale_of(unscales[j]), second *= scale_of(unscales[j]);
