@@ -335,17 +335,16 @@ def test_states_of_any_size_spill_little_where_blocks_exchange(
 @pytest.mark.parametrize("units, batch", [(512, 32), (512, 64), (256, 128), (256, 32)])
 def test_a_cluster_sends_no_more_where_states_are_of_any_size(units: int, batch: int, tmp_path: Path) -> None:
     """LSTM with softplus beside a plain one in the same tile: as many words go to other blocks."""
-    counts = []
-    for activation in ("softplus", "tanh"):
-        cell = Form.from_json(whorl.LSTM(4, units, activation=activation)._form).cell
-        size = size_of(cell, units, 4)
-        if activation == "softplus":
-            chosen = grid.choose(size, H200, batch, 1, "forward")
-        assert isinstance(chosen, Tile)
+    unbounded, plain = (
+        Form.from_json(whorl.LSTM(4, units, activation=activation)._form).cell for activation in ("softplus", "tanh")
+    )
+    chosen, counts = grid.choose(size_of(unbounded, units, 4), H200, batch, 1, "forward"), []
+    assert isinstance(chosen, Tile)
+    for cell in (unbounded, plain):
         shape = chosen.cluster, chosen.tiles, chosen.splits, H200.shared
-        tile = tiling.forward(size, *shape, subs=chosen.subs, pointwise=chosen.pointwise)
+        tile = tiling.forward(size_of(cell, units, 4), *shape, subs=chosen.subs, pointwise=chosen.pointwise)
         assert tile is not None
-        assert (tile.halves, tile.by_step) == (True, activation == "softplus")
+        assert (tile.halves, tile.by_step) == (True, cell is unbounded)
         lines = disassembled(source.forward(cell, units, torch.float32, tile, True), tile, tmp_path / "kernel.cubin")
         counts.append(sum("STAS" in line for line in lines))
     assert counts[0] == counts[1] > 0
@@ -472,6 +471,25 @@ def test_no_state_waits_behind_the_input_of_the_next_step(option: str, dtype: to
         found = re.search(r"LDG\.E\S* R(\d+),", loop[at])
         assert found
         assert not any(re.search(rf"MOV\S* R\d+, (RZ, RZ, )?R{found[1]} ;", line) for line in loop[at + 1 : at + 15])
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    "units, dtype, resident, most",
+    [(640, torch.bfloat16, 12, (0, 0)), (896, torch.bfloat16, 33, (0, 0)), (1024, torch.bfloat16, 33, (0, 0)),
+     (1024, torch.float16, 33, (0, 0)), (640, torch.float16, 12, (4, 0)), (896, torch.float16, 33, (4, 2))],
+)  # fmt: skip
+def test_backward_steps_with_means_where_blocks_exchange_spill_little(
+    units: int, dtype: torch.dtype, resident: int, most: tuple[int, int], tmp_path: Path
+) -> None:
+    """Layer norm of r and c at batch 32, with as many operands in registers as compile so: in all, and at each step."""
+    cell = Form.from_json(whorl.LSTM(4, units, layer_norm="r c")._form).cell
+    tile = grid.choose(size_of(cell, units, 2), H200, 32, 1, "backward")
+    assert isinstance(tile, Spread)
+    assert tile.resident == resident
+    lines = disassembled(source.backward(cell, units, dtype, tile, True), tile, tmp_path / "kernel.cubin")
+    found = [sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in part) for part in (lines, time_loop(lines))]
+    assert all(count <= limit for count, limit in zip(found, most, strict=True))
 
 
 @needs_tools

@@ -99,23 +99,20 @@ def test_they_stand_where_they_were_measured(
 
 
 def test_states_of_any_size_have_the_tiles_of_others_or_their_own() -> None:
-    softplus, relu = (
-        make_lstm(activation=whorl.softplus).graph,
-        Form.from_json(whorl.GRU(4, 4, activation="relu")._form).cell,
-    )
+    softplus = make_lstm(activation=whorl.softplus).graph
+    relu = Form.from_json(whorl.GRU(4, 4, activation="relu")._form).cell
     for cell, gates, units, batch, own in (
         (softplus, 4, 256, 128, (8, 3, 2, 4)), (softplus, 4, 512, 32, (16, 3, 4, 2)), (relu, 3, 512, 32, (16, 3, 4, 2)),
         (softplus, 4, 256, 64, None), (softplus, 4, 128, 32, None), (relu, 3, 256, 128, None),
     ):  # fmt: skip
-        tile, other = (
-            measured.forward(size_of(cell, units, 4), H200, batch, 1),
-            measured.forward(sized("scaled", gates, units), H200, batch, 1),
-        )
+        tile = measured.forward(size_of(cell, units, 4), H200, batch, 1)
+        other = measured.forward(sized("scaled", gates, units), H200, batch, 1)
         assert tile is not None
         assert tile.by_step
         found = tile.cluster, tile.subs, tile.splits, tile.pointwise
         assert found == (own or (other and (other.cluster, other.subs, other.splits, other.pointwise)))
     assert measured.spread(size_of(softplus, 512, 4), H200, 128, 1) is None
+    assert measured.forward(size_of(softplus, 256, 4, Features(mask=True)), H200, 128, 1) is None  # nor with options
     # in two bytes nothing is scaled
     assert measured.forward(size_of(softplus, 256, 2), H200, 128, 1) == measured.forward(
         sized("rounded", 4, 256), H200, 128, 1

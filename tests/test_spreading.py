@@ -21,6 +21,7 @@ from whorl.engines.cuda.prepare import flags, size_of
 from whorl.engines.cuda.source import AT_RANDOM, BY_GATE, DRAWN, HELD, PLAIN, Features
 from whorl.engines.cuda.spreading import Spread
 from whorl.engines.cuda.tiling import SHARED, Chip, Tile
+from whorl.problem import Form
 
 H200 = Chip((9, 0), 132)
 CHIPS = [Chip(capability, multiprocessors) for capability in SHARED for multiprocessors in (1, 20, 84, 132, 170)]
@@ -438,6 +439,23 @@ def test_backward_blocks_take_places_by_sides_where_that_was_faster(
     tile = grid.choose(size_of(cell, units, element), H200, batch, 1, "backward")
     assert isinstance(tile, Spread)
     assert (tile.sided, tile.lull) == (sided, 0)
+
+
+@pytest.mark.parametrize(
+    "units, batch, sided",
+    [(1024, 8, True), (1024, 32, True), (1024, 64, True), (768, 32, True), (640, 32, True), (1024, 128, False),
+     (1500, 20, False)],
+)  # fmt: skip
+def test_forward_steps_with_means_take_places_by_sides_where_that_was_faster(
+    units: int, batch: int, sided: bool
+) -> None:
+    """Layer norm of r and c, in two bytes alone: of 1,500 units blocks have no room on one side."""
+    cell = Form.from_json(whorl.LSTM(4, units, layer_norm="r c")._form).cell
+    tile = grid.choose(size_of(cell, units, 2), H200, batch, 1, "forward")
+    assert isinstance(tile, Spread)
+    assert tile.sided == sided
+    wide = grid.choose(size_of(cell, units, 4), H200, batch, 1, "forward")
+    assert wide is None or not isinstance(wide, Spread) or not wide.sided
 
 
 def test_a_lull_and_places_by_sides_are_told() -> None:

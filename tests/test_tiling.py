@@ -104,7 +104,7 @@ def test_tiles_as_measured(
 
 
 def test_softplus_is_multiplied_as_scaled_float16_where_that_is_faster() -> None:
-    """With TF32 products: 92 us and 96 (100 steps, an H200) with 256 units at batch 64; 64 and 65 with 128 at 32."""
+    """With TF32 products: 92 us and 96 (100 steps, an H200, an earlier text) with 256 units at batch 64."""
     cell = Form.from_json(whorl.LSTM(4, 256, activation="softplus")._form).cell
     for units, batch, halves in ((128, 32, False), (256, 64, True), (256, 128, True)):
         tile = tiling.choose(size_of(cell, units, 4), H200, batch, 1, "forward")

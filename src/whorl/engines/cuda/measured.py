@@ -64,7 +64,7 @@ _TILES = {
 what is multiplied and the gates, without options; a line for each of `_UNITS`."""
 _BY_STEP = {(4, 256, 128): "8.3.2.4", (4, 512, 32): "16.3.4.2", (3, 512, 32): "16.3.4.2"}
 """The same where states may be of any size: LSTM with softplus 100 steps 113 us and 119, 106 and 114, GRU with relu 88
-and 95 (one H200, 2026-11-29). Others have those of `_TILES`, with which an earlier text took 0.72 to 0.99 of what is
+and 95 (5ab927c, one H200). Others have those of `_TILES`, with which an earlier text took 0.72 to 0.99 of what is
 estimated to be the fastest, but GRU with up to 128 units 0.81 to 1.08."""
 _FULL = 0.875  # of a column from 128 on: with fewer sequences, of which smaller clusters have 8, others take less time
 
@@ -109,7 +109,7 @@ def spread(size: Size, chip: Chip, batch: int, directions: int) -> Spread | None
     """
     if chip != Chip((9, 0), 132) or not (448 < size.units <= _UNITS[-1] and 112 < batch <= 128 and directions == 1):
         return None
-    if not _alike(size) or size.recurrent < 4 or (size.element == 4 and size.by_step and not size.exact):
+    if not _alike(size) or size.recurrent < 4 or _scaled_anew(size):
         return None
     if size.bits and size.drawn and size.element == 2:  # masks by gate: 100 steps 208 us, in clusters 238
         return spreading.forward(size, 32, 2, 1, 8, 4, chip.shared)
@@ -152,6 +152,11 @@ def _alike(size: Size) -> bool:
     return halves and size.gate == size.element and size.states == size.recurrent - 2
 
 
+def _scaled_anew(size: Size) -> bool:
+    """Whether such a cell's states, which are no exact products' either, have scales anew at each step."""
+    return size.element == 4 and size.by_step and not size.exact
+
+
 def _found(size: Size, row: int, column: int) -> str:
     """What `_TILES` has, and with options what was measured with them; "-" for nothing."""
     kind = "rounded" if size.element == 2 else "exact" if size.exact else "scaled"
@@ -160,14 +165,12 @@ def _found(size: Size, row: int, column: int) -> str:
         return "16.1.2.2"
     if not _alike(size):
         return "-"
-    by_step = kind == "scaled" and size.by_step
-    if by_step and size.plain and (size.recurrent, *where) in _BY_STEP:
-        return _BY_STEP[(size.recurrent, *where)]
+    own = (size.recurrent, *where)
+    if _scaled_anew(size) and (not size.plain or own in _BY_STEP):  # with options none was measured
+        return _BY_STEP[own] if size.plain else "-"
     if size.plain:
         lines = _TILES.get((kind, size.recurrent))
         return lines.split("\n")[1 + row].split()[column] if lines else "-"
-    if by_step:  # with options none was measured
-        return "-"
     if size.recurrent < 4 or size.staged or size.masks or size.exact:
         return "-"
     if where == (256, 128) and kind == "rounded":

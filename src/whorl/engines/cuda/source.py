@@ -267,6 +267,7 @@ def _source(
         *map(text_of, ("carried.cu", "options.cu") + ("exchange.cu",) * isinstance(tile, Spread)),
         *([text_of("sides.cu")] if isinstance(tile, Spread) and tile.sided else []),
         *([text_of("levels.cu")] if isinstance(tile, Spread) and tile.by_step else []),
+        *([text_of("scales.cu")] if kind == "forward" and _way(graph, tile) == "" and tile.halves else []),
         *(map(text_of, means) if inside else []),
         *([text_of(f"arguments_{kind}.cu")] if _way(graph, tile) in _WITHOUT_OPTIONS else []),
         *([text_of("one_unit.cu")] if isinstance(tile, Tile) and tile.lines else []),

@@ -229,7 +229,8 @@ def backward(
     live = max(sums, before, arriving) + turns * own * (item + 2 * size.states)
     # aside: what compiles without spills (LSTM with layer norm of r and c)
     live += 32 * (units < 32 or (halves and tiles * subs > 1)) if aside else 2 * (summed + size.vectors)
-    # and 8 fewer, but with five gates 16 words are spilled so: 1,024 units at batch 32 464 us and 442, 768 428 and 409
+    # and 8 fewer, but with five gates 16 words are spilled so: in bfloat16 1,024 units at batch 32 464 us and 442, 768
+    # 428 and 409; in float16, which was not timed, 4 or 8 words are spilled with some units, two at each step
     live -= 8 * (aside and units == 32 and tiles == subs == 1 and size.element == 2 and size.recurrent < 5)
     live += turns * own * -(-size.back // 2)
     live += _extra(size, _BACKWARD_EXTRA, tiles)

@@ -518,7 +518,8 @@ def full_time(size: Size, chip: Chip, batch: int, directions: int, kind: str, ti
             step *= 1.1  # 0.75 us where 12 warps took 0.65, and GRU 0.69 and 0.58, with 128 units at batch 128
         step += 0.0025 * read * multiplying / tile.warps * tile.subs
         if tile.by_step and not size.exact and tile.pointwise and tile.subs < tile.tiles:
-            step *= 1.15  # LSTM with softplus, 512 units at batch 128: as one tile 3.12 us, as three sub-tiles 2.34
+            # LSTM with softplus, 512 units at batch 128, an earlier text: as one tile 3.12 us, as three sub-tiles 2.34
+            step *= 1.15
         return begin + taken * (step + _beside(size, kind, tile))
     products *= 2 * planes - 1
     again = 0.003 * read * tile.subs * tile.halves
